@@ -1,0 +1,6 @@
+"""Checkpoint IO: how a checkpoint, a dictionary, becomes a file and comes back."""
+
+from rankwise.checkpoint.base import CheckpointIO
+from rankwise.checkpoint.torch_io import TorchCheckpointIO
+
+__all__ = ["CheckpointIO", "TorchCheckpointIO"]

@@ -1,0 +1,33 @@
+"""`CheckpointIO`: what a place that keeps checkpoints must be able to do."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import Any
+
+__all__ = ["CheckpointIO"]
+
+
+class CheckpointIO(ABC):
+    """Write, read and remove checkpoints. Subclass it for another format or another kind of storage."""
+
+    @abstractmethod
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Write `checkpoint` to `path`; called on global rank 0 only.
+
+        Raises:
+            CheckpointError: when it cannot be written; what was at `path` before must then still be whole.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+        """Return the checkpoint at `path`; called on every rank.
+
+        Raises:
+            CheckpointError: when it is missing, damaged or not to be trusted.
+        """
+
+    @abstractmethod
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove the checkpoint at `path`, if there is one; called on global rank 0 only."""

@@ -1,0 +1,159 @@
+"""`TorchCheckpointIO`: checkpoints as `torch.save` files, written atomically and read without running code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import secrets
+import zipfile
+from collections.abc import Iterator
+from typing import IO, Any
+
+import torch
+from torch.serialization import get_crc32_options
+from typing_extensions import final
+
+from rankwise.checkpoint.base import CheckpointIO
+from rankwise.errors import CheckpointError
+
+__all__ = ["TorchCheckpointIO"]
+
+_USE_ANOTHER = "use an earlier file that Trainer.save_checkpoint or ModelCheckpoint wrote."
+
+
+@final
+class TorchCheckpointIO(CheckpointIO):
+    """Keep checkpoints as files of `torch.save`, on a local or shared file system.
+
+    A reader sees the previous file or the new one, nothing between: the data goes to a temporary file in the
+    same folder, is flushed to the disk, and takes the place of the target in one rename. Files are read with
+    `weights_only=True`: tensors and plain types load, anything that would run code is refused.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Write `checkpoint` to `path`, creating its folder.
+
+        Raises:
+            CheckpointError: when it cannot be written; the file that was at `path` is then untouched.
+        """
+        try:
+            with _replacing(path) as file:
+                torch.save(checkpoint, file)
+        except Exception as error:
+            raise CheckpointError(
+                path=os.fspath(path),
+                problem=f"could not be written: {_reason(error)}",
+                remedy="remove the cause; a file that was at this path before is untouched.",
+            ) from error
+
+    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+        """Return the checkpoint at `path`, its tensors on `map_location`.
+
+        Raises:
+            CheckpointError: when the file is missing, empty, cut off, of another kind, or holds objects that
+                `weights_only=True` does not load.
+        """
+        try:
+            _check_file(path)
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+        except CheckpointError:
+            raise
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                path=os.fspath(path),
+                problem=f"holds {_refused(error)}, which weights_only=True does not load, as it could run code",
+                remedy="keep plain types and tensors in a checkpoint, and load no file from strangers otherwise.",
+            ) from error
+        except Exception as error:
+            raise CheckpointError(
+                path=os.fspath(path), problem=f"could not be read: {_reason(error)}", remedy=_USE_ANOTHER
+            ) from error
+        if not isinstance(checkpoint, dict):
+            raise CheckpointError(
+                path=os.fspath(path),
+                problem=f"holds a {type(checkpoint).__name__}, but a checkpoint is a dictionary",
+                remedy=_USE_ANOTHER,
+            )
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove the file at `path`, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+
+
+@contextlib.contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Open a temporary file that takes the place of `path` if the block succeeds, and vanishes if not."""
+    target = os.path.realpath(path)  # a symbolic link stays one, and its target's file system is the one used
+    folder, name = os.path.split(target)
+    os.makedirs(folder, exist_ok=True)
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+        raise
+    _flush_folder(folder)
+
+
+def _flush_folder(folder: str) -> None:
+    """Make a rename in `folder` last through a power cut, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot flush a folder
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_file(path: str | os.PathLike[str]) -> None:
+    """Raise unless `path` is a whole archive; torch itself does not notice changed bytes in a tensor."""
+    problem, remedy = "", _USE_ANOTHER
+    if not os.path.exists(path):
+        problem, remedy = "does not exist", "check the path; a relative one starts at the working directory."
+    elif os.path.isdir(path):
+        problem, remedy = "is a folder, not a file", "pass the path of a file in it."
+    elif os.path.getsize(path) == 0:
+        problem = "is empty"
+    elif not _starts_like_an_archive(path):
+        problem = "is not a file of torch.save"
+    elif not zipfile.is_zipfile(path):
+        problem = "is cut off"
+    elif get_crc32_options() and (record := _damaged_record(path)):
+        problem = f"is damaged: the checksum of its record {record!r} does not match"
+    if problem:
+        raise CheckpointError(path=os.fspath(path), problem=problem, remedy=remedy)
+
+
+def _starts_like_an_archive(path: str | os.PathLike[str]) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _damaged_record(path: str | os.PathLike[str]) -> str | None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip()
+    except zipfile.BadZipFile:
+        return "table of contents"
+
+
+def _refused(error: pickle.UnpicklingError) -> str:
+    match = re.search(r"(?:GLOBAL|global|class) ([\w.]+)", str(error))
+    return match[1] if match else "something"
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the deepest cause: a full disk reaches us as a consequence in torch's writer."""
+    while error.__context__ is not None:
+        error = error.__context__
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

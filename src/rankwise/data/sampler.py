@@ -1,0 +1,78 @@
+"""`ShardedSampler`: one rank's part of a stream of indices, or of batches of indices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import Sampler
+from typing_extensions import final
+
+from rankwise.data.random_state import isolated_random_state
+
+__all__ = ["ShardedSampler", "Uneven"]
+
+Uneven = Literal["pad", "drop", "keep"]
+
+
+@final
+class ShardedSampler(Sampler[Any]):
+    """Yield every `num_replicas`-th item of `sampler`, from number `rank` on.
+
+    Every rank draws the whole stream, under the same seed and in a random state of its own, so the ranks agree
+    on a shuffled order without talking to each other, and what else they draw is not disturbed. A base sampler
+    with a `generator` of its own has it seeded likewise for the draw.
+
+    Args:
+        sampler: any sampler or batch sampler; what it yields is passed on as it is.
+        num_replicas: over how many ranks the stream is split.
+        rank: whose part this is.
+        seed: with the epoch, gives the shuffled order; the same on all ranks.
+        uneven: what happens to a stream that does not divide evenly. `"pad"` starts again from its beginning,
+            `"drop"` leaves the rest out, `"keep"` lets the first ranks have one item more.
+    """
+
+    def __init__(
+        self, sampler: Any, num_replicas: int, rank: int, *, seed: int = 0, uneven: Uneven = "keep"
+    ) -> None:
+        self.sampler = sampler
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.seed = seed
+        self.uneven = uneven
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, for another order; passed on to a base sampler that has epochs too."""
+        self.epoch = epoch
+        if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = self._draw()
+        evened = islice(cycle(stream), self._evened(len(stream)))
+        return islice(evened, self.rank, None, self.num_replicas)
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self._evened(len(self.sampler)), self.num_replicas))
+
+    def _draw(self) -> list[Any]:
+        with isolated_random_state((self.seed + self.epoch) % 2**63, *_generators(self.sampler)):
+            return list(self.sampler)
+
+    def _evened(self, length: int) -> int:
+        """Return how many items all ranks take together of a stream of `length`."""
+        rest = length % self.num_replicas
+        if self.uneven == "keep" or rest == 0:
+            return length
+        return length - rest if self.uneven == "drop" else length - rest + self.num_replicas
+
+
+def _generators(sampler: Any) -> Iterator[torch.Generator]:
+    """Yield the generators that a sampler, or the one that it wraps, draws from."""
+    while sampler is not None:
+        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+            yield generator
+        sampler = getattr(sampler, "sampler", None)
