@@ -1,0 +1,74 @@
+"""rankwise: DistributedDataParallel strategies for PyTorch trainers. Public names are imported when used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rankwise.launchers import _origin  # noqa: F401  notes the working directory; takes a re-run script's seat
+
+if TYPE_CHECKING:
+    from rankwise import callbacks, errors
+    from rankwise.environments import ClusterEnvironment
+    from rankwise.launchers import Launcher
+    from rankwise.ranks import RankInfo, rank_zero_only
+    from rankwise.registry import StrategyRegistry
+    from rankwise.strategies import (
+        DDPForkStrategy,
+        DDPSpawnStrategy,
+        DDPStrategy,
+        SingleDeviceStrategy,
+        Strategy,
+    )
+    from rankwise.trainer import Trainer, TrainingModule, seed_everything
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ClusterEnvironment": "rankwise.environments",
+    "DDPForkStrategy": "rankwise.strategies",
+    "DDPSpawnStrategy": "rankwise.strategies",
+    "DDPStrategy": "rankwise.strategies",
+    "Launcher": "rankwise.launchers",
+    "RankInfo": "rankwise.ranks",
+    "SingleDeviceStrategy": "rankwise.strategies",
+    "Strategy": "rankwise.strategies",
+    "StrategyRegistry": "rankwise.registry",
+    "Trainer": "rankwise.trainer",
+    "TrainingModule": "rankwise.trainer",
+    "rank_zero_only": "rankwise.ranks",
+    "seed_everything": "rankwise.trainer",
+}
+_MODULES = ("callbacks", "errors")
+
+__all__ = [
+    "ClusterEnvironment",
+    "DDPForkStrategy",
+    "DDPSpawnStrategy",
+    "DDPStrategy",
+    "Launcher",
+    "RankInfo",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "StrategyRegistry",
+    "Trainer",
+    "TrainingModule",
+    "callbacks",
+    "errors",
+    "rank_zero_only",
+    "seed_everything",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"rankwise.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rankwise' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,163 @@
+"""`ClusterEnvironment`: who started this process, and which place in the job did it get?"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rankwise.environments._variables import Variables
+from rankwise.errors import EnvironmentVariableError, InvalidArgumentError
+from rankwise.ranks import RankInfo
+
+__all__ = ["ClusterEnvironment"]
+
+
+class ClusterEnvironment(ABC):
+    """Read a launcher's variables; write nothing, decide nothing.
+
+    A subclass is a table of variable names. It fills in the class attributes below; where a fact is not
+    simply a number in a variable, it overrides the property instead.
+
+    Example:
+        >>> class MyCluster(ClusterEnvironment):
+        ...     name = "mycluster"
+        ...     variables = {
+        ...         "global_rank": "MY_RANK", "world_size": "MY_SIZE",
+        ...         "local_rank": "MY_LOCAL_RANK", "local_world_size": "MY_LOCAL_SIZE",
+        ...         "main_address": "MY_HEAD", "main_port": "MY_PORT",
+        ...     }
+        >>> MyCluster({"MY_RANK": "1", "MY_SIZE": "2", "MY_LOCAL_RANK": "1", "MY_LOCAL_SIZE": "2"}).ranks
+        RankInfo(global_rank 1 of 2, local_rank 1 of 2, node 0 of 1)
+
+    Attributes:
+        name: what the environment is called, in `Trainer(plugins=["name"])` and in messages.
+        variables: fact to variable name. The facts are `global_rank`, `world_size`, `local_rank`,
+            `local_world_size`, `node_rank`, `num_nodes`, `main_address` and `main_port`.
+        markers: variables that only this launcher sets. With one of them present an incomplete or
+            contradictory set is an error; without, an incomplete set means "not this environment".
+        creates_processes_externally: whether the job's processes exist already.
+    """
+
+    name: ClassVar[str] = ""
+    variables: ClassVar[Mapping[str, str]] = {}
+    markers: ClassVar[tuple[str, ...]] = ()
+    creates_processes_externally: ClassVar[bool] = True
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        """Read from `environ` (default: a copy of `os.environ` as it is now)."""
+        self._values = Variables(self.name, dict(os.environ if environ is None else environ))
+
+    @classmethod
+    def missing(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the variables that would have to be set for this environment, and are not."""
+        required = [*cls.markers, *cls.variables.values()]
+        return tuple(name for name in required if not environ.get(name, "").strip())
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str] | None = None) -> bool:
+        """Return whether this environment's whole variable set is there and agrees with itself.
+
+        Raises:
+            EnvironmentVariableError: where the launcher has surely been at work (a marker is set, or every
+                variable is) but the set is incomplete or contradicts itself: training on as a job of one
+                would be a silent mistake.
+        """
+        environ = os.environ if environ is None else environ
+        missing = cls.missing(environ)
+        if missing and not any(environ.get(marker, "").strip() for marker in cls.markers):
+            return False
+        environment = cls(environ)
+        if missing:
+            raise environment._values.error(f"{', '.join(missing)} is not set", cls._shown(environ))
+        environment.ranks  # noqa: B018  reading the ranks validates them
+        return True
+
+    @property
+    def global_rank(self) -> int:
+        """This process's id in the whole job."""
+        return self._number("global_rank")
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes in the job."""
+        return self._number("world_size")
+
+    @property
+    def local_rank(self) -> int:
+        """This process's id on its node."""
+        return self._number("local_rank")
+
+    @property
+    def local_world_size(self) -> int:
+        """The number of processes on this node."""
+        return self._number("local_world_size")
+
+    @property
+    def node_rank(self) -> int:
+        """The id of this node; derived from equal nodes where no variable says it."""
+        if "node_rank" in self.variables:
+            return self._number("node_rank")
+        return self.global_rank // self.local_world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes; derived from equal nodes where no variable says it."""
+        if "num_nodes" in self.variables:
+            return self._number("num_nodes")
+        return max(1, -(-self.world_size // max(1, self.local_world_size)))
+
+    @property
+    def main_address(self) -> str:
+        """The address at which rank 0's node listens."""
+        return self._values.text(self.variables.get("main_address", "MASTER_ADDR"))
+
+    @property
+    def main_port(self) -> int:
+        """The port at which rank 0's node listens."""
+        return self._values.number(self.variables.get("main_port", "MASTER_PORT"), highest=65535)
+
+    @property
+    def ranks(self) -> RankInfo:
+        """All ranks at once, validated against each other.
+
+        Raises:
+            EnvironmentVariableError: when a variable is missing, is no number, or contradicts another.
+        """
+        try:
+            return RankInfo(
+                global_rank=self.global_rank,
+                local_rank=self.local_rank,
+                node_rank=self.node_rank,
+                world_size=self.world_size,
+                local_world_size=self.local_world_size,
+                num_nodes=self.num_nodes,
+            )
+        except InvalidArgumentError as error:
+            raise self._values.error(error.summary(), self.seen()) from None
+
+    def seen(self) -> dict[str, str]:
+        """Return the variables of this environment that are set, for messages."""
+        return self._shown(self._values.environ)
+
+    def validate_settings(self, devices: int, num_nodes: int) -> None:
+        """Check what the user asked for against this environment; override to refuse more."""
+
+    def teardown(self) -> None:
+        """Release what the environment holds; most hold nothing."""
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value}" for name, value in self.seen().items())
+        return f"{type(self).__name__}({shown})"
+
+    def _number(self, fact: str) -> int:
+        variable = self.variables.get(fact)
+        if variable is None:
+            raise EnvironmentVariableError(environment=self.name, problem=f"no variable is known for {fact}")
+        return self._values.number(variable)
+
+    @classmethod
+    def _shown(cls, environ: Mapping[str, str]) -> dict[str, str]:
+        names = dict.fromkeys([*cls.markers, *cls.variables.values()])
+        return {name: environ[name] for name in names if name in environ}

@@ -1,0 +1,55 @@
+"""Nobody started a job: this process is alone, and the strategy starts what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from typing_extensions import final
+
+from rankwise.environments.base import ClusterEnvironment
+from rankwise.ranks import RankInfo
+
+__all__ = ["LocalEnvironment"]
+
+
+@final
+class LocalEnvironment(ClusterEnvironment):
+    """A terminal, a notebook or a test: one process, from which the strategy launches the others."""
+
+    name = "local"
+    creates_processes_externally = False
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str] | None = None) -> bool:
+        """Return True: where nothing else fits, the process is alone."""
+        return True
+
+    @property
+    def ranks(self) -> RankInfo:
+        """The one process that exists."""
+        return RankInfo()
+
+    @property
+    def global_rank(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """Always 1: the processes that exist now."""
+        return 1
+
+    @property
+    def local_rank(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def local_world_size(self) -> int:
+        """Always 1."""
+        return 1
+
+    @property
+    def main_address(self) -> str:
+        """Loopback."""
+        return "127.0.0.1"

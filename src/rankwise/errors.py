@@ -1,0 +1,511 @@
+"""The exceptions of rankwise, as a tree; each takes fields, keeps them, and builds its own text.
+
+    RankwiseError
+    |-- ConfigurationError (ValueError)         what a user gave cannot work; raised before any process starts
+    |   |-- UnknownNameError                    a name that is none of ours: strategy, hook, environment, ...
+    |   |   `-- UnknownStrategyError (KeyError)
+    |   |-- InvalidArgumentError                an argument with a wrong value
+    |   |-- UnknownArgumentError (TypeError)    a keyword that nobody takes
+    |   |-- DuplicateNameError                  a name registered twice
+    |   |-- WorldSizeMismatchError              devices x num_nodes is not the world that exists
+    |   |-- EnvironmentVariableError            a launcher's variables are missing or contradict each other
+    |   |-- NotPicklableError (TypeError)       something that cannot travel to another process
+    |   |-- LaunchRefusedError (RuntimeError)   this start method cannot work here
+    |   |-- MissingExtraError (ImportError)     an optional package is not installed
+    |   `-- UnshardableLoaderError              a data loader that cannot be split over ranks
+    |-- InvalidTypeError (TypeError)            an argument of a wrong kind
+    |-- LifecycleError (RuntimeError)           calls out of order
+    |-- WorkerError (RuntimeError)              a worker failed; names the first failing rank
+    |   |-- WorkerRaisedError                   ... by an exception; carries its traceback
+    |   |-- WorkerExitedError                   ... by leaving before it had finished
+    |   `-- WorkerKilledError                   ... by a signal
+    |-- ProcessGroupError (RuntimeError)        the process group does not agree with the ranks
+    |-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time
+    |-- UnevenInputsError (RuntimeError)        ranks have different numbers of batches
+    `-- CheckpointError (RuntimeError)          a checkpoint could not be written or read
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "CheckpointError",
+    "ConfigurationError",
+    "DuplicateNameError",
+    "EnvironmentVariableError",
+    "InvalidArgumentError",
+    "InvalidTypeError",
+    "LaunchRefusedError",
+    "LifecycleError",
+    "MissingExtraError",
+    "NotPicklableError",
+    "ProcessGroupError",
+    "RankwiseError",
+    "RendezvousTimeoutError",
+    "UnevenInputsError",
+    "UnknownArgumentError",
+    "UnknownNameError",
+    "UnknownStrategyError",
+    "UnshardableLoaderError",
+    "WorkerError",
+    "WorkerExitedError",
+    "WorkerKilledError",
+    "WorkerRaisedError",
+    "WorldSizeMismatchError",
+    "nearest",
+]
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that `name` most likely meant, or None if none is close."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[matches[0]] if matches else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+@dataclass(eq=False, repr=False)
+class RankwiseError(Exception):
+    """Base of every exception of rankwise: one sentence, then `Seen:` (facts) and `Fix:` (what to do)."""
+
+    def summary(self) -> str:
+        """Return the sentence that says what happened."""
+        raise NotImplementedError
+
+    def seen(self) -> str:
+        """Return the facts, or an empty string."""
+        return ""
+
+    def fix(self) -> str:
+        """Return what to do, or an empty string."""
+        return ""
+
+    def appendix(self) -> str:
+        """Return what follows the text, such as a traceback, or an empty string."""
+        return ""
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        if seen := self.seen():
+            lines.append(f"  Seen: {seen}")
+        if fix := self.fix():
+            lines.append(f"  Fix: {fix}")
+        if appendix := self.appendix():
+            lines.append(appendix.rstrip())
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.summary()}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _rebuild, (type(self), values)
+
+
+def _rebuild(cls: type[RankwiseError], values: dict[str, Any]) -> RankwiseError:
+    return cls(**values)
+
+
+# ---------------------------------------------------------------------------------------- configuration
+
+
+@dataclass(eq=False, repr=False)
+class ConfigurationError(RankwiseError, ValueError):
+    """What the user gave cannot work: `message` says why, `facts` what was seen, `remedy` what to do."""
+
+    message: str = ""
+    facts: str = ""
+    remedy: str = ""
+
+    def summary(self) -> str:
+        return self.message
+
+    def seen(self) -> str:
+        return self.facts
+
+    def fix(self) -> str:
+        return self.remedy
+
+
+@dataclass(eq=False, repr=False)
+class UnknownNameError(ConfigurationError):
+    """A name that is none of the `known` ones; `kind` says of what."""
+
+    kind: str = "name"
+    name: str = ""
+    known: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        suggestion = nearest(self.name, self.known)
+        question = f" Did you mean {suggestion!r}?" if suggestion else ""
+        return f"Unknown {self.kind} {self.name!r}.{question}"
+
+    def seen(self) -> str:
+        return f"known are {_listed(sorted(self.known))}."
+
+    def fix(self) -> str:
+        return self.remedy or "use one of the names above."
+
+
+@dataclass(eq=False, repr=False)
+class UnknownStrategyError(UnknownNameError, KeyError):
+    """A strategy name that is not registered."""
+
+    kind: str = "strategy"
+
+    def seen(self) -> str:
+        return f"registered names are {_listed(sorted(self.known))}."
+
+    def fix(self) -> str:
+        suggestion = nearest(self.name, self.known) or "ddp"
+        return (
+            f'Trainer(strategy="{suggestion}"), or register your own with '
+            f'StrategyRegistry.register("{self.name}", ...).'
+        )
+
+
+@dataclass(eq=False, repr=False)
+class InvalidArgumentError(ConfigurationError):
+    """An argument has a value that cannot work: `argument`, its `value`, and what was `expected`."""
+
+    argument: str = ""
+    value: object = None
+    expected: str = ""
+
+    def summary(self) -> str:
+        return f"{self.argument}={self.value!r} is not possible: expected {self.expected}."
+
+
+@dataclass(eq=False, repr=False)
+class InvalidTypeError(RankwiseError, TypeError):
+    """An argument is of the wrong kind: `argument`, its `value`, and what was `expected`."""
+
+    argument: str
+    value: object
+    expected: str
+    remedy: str = ""
+
+    def summary(self) -> str:
+        return (
+            f"{self.argument}={self.value!r} is of type {type(self.value).__name__}: "
+            f"expected {self.expected}."
+        )
+
+    def fix(self) -> str:
+        return self.remedy
+
+
+@dataclass(eq=False, repr=False)
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """A keyword that `target` does not take."""
+
+    target: str = ""
+    name: str = ""
+    known: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        suggestion = nearest(self.name, self.known)
+        question = f" Did you mean {suggestion!r}?" if suggestion else ""
+        return f"{self.target} takes no argument {self.name!r}.{question}"
+
+    def seen(self) -> str:
+        return f"it takes {_listed(sorted(self.known))}."
+
+
+@dataclass(eq=False, repr=False)
+class DuplicateNameError(ConfigurationError):
+    """A name that is registered already."""
+
+    name: str = ""
+
+    def summary(self) -> str:
+        return f"Strategy {self.name!r} is registered already."
+
+    def fix(self) -> str:
+        return f'StrategyRegistry.register("{self.name}", ..., override=True), or choose another name.'
+
+
+@dataclass(eq=False, repr=False)
+class WorldSizeMismatchError(ConfigurationError):
+    """The number of processes asked for is not the number that exists.
+
+    `devices` and `num_nodes` are what was asked for, `world_size` is what `launched_by` started.
+    """
+
+    devices: int = 0
+    num_nodes: int = 0
+    launched_by: str = ""
+    world_size: int = 0
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    detection: str = ""
+
+    def summary(self) -> str:
+        return (
+            f"{self.devices * self.num_nodes} processes were asked for (devices={self.devices} x "
+            f"num_nodes={self.num_nodes}), but {self.launched_by} started {self.world_size}."
+        )
+
+    def seen(self) -> str:
+        shown = ", ".join(f"{name}={value}" for name, value in self.variables.items())
+        return f"{shown}. {self.detection}".strip()
+
+    def fix(self) -> str:
+        return (
+            'set devices="auto" and num_nodes="auto" to take what was started, or start '
+            f"{self.devices * self.num_nodes} processes, as with: torchrun --nnodes={self.num_nodes} "
+            f"--nproc-per-node={self.devices} train.py"
+        )
+
+
+@dataclass(eq=False, repr=False)
+class EnvironmentVariableError(ConfigurationError):
+    """A cluster environment's variables are incomplete or contradict each other; `problem` says how."""
+
+    environment: str = ""
+    problem: str = ""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def summary(self) -> str:
+        return f"The variables of {self.environment} cannot be right: {self.problem}."
+
+    def seen(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.variables.items())
+
+    def fix(self) -> str:
+        return self.remedy or (
+            f"start the job with {self.environment} itself, unset these variables, or name the environment: "
+            "RANKWISE_ENVIRONMENT=local."
+        )
+
+
+@dataclass(eq=False, repr=False)
+class NotPicklableError(ConfigurationError, TypeError):
+    """Something cannot travel to the workers (or back): `path` names it, `reason` is pickle's own."""
+
+    path: str = ""
+    reason: str = ""
+    start_method: str = ""
+
+    def summary(self) -> str:
+        return f"{self.path} cannot be pickled, which start_method={self.start_method!r} needs: {self.reason}."
+
+    def fix(self) -> str:
+        return (
+            "make it a function or class at the top level of a module, or use a start method that "
+            'pickles nothing on the way in: strategy="ddp" or "ddp_fork".'
+        )
+
+
+@dataclass(eq=False, repr=False)
+class LaunchRefusedError(ConfigurationError, RuntimeError):
+    """The chosen start method cannot work where it was asked to."""
+
+
+@dataclass(eq=False, repr=False)
+class MissingExtraError(ConfigurationError, ImportError):
+    """An optional package is needed: `package`, which comes with `extra`, for `purpose`."""
+
+    package: str = ""
+    extra: str = ""
+    purpose: str = ""
+
+    def summary(self) -> str:
+        return f"{self.purpose} needs the package {self.package!r}, which is not installed."
+
+    def fix(self) -> str:
+        return f'pip install "rankwise[{self.extra}]"'
+
+
+@dataclass(eq=False, repr=False)
+class UnshardableLoaderError(ConfigurationError):
+    """A data loader that cannot be split over the ranks; `reason` says why."""
+
+    loader: str = ""
+    reason: str = ""
+
+    def summary(self) -> str:
+        return f"{self.loader} cannot be split over the ranks: {self.reason}."
+
+
+# ---------------------------------------------------------------------------------------- order of calls
+
+
+@dataclass(eq=False, repr=False)
+class LifecycleError(RankwiseError, RuntimeError):
+    """A call came at the wrong moment: `call` needs `needed`, but the object is in `state`."""
+
+    call: str
+    state: str
+    needed: str
+    remedy: str = ""
+
+    def summary(self) -> str:
+        return f"{self.call} was called in state {self.state!r}, but it needs {self.needed}."
+
+    def fix(self) -> str:
+        return self.remedy
+
+
+# ---------------------------------------------------------------------------------------- workers
+
+
+@dataclass(eq=False, repr=False)
+class WorkerError(RankwiseError, RuntimeError):
+    """A worker failed: the first that did, where it ran, and what the supervisor saw of the others.
+
+    `elapsed_s` counts from the launch to the failure; `stopped` lists the global ranks that were then
+    stopped, `consequences` what other ranks reported as a consequence, one line each.
+    """
+
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    pid: int
+    elapsed_s: float = 0.0
+    stopped: tuple[int, ...] = ()
+    consequences: tuple[str, ...] = ()
+    traceback_text: str = ""
+
+    def what(self) -> str:
+        """Return how the worker failed, as the end of a sentence."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        return (
+            f"Worker global_rank={self.global_rank} (local_rank={self.local_rank}, "
+            f"node_rank={self.node_rank}, pid {self.pid}) {self.what()}."
+        )
+
+    def seen(self) -> str:
+        facts = f"{self.elapsed_s:.1f} s after launch"
+        if self.stopped:
+            ranks = ", ".join(str(rank) for rank in self.stopped)
+            facts += f"; then stopped: global_rank {ranks}"
+        return "".join([facts, ".", *(f"\n        consequence: {line}" for line in self.consequences)])
+
+    def appendix(self) -> str:
+        if not self.traceback_text:
+            return ""
+        return f"  --- traceback of global_rank={self.global_rank} ---\n{self.traceback_text}"
+
+
+@dataclass(eq=False, repr=False)
+class WorkerRaisedError(WorkerError):
+    """A worker raised an exception; `exception_type` and `exception_message` are its own."""
+
+    exception_type: str = ""
+    exception_message: str = ""
+
+    def what(self) -> str:
+        first_line = self.exception_message.partition("\n")[0].rstrip(".")
+        return f"raised {self.exception_type}: {first_line}" if first_line else f"raised {self.exception_type}"
+
+    def fix(self) -> str:
+        return f"start from the traceback of global_rank={self.global_rank} below."
+
+
+@dataclass(eq=False, repr=False)
+class WorkerExitedError(WorkerError):
+    """A worker left before it had finished, with `exit_code`."""
+
+    exit_code: int = 0
+    phase: str = "before it had finished"
+
+    def what(self) -> str:
+        return f"exited with code {self.exit_code} {self.phase}"
+
+    def fix(self) -> str:
+        return "look for sys.exit() or os._exit() in what this rank runs; every rank must return."
+
+
+@dataclass(eq=False, repr=False)
+class WorkerKilledError(WorkerError):
+    """A worker was ended by the signal `signal_number`, which rankwise did not send."""
+
+    signal_number: int = 0
+
+    def what(self) -> str:
+        try:
+            name = signal.Signals(self.signal_number).name
+        except ValueError:
+            name = f"signal {self.signal_number}"
+        return f"was killed by {name}"
+
+    def fix(self) -> str:
+        if self.signal_number == signal.SIGKILL:
+            return "often this is the kernel's out-of-memory killer: look at `dmesg`, use less memory per rank."
+        if self.signal_number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
+            return "native code crashed: run with PYTHONFAULTHANDLER=1 to see where."
+        return "find who sent the signal; rankwise did not."
+
+
+# ---------------------------------------------------------------------------------------- the group
+
+
+@dataclass(eq=False, repr=False)
+class ProcessGroupError(RankwiseError, RuntimeError):
+    """The process group that exists does not fit the ranks; `problem` says how."""
+
+    problem: str
+    remedy: str = ""
+
+    def summary(self) -> str:
+        return self.problem
+
+    def fix(self) -> str:
+        return self.remedy
+
+
+@dataclass(eq=False, repr=False)
+class RendezvousTimeoutError(RankwiseError, TimeoutError):
+    """The ranks did not meet in `timeout_s` seconds."""
+
+    waiting_for: str
+    timeout_s: float
+
+    def summary(self) -> str:
+        return f"Waited {self.timeout_s:g} s for {self.waiting_for}."
+
+    def fix(self) -> str:
+        return "look for a rank that is still starting or is stuck, or raise init_timeout."
+
+
+@dataclass(eq=False, repr=False)
+class UnevenInputsError(RankwiseError, RuntimeError):
+    """Ranks have different numbers of batches; `lengths` holds each rank's, in rank order."""
+
+    loader: str
+    lengths: tuple[int, ...]
+
+    def summary(self) -> str:
+        return f"{self.loader} has a different number of batches on different ranks."
+
+    def seen(self) -> str:
+        return ", ".join(f"global_rank={rank}: {length}" for rank, length in enumerate(self.lengths))
+
+    def fix(self) -> str:
+        return "let use_distributed_sampler=True split the data evenly, or limit_train_batches to the smallest."
+
+
+@dataclass(eq=False, repr=False)
+class CheckpointError(RankwiseError, RuntimeError):
+    """A checkpoint at `path` could not be written or read; `problem` says why."""
+
+    path: str
+    problem: str
+    remedy: str = ""
+
+    def summary(self) -> str:
+        return f"Checkpoint {self.path!r}: {self.problem}."
+
+    def fix(self) -> str:
+        return self.remedy

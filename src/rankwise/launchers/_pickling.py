@@ -1,0 +1,75 @@
+"""Say which attribute it is that cannot be pickled."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+
+from rankwise.errors import NotPicklableError
+from rankwise.launchers._memory_file import _Pickler, pack
+
+_DEPTH = 20
+
+
+def pack_or_explain(value: object, descriptor: int, start_method: str, roots: Mapping[str, object]) -> None:
+    """Pack a value that is to travel to the workers.
+
+    Raises:
+        NotPicklableError: names the attribute that cannot be pickled, starting from one of the `roots`.
+    """
+    try:
+        pack(value, descriptor)
+    except Exception as error:
+        path, culprit = _find(roots)
+        reason = str(culprit or error).partition("\n")[0]
+        raise NotPicklableError(path=path, reason=reason, start_method=start_method) from None
+
+
+def _find(roots: Mapping[str, object]) -> tuple[str, Exception | None]:
+    path, error = "what is launched", None
+    children: Iterator[tuple[str, object]] = iter(roots.items())
+    seen: set[int] = set()
+    for _ in range(_DEPTH):
+        for child_path, child in children:
+            failure = _failure(child)
+            if failure is not None and id(child) not in seen:
+                path, error = child_path, failure
+                seen.add(id(child))
+                children = _parts(child, child_path)
+                break
+        else:
+            break
+    return path, error
+
+
+def _failure(value: object) -> Exception | None:
+    try:
+        _Pickler(io.BytesIO()).dump(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yield what a value is made of, each part with its path."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield f"{path}[{key!r}]", part
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, part in enumerate(value):
+            yield f"{path}[{index}]", part
+    else:
+        for name, part in _state(value).items():
+            if name in ("_modules", "_parameters", "_buffers") and isinstance(part, Mapping):
+                yield from ((f"{path}.{key}", submodule) for key, submodule in part.items())
+            else:
+                yield f"{path}.{name}", part
+
+
+def _state(value: object) -> Mapping[str, object]:
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:
+        return getattr(value, "__dict__", {})
+    state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
+    return state if isinstance(state, Mapping) else {}

@@ -1,0 +1,12 @@
+"""What the forkserver imports once, so that the processes it forks need not.
+
+It must not raise: the forkserver would end with it, and say nothing.
+"""
+
+import contextlib
+
+with contextlib.suppress(Exception):
+    import torch._dynamo  # noqa: F401  the first DDP() imports it, in every rank: 0.8 s
+    import torch.nn.parallel
+
+    import rankwise.launchers.multiprocess  # noqa: F401  the worker function lives there

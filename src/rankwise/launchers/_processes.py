@@ -1,0 +1,106 @@
+"""A started process as the supervisor sees it: a pid, a descriptor that tells its end, a status."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import signal
+import subprocess
+import threading
+from abc import ABC, abstractmethod
+
+from typing_extensions import final
+
+_STATUS_TIMEOUT_S = 5.0
+
+
+class StartedProcess(ABC):
+    """One process that was started here. Only such are ever signalled."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._end_descriptor = self._open_end_descriptor()
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when the process ends."""
+        return self._end_descriptor
+
+    @abstractmethod
+    def wait(self) -> int:
+        """Reap the process, which has ended; return its exit status (negative: the signal)."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, if the process is still the one that was started."""
+        try:
+            if _HAS_PIDFD:
+                signal.pidfd_send_signal(self._end_descriptor, signal.SIGKILL)
+            else:
+                os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def close(self) -> None:
+        """Close the descriptor; the process must have been reaped."""
+        os.close(self._end_descriptor)
+
+    def _open_end_descriptor(self) -> int:
+        if not _HAS_PIDFD:
+            return self._watch_in_thread()
+        try:
+            return os.pidfd_open(self.pid)
+        except ProcessLookupError:  # a forkserver's child may have ended, and been reaped, already
+            return _readable_descriptor()
+
+    def _watch_in_thread(self) -> int:
+        # Where there are no pidfds (macOS) a thread waits for the process and closes its end of a pipe.
+        read_end, write_end = os.pipe()
+
+        def watch() -> None:
+            self.wait()
+            os.close(write_end)
+
+        threading.Thread(target=watch, name="rankwise-wait", daemon=True).start()
+        return read_end
+
+
+_HAS_PIDFD = "pidfd_open" in os.__dict__
+
+
+@final
+class PopenProcess(StartedProcess):
+    """A re-run script."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        super().__init__(popen.pid)
+
+    def wait(self) -> int:
+        """Reap the process; return its exit status."""
+        return self._popen.wait()
+
+
+@final
+class MultiprocessingProcess(StartedProcess):
+    """A process of the standard library's multiprocessing: spawned, forked, or forked by the forkserver."""
+
+    def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
+        self._process = process
+        if process.pid is None:
+            raise ValueError(f"{process!r} has not been started")
+        super().__init__(process.pid)
+
+    def wait(self) -> int:
+        """Reap the process; return its exit status."""
+        # A forkserver reports its child's status a moment after the pidfd has told its end.
+        self._process.join(_STATUS_TIMEOUT_S if _HAS_PIDFD else None)
+        status = self._process.exitcode
+        if status is None:
+            return 255
+        self._process.close()
+        return status
+
+
+def _readable_descriptor() -> int:
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    return read_end

@@ -1,0 +1,147 @@
+"""Failure records: what a rank reports of its own end, and which of several came first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import final
+
+from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, WorkerRaisedError
+from rankwise.ranks import RankInfo
+
+# How gloo, NCCL and the sockets below them say that somebody else has gone.
+_CONSEQUENCE_TEXTS = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection refused",
+    "remote process exited",
+    "store: ",
+    "socket closed",
+)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Where a rank's work begins: frames that lead from there to the user's code say nothing about it.
+_WAY_IN = (os.path.join(_PACKAGE, "launchers"), os.path.join(_PACKAGE, "strategies", "_job.py"))
+
+
+@final
+@dataclass(frozen=True)
+class FailureRecord:
+    """One rank's failure. `at_s` is CLOCK_MONOTONIC, one clock for all processes of a node.
+
+    Exactly one of these says how: `exception_type` (it raised) or `exit_status` (it left; a negative one is
+    the signal that killed it).
+    """
+
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    pid: int
+    at_s: float
+    exception_type: str = ""
+    exception_message: str = ""
+    traceback_text: str = ""
+    exit_status: int | None = None
+    phase: str = "before it had finished"
+
+    @classmethod
+    def of_exception(cls, ranks: RankInfo, error: BaseException) -> FailureRecord:
+        """Describe an exception that ended this rank's work; runs in that rank."""
+        code = _exit_code(error)
+        return cls(
+            **_place(ranks, os.getpid()),
+            exception_type=type(error).__name__,
+            exception_message=str(error),
+            traceback_text=_own_traceback(error),
+            exit_status=code,
+        )
+
+    @classmethod
+    def of_exit(cls, ranks: RankInfo, pid: int, status: int, phase: str) -> FailureRecord:
+        """Describe a process that is gone; runs in the supervisor."""
+        return cls(**_place(ranks, pid), exit_status=status, phase=phase)
+
+    @classmethod
+    def from_json(cls, payload: bytes) -> FailureRecord:
+        """Read back what `to_json` wrote."""
+        return cls(**json.loads(payload))
+
+    def to_json(self) -> bytes:
+        """Write the record for the channel."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this reads like the echo of another rank's end."""
+        if self.exit_status is not None or self.exception_type == "JobStopped":
+            return self.exception_type == "JobStopped"
+        text = self.exception_message.lower()
+        return any(sign in text for sign in _CONSEQUENCE_TEXTS)
+
+    def line(self) -> str:
+        """Return the record in one line."""
+        what = f"{self.exception_type}: {self.exception_message}".partition("\n")[0]
+        return f"global_rank {self.global_rank} raised {what}" if self.exception_type else self._exit_line()
+
+    def _exit_line(self) -> str:
+        return f"global_rank {self.global_rank} ended with status {self.exit_status}"
+
+    def to_error(
+        self, started_s: float, stopped: Sequence[int], others: Sequence[FailureRecord]
+    ) -> WorkerError:
+        """Build the exception for the caller."""
+        facts: dict[str, Any] = {
+            "global_rank": self.global_rank,
+            "local_rank": self.local_rank,
+            "node_rank": self.node_rank,
+            "pid": self.pid,
+            "elapsed_s": max(0.0, self.at_s - started_s),
+            "stopped": tuple(stopped),
+            "consequences": tuple(other.line() for other in others),
+            "traceback_text": self.traceback_text,
+        }
+        if self.exit_status is None:
+            return WorkerRaisedError(
+                **facts, exception_type=self.exception_type, exception_message=self.exception_message
+            )
+        if self.exit_status < 0:
+            return WorkerKilledError(**facts, signal_number=-self.exit_status)
+        return WorkerExitedError(**facts, exit_code=self.exit_status, phase=self.phase)
+
+
+def first_cause(records: Sequence[FailureRecord]) -> FailureRecord:
+    """Return the earliest failure that is no mere consequence; the earliest of all where each is one."""
+    return min(records, key=lambda record: (record.is_consequence, record.at_s))
+
+
+def _place(ranks: RankInfo, pid: int) -> dict[str, Any]:
+    return {
+        "global_rank": ranks.global_rank,
+        "local_rank": ranks.local_rank,
+        "node_rank": ranks.node_rank,
+        "pid": pid,
+        "at_s": time.monotonic(),
+    }
+
+
+def _exit_code(error: BaseException) -> int | None:
+    if not isinstance(error, SystemExit):
+        return None
+    if error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1
+
+
+def _own_traceback(error: BaseException) -> str:
+    """Return the traceback from the user's code on: the frames of the launcher above it say nothing."""
+    report = traceback.TracebackException.from_exception(error)
+    while len(report.stack) > 1 and os.path.abspath(report.stack[0].filename).startswith(_WAY_IN):
+        del report.stack[0]
+    return "".join(report.format())

@@ -1,0 +1,113 @@
+"""A rank's seat in a job: who it is, where it meets the others, and how it talks to the supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import final
+
+from rankwise.launchers._channel import Kind, RankChannel
+from rankwise.launchers._interrupt import Interruptible
+from rankwise.launchers._records import FailureRecord
+from rankwise.ranks import RankInfo
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+Entry = Callable[["Seat"], Any]
+
+
+@final
+@dataclass
+class Seat:
+    """What a launcher hands to the function that it runs as a rank.
+
+    Attributes:
+        ranks: who this process is.
+        variables: environment variables that the rank is to see: torchrun's contract.
+        address: host and port of the store, or None where it is private (or not needed).
+        hosts_store: whether this rank has to host the store itself.
+        channel: to the supervisor; None where nothing was launched (`inline`).
+        job: counts the jobs of this group of processes, from 1; keeps their keys apart in the store.
+    """
+
+    ranks: RankInfo
+    variables: Mapping[str, str] = field(default_factory=dict)
+    address: tuple[str, int] | None = None
+    hosts_store: bool = False
+    channel: RankChannel | None = None
+    job: int = 1
+    _has_reported: bool = False
+    _store: Store | None = None  # a group uses the store for as long as it lives, but does not keep it
+
+    def open_store(self, timeout: timedelta) -> Store:
+        """Return the store through which the ranks of this job meet.
+
+        Raises:
+            RendezvousTimeoutError: when the host of a TCP store cannot be reached in time.
+        """
+        from torch.distributed import PrefixStore
+
+        from rankwise.process_group.rendezvous import open_store
+
+        ask = None if self.channel is None else self.channel.ask_store
+        self._store = open_store(ask, self.address, hosts=self.hosts_store, timeout=timeout)
+        return PrefixStore(f"job{self.job}", self._store)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the supervisor what ended this rank's work; only the first report counts."""
+        if self.channel is not None and not self._has_reported:
+            self._has_reported = True
+            self.channel.send(Kind.FAILURE, FailureRecord.of_exception(self.ranks, error).to_json())
+
+    def occupy(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
+        """Run `entry` as this rank, then `finish` with its value; report how it ended.
+
+        Raises:
+            JobStopped: when the supervisor said stop. Anything that `entry` raises.
+        """
+        if self.channel is None:
+            raise ValueError("this seat has no channel: nobody supervises it")
+        try:
+            with Interruptible() as block:
+                self.channel.call_on_stop(block.interrupt)
+                value = entry(self)
+                finish(value)
+                return value
+        except BaseException as error:
+            self.report_failure(error)
+            raise
+        finally:
+            self.channel.call_on_stop(None)
+
+
+def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None, run_id: str) -> dict[str, str]:
+    """Return the variables that torchrun gives its workers; `MASTER_*` only where something listens.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """
+    variables: dict[str, object] = {
+        "RANK": ranks.global_rank,
+        "WORLD_SIZE": ranks.world_size,
+        "LOCAL_RANK": ranks.local_rank,
+        "LOCAL_WORLD_SIZE": ranks.local_world_size,
+        "GROUP_RANK": ranks.node_rank,
+        "GROUP_WORLD_SIZE": ranks.num_nodes,
+        "ROLE_RANK": ranks.global_rank,
+        "ROLE_WORLD_SIZE": ranks.world_size,
+        "ROLE_NAME": "default",
+    }
+    if address is not None:
+        variables |= {
+            "MASTER_ADDR": address[0],
+            "MASTER_PORT": address[1],
+            # every rank is a client of the launching process's store, as under torchrun's agent
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_RUN_ID": run_id,
+        }
+    return {name: str(value) for name, value in variables.items()}

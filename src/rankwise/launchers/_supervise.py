@@ -1,0 +1,360 @@
+"""The supervisor: one thread of the launching process that serves, watches and ends the ranks.
+
+It waits, without polling, on the channels of all ranks and on the ends of the processes that it was given.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from typing_extensions import final
+
+from rankwise.errors import WorkerError
+from rankwise.launchers import _at_fork
+from rankwise.launchers._channel import FrameReader, Kind, frame, split_id, with_id
+from rankwise.launchers._processes import StartedProcess
+from rankwise.launchers._records import FailureRecord, first_cause
+from rankwise.process_group.private_store import StoreTable
+from rankwise.ranks import RankInfo
+
+_CHUNK = 1 << 16
+# After a failure that reads like the echo of another, how long the other has to show itself.
+_SETTLE_S = 0.5
+# How long a worker that has finished may take to leave its interpreter.
+EXIT_TIMEOUT_S = 30.0
+
+
+@dataclass(eq=False)
+class _Member:
+    """One local rank: its channel, and its process where it has one of its own."""
+
+    ranks: RankInfo
+    sock: socket.socket
+    process: StartedProcess | None
+    reader: FrameReader = field(default_factory=FrameReader)
+    outgoing: bytearray = field(default_factory=bytearray)
+    has_started: bool = False
+    has_failed: bool = False
+    has_ended: bool = False
+    jobs_done: int = 0
+
+
+@final
+class Supervisor:
+    """Watch the local ranks of one group through one job or several.
+
+    Args:
+        grace_period_s: how long a rank that was told to stop has before it is killed.
+
+    A job is `begin_job`, then `wait_job`. All state is touched by the supervisor's thread alone; the public
+    methods hand it their wishes.
+    """
+
+    def __init__(self, grace_period_s: float) -> None:
+        self._grace_period_s = grace_period_s
+        self._selector = selectors.DefaultSelector()
+        self._wishes: deque[Callable[[], None]] = deque()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        _at_fork.close_in_child(self._wake_read, self._wake_write, self._selector)
+        self._members: list[_Member] = []
+        self._table = StoreTable()
+        self._failures: list[FailureRecord] = []
+        self._stopped: list[int] = []
+        self._started_s = time.monotonic()
+        self._deadline: tuple[float, Callable[[], None]] | None = None
+        self._is_stopping = False
+        self._is_closed = False
+        self._job = 0
+        self._has_to_exit = False
+        self._settled = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rankwise-supervisor", daemon=True)
+
+    # ------------------------------------------------------------------ for the launching thread
+
+    def add(self, ranks: RankInfo, sock: socket.socket, process: StartedProcess | None) -> None:
+        """Take charge of a local rank: this end of its channel, and its process (None: this very one).
+
+        Must be called before `start`.
+        """
+        sock.setblocking(False)
+        _at_fork.close_in_child(sock)
+        self._members.append(_Member(ranks, sock, process))
+
+    def start(self) -> None:
+        """Begin to watch."""
+        for member in self._members:
+            self._selector.register(member.sock, selectors.EVENT_READ, member)
+            if member.process is not None:
+                self._selector.register(member.process, selectors.EVENT_READ, member)
+        self._thread.start()
+
+    def begin_job(self, until_exit: bool) -> None:
+        """Begin the next job; `until_exit`: it is over when the processes have left, not when they are done."""
+
+        def begin() -> None:
+            self._job += 1
+            self._has_to_exit = until_exit
+            self._settled.clear()
+            self._check()
+
+        self._settled.clear()
+        self._wish(begin)
+
+    def wait_job(self) -> None:
+        """Wait for the end of the job.
+
+        Raises:
+            WorkerError: when a rank failed; by then no started process is left.
+        """
+        self._settled.wait()
+        if error := self.error():
+            raise error
+
+    def begin_exit(self) -> None:
+        """Expect the ranks to leave by themselves now; `wait_job` waits until they have."""
+        self._settled.clear()
+
+        def begin() -> None:
+            self._has_to_exit = True
+            self._settled.clear()
+            self._check()
+
+        self._wish(begin)
+
+    def release(self) -> None:
+        """Tell the ranks that the job is over for all of them."""
+
+        def say_over() -> None:
+            for member in self._members:
+                self._send(member, Kind.OVER, b"")
+
+        self._wish(say_over)
+
+    def end_all(self) -> None:
+        """End all ranks: the word, the grace, SIGKILL; wait until they are gone. A Ctrl-C skips the grace."""
+        if not self._thread.is_alive():
+            self.start()
+        self._settled.clear()
+        self._wish(self._stop_all)
+        try:
+            self._settled.wait()
+        except KeyboardInterrupt:
+            self._wish(self._kill_all)
+            self._settled.wait()
+
+    def has_failed(self) -> bool:
+        """Whether the group is of no further use."""
+        return self._is_stopping
+
+    def all_ended(self) -> bool:
+        """Whether every started process is gone."""
+        return all(member.has_ended for member in self._members if member.process is not None)
+
+    def error(self) -> WorkerError | None:
+        """Return the first failure as an exception, or None."""
+        if not self._failures:
+            return None
+        cause = first_cause(self._failures)
+        others = [record for record in self._failures if record is not cause and record.exception_type]
+        others = [record for record in others if record.exception_type != "JobStopped"]
+        return cause.to_error(self._started_s, self._stopped, others)
+
+    def close(self) -> None:
+        """End the thread and let go of everything; the processes must be gone."""
+        if self._is_closed:
+            return
+        if self._thread.is_alive():
+            self._wish(self._mark_closed)
+            self._thread.join()
+        self._is_closed = True
+        _at_fork.forget(
+            self._wake_read, self._wake_write, self._selector, *(member.sock for member in self._members)
+        )
+        for member in self._members:
+            member.sock.close()
+            if member.process is not None:
+                member.process.close()
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _wish(self, wish: Callable[[], None]) -> None:
+        self._wishes.append(wish)
+        self._wake_write.send(b"!")
+
+    def _mark_closed(self) -> None:
+        self._is_closed = True
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            for key, events in self._selector.select(self._time_left()):
+                self._dispatch(key, events)
+            if self._deadline is not None and time.monotonic() >= self._deadline[0]:
+                action = self._deadline[1]
+                self._deadline = None
+                action()
+
+    def _time_left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline[0] - time.monotonic())
+
+    def _set_deadline(self, seconds: float, action: Callable[[], None]) -> None:
+        self._deadline = (time.monotonic() + seconds, action)
+
+    def _dispatch(self, key: selectors.SelectorKey, events: int) -> None:
+        member: _Member | None = key.data
+        if member is None:
+            self._wake_read.recv(_CHUNK)
+            while self._wishes:
+                self._wishes.popleft()()
+        elif key.fileobj is member.process:
+            self._on_process_end(member)
+        else:
+            if events & selectors.EVENT_WRITE:
+                self._flush(member)
+            if events & selectors.EVENT_READ:
+                self._read(member)
+
+    def _read(self, member: _Member) -> None:
+        try:
+            data = member.sock.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            if member.sock in self._selector.get_map():
+                self._selector.unregister(member.sock)
+            return
+        for kind, payload in member.reader.feed(data):
+            self._receive(member, kind, payload)
+
+    def _receive(self, member: _Member, kind: Kind, payload: bytes) -> None:
+        if kind is Kind.HELLO:
+            member.has_started = True
+        elif kind is Kind.DONE:
+            member.jobs_done += 1
+            self._check()
+        elif kind is Kind.FAILURE:
+            member.has_failed = True
+            self._on_failure(FailureRecord.from_json(payload))
+        elif kind is Kind.STORE_REQUEST:
+            request_id, request = split_id(payload)
+            self._table.handle(
+                request, lambda answer: self._send(member, Kind.STORE_REPLY, with_id(request_id, answer))
+            )
+
+    def _send(self, member: _Member, kind: Kind, payload: bytes) -> None:
+        member.outgoing += frame(kind, payload)
+        self._flush(member)
+
+    def _flush(self, member: _Member) -> None:
+        """Write what the channel takes now; the rest when it is writable, so that no rank can block us."""
+        if member.sock not in self._selector.get_map():
+            return
+        try:
+            while member.outgoing:
+                del member.outgoing[: member.sock.send(member.outgoing)]
+        except BlockingIOError:
+            pass  # full: EVENT_WRITE below brings us back
+        except OSError:
+            member.outgoing.clear()  # the rank is gone; its end is told by its process
+        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.outgoing else 0)
+        self._selector.modify(member.sock, interest, member)
+
+    # ------------------------------------------------------------------ ends and failures
+
+    def _on_process_end(self, member: _Member) -> None:
+        process = member.process
+        if process is None:
+            return
+        self._selector.unregister(process)
+        while member.sock in self._selector.get_map() and self._has_data(member):
+            self._read(member)
+        status = process.wait()
+        member.has_ended = True
+        is_in_job = self._job > 0 and member.jobs_done < self._job
+        if (status != 0 or is_in_job) and not member.has_failed and not self._is_stopping:
+            member.has_failed = True
+            self._on_failure(FailureRecord.of_exit(member.ranks, process.pid, status, _phase(member, is_in_job)))
+        self._check()
+
+    def _has_data(self, member: _Member) -> bool:
+        try:
+            return bool(member.sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def _on_failure(self, record: FailureRecord) -> None:
+        self._failures.append(record)
+        if self._is_stopping:
+            self._check()
+        elif record.is_consequence:
+            if self._deadline is None:
+                self._set_deadline(_SETTLE_S, self._stop_all)
+        else:
+            self._stop_all()
+
+    def _stop_all(self) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._say_stop()
+        self._check()
+
+    def _say_stop(self) -> None:
+        reason = self._failures[0].line().encode() if self._failures else b"the main process was interrupted"
+        for member in self._members:
+            if not member.has_failed and not member.has_ended and member.jobs_done < max(1, self._job):
+                self._stopped.append(member.ranks.global_rank)
+            self._send(member, Kind.STOP, reason)
+        self._set_deadline(self._grace_period_s, self._kill_all)
+
+    def _kill_all(self) -> None:
+        self._is_stopping = True
+        for member in self._members:
+            if member.process is not None and not member.has_ended:
+                member.process.kill()
+        self._set_deadline(self._grace_period_s, self._tell_that_main_is_busy)
+        self._check()
+
+    def _tell_that_main_is_busy(self) -> None:
+        # Only rank 0 in the main process itself can still be at work, in a C call that nothing can cut.
+        if not self._settled.is_set() and (error := self.error()):
+            print(f"rankwise: {error}\n  (raised when rank 0's present call returns)", file=sys.stderr, flush=True)
+
+    def _check(self) -> None:
+        """Settle the job if it is over."""
+        if self._settled.is_set():
+            return
+        if self._is_stopping:
+            if all(self._has_left(member) for member in self._members):
+                self._settle()
+        elif self._job > 0 and all(member.jobs_done >= self._job for member in self._members):
+            if not self._has_to_exit or self.all_ended():
+                self._settle()
+            elif self._deadline is None:
+                self._set_deadline(EXIT_TIMEOUT_S, self._kill_all)
+
+    def _has_left(self, member: _Member) -> bool:
+        if member.process is not None:
+            return member.has_ended
+        return member.has_failed or member.jobs_done >= self._job
+
+    def _settle(self) -> None:
+        self._deadline = None
+        self._settled.set()
+
+
+def _phase(member: _Member, is_in_job: bool) -> str:
+    if not member.has_started:
+        return "before it had started (what it printed is above)"
+    return "before it had finished" if is_in_job else "after it had finished its part"

@@ -1,0 +1,51 @@
+"""Start nothing: the processes are there (torchrun, by hand), or one is enough."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from typing_extensions import final
+
+from rankwise.launchers._seat import Entry, Seat
+from rankwise.launchers.base import Launcher
+from rankwise.ranks import RankInfo
+
+__all__ = ["InlineLauncher"]
+
+# One count for the whole process: its jobs meet in the one store of the launcher that started it.
+_jobs = itertools.count(1)
+
+
+@final
+class InlineLauncher(Launcher):
+    """Run the function in this process, as the rank that it is already.
+
+    Args:
+        ranks: who this process is.
+        address: where the job's store is; None for a process that is alone.
+        hosts_store: whether this rank has to host that store.
+    """
+
+    runs_in_caller = True
+
+    def __init__(
+        self, ranks: RankInfo, address: tuple[str, int] | None = None, *, hosts_store: bool = False
+    ) -> None:
+        self._ranks = ranks
+        self._address = address
+        self._hosts_store = hosts_store
+
+    def launch(self, entry: Entry, described: Mapping[str, object]) -> dict[int, Any]:
+        """Call `entry`; a failure is the exception itself, and in torchrun's error file if there is one."""
+        seat = Seat(self._ranks, address=self._address, hosts_store=self._hosts_store, job=next(_jobs))
+        try:
+            return {self._ranks.global_rank: entry(seat)}
+        except Exception as error:
+            get_error_handler().record_exception(error)  # writes where TORCHELASTIC_ERROR_FILE says, or nowhere
+            raise
+
+    def close(self) -> None:
+        """Nothing was started."""

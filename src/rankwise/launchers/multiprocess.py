@@ -1,0 +1,257 @@
+"""Run a function in processes of multiprocessing: spawned, forked, or forked by a warm forkserver."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import multiprocessing.process
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import reduction
+from typing import Any
+
+import torch
+from typing_extensions import final
+
+from rankwise.errors import LaunchRefusedError
+from rankwise.launchers import _at_fork
+from rankwise.launchers._channel import Kind, RankChannel
+from rankwise.launchers._memory_file import create_memory_file, pack, unpack
+from rankwise.launchers._openmp import pause_openmp
+from rankwise.launchers._pickling import pack_or_explain
+from rankwise.launchers._processes import MultiprocessingProcess
+from rankwise.launchers._seat import Entry, Seat, torchrun_variables
+from rankwise.launchers._signals import interrupts_blocked, leave_interrupts_to_the_main_process
+from rankwise.launchers._supervise import Supervisor
+from rankwise.launchers.base import Launcher
+from rankwise.process_group.rendezvous import host_store
+from rankwise.ranks import RankInfo
+
+__all__ = ["MultiprocessLauncher"]
+
+_PRELOAD = "rankwise.launchers._preload"
+
+
+@final
+class MultiprocessLauncher(Launcher):
+    """Start one process per local rank, run the function there, bring every value back.
+
+    Args:
+        start_method: `"spawn"`, `"fork"` or `"forkserver"`.
+        seats: the ranks to start, in order.
+        rendezvous: `"private"` or `"tcp"`.
+        grace_period_s: how long a rank that was told to stop has before it is killed.
+        init_timeout: how long the ranks may take to meet.
+    """
+
+    runs_in_caller = False
+
+    def __init__(
+        self,
+        start_method: str,
+        seats: tuple[RankInfo, ...],
+        *,
+        rendezvous: str,
+        grace_period_s: float,
+        init_timeout: timedelta,
+    ) -> None:
+        self.pickles_entry = start_method != "fork"
+        self._start_method = start_method
+        self._seats = seats
+        self._rendezvous = rendezvous
+        self._grace_period_s = grace_period_s
+        self._init_timeout = init_timeout
+
+    def launch(self, entry: Entry, described: Mapping[str, object]) -> dict[int, Any]:
+        """Start, run, bring back; see `Launcher.launch`."""
+        _refuse_where_impossible(self._start_method)
+        with ExitStack() as cleanup:
+            job = self._prepare(entry, described, cleanup)
+            supervisor = Supervisor(self._grace_period_s)
+            values = {ranks.global_rank: _owned_descriptor(cleanup) for ranks in self._seats}
+            with _ending_everything(supervisor):
+                with interrupts_blocked():
+                    self._start(job, values, supervisor)
+                supervisor.start()
+                supervisor.begin_job(until_exit=True)
+                supervisor.wait_job()
+            return {rank: unpack(descriptor, copy=False) for rank, descriptor in values.items()}
+
+    def close(self) -> None:
+        """Nothing is kept between launches; a forkserver, once warm, ends with this process."""
+
+    def _prepare(self, entry: Entry, described: Mapping[str, object], cleanup: ExitStack) -> _Job:
+        address = None
+        if self._rendezvous == "tcp":
+            store, address = host_store(self._init_timeout)
+            cleanup.callback(lambda kept: None, store)  # the store listens for as long as this block holds it
+        packed: _Descriptor | None = None
+        if self.pickles_entry:
+            packed = _Descriptor(_owned_descriptor(cleanup))
+            pack_or_explain(entry, packed.number, self._start_method, described)
+            _refuse_what_cannot_be_imported(packed.number, self._start_method)
+        return _Job(
+            entry=None if self.pickles_entry else entry,
+            packed_entry=packed,
+            address=address,
+            start_method=multiprocessing.get_start_method(allow_none=True)
+            or multiprocessing.get_all_start_methods()[0],
+            environ=dict(os.environ) if self._start_method == "forkserver" else None,
+            openmp_threads=_rest_before_fork() if self._start_method == "fork" else None,
+            run_id=f"rankwise-{os.getpid()}",
+        )
+
+    def _start(self, job: _Job, values: Mapping[int, int], supervisor: Supervisor) -> None:
+        context: Any = multiprocessing.get_context(self._start_method)
+        if self._start_method == "forkserver":
+            context.set_forkserver_preload([_PRELOAD])
+        for ranks in self._seats:
+            ours, theirs = socket.socketpair()
+            _at_fork.close_in_child(ours)
+            process = context.Process(
+                target=_work,
+                args=(job, ranks, theirs, _Descriptor(values[ranks.global_rank])),
+                name=f"rankwise-{ranks.global_rank}",
+            )
+            process.start()
+            theirs.close()
+            supervisor.add(ranks, ours, MultiprocessingProcess(process))
+
+
+@contextmanager
+def _ending_everything(supervisor: Supervisor) -> Iterator[None]:
+    """Leave no process behind, however the block is left."""
+    try:
+        yield
+    except BaseException:
+        supervisor.end_all()
+        raise
+    finally:
+        supervisor.close()
+
+
+@final
+@dataclass
+class _Job:
+    """What every worker of one launch is given."""
+
+    entry: Entry | None
+    packed_entry: _Descriptor | None
+    address: tuple[str, int] | None
+    start_method: str
+    environ: dict[str, str] | None
+    openmp_threads: int | None
+    run_id: str
+
+
+@final
+class _Descriptor:
+    """A file descriptor that travels to a worker: inherited by a fork, duplicated where it is pickled."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Callable[[Any], _Descriptor], tuple[Any]]:
+        return _receive_descriptor, (reduction.DupFd(self.number),)
+
+
+def _receive_descriptor(duplicate: Any) -> _Descriptor:
+    return _Descriptor(duplicate.detach())
+
+
+def _owned_descriptor(cleanup: ExitStack) -> int:
+    descriptor = create_memory_file()
+    cleanup.callback(os.close, descriptor)
+    return descriptor
+
+
+# ---------------------------------------------------------------------------------------- in the worker
+
+
+def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: _Descriptor) -> None:
+    """Be one rank: the function that every started process runs."""
+    leave_interrupts_to_the_main_process()
+    _at_fork.tie_children_to_this_process()
+    channel = RankChannel(sock, on_lost=_leave)
+    channel.send(Kind.HELLO)
+    multiprocessing.set_start_method(job.start_method, force=True)
+    if job.environ is not None:
+        os.environ.clear()
+        os.environ.update(job.environ)
+    if job.openmp_threads is not None:
+        torch.set_num_threads(job.openmp_threads)
+    seat = Seat(ranks, torchrun_variables(ranks, job.address, job.run_id), job.address, channel=channel)
+    try:
+        seat.occupy(_entry_of(job), finish=lambda value: pack(value, values.number))
+    except BaseException:
+        _leave()  # told over the channel; the main process raises it
+    channel.send(Kind.DONE)
+    gc.freeze()  # what is left need not be searched for garbage: the process ends
+
+
+def _entry_of(job: _Job) -> Entry:
+    if job.entry is not None:
+        return job.entry
+
+    def unpack_and_run(seat: Seat) -> Any:
+        if job.packed_entry is None:
+            raise ValueError("the job holds no function")
+        entry: Entry = unpack(job.packed_entry.number, copy=False)
+        return entry(seat)
+
+    return unpack_and_run
+
+
+def _leave() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # closed, or nobody reads it any more
+    os._exit(1)
+
+
+# ---------------------------------------------------------------------------------------- before the start
+
+
+def _rest_before_fork() -> int | None:
+    """Make this process safe to fork; return the number of threads to fall back to, or None."""
+    import torch._dynamo  # noqa: F401  the first DDP() imports it: once here is less than once in every rank
+
+    return None if pause_openmp() else 1
+
+
+def _refuse_where_impossible(start_method: str) -> None:
+    if multiprocessing.process.current_process().daemon:
+        raise LaunchRefusedError(
+            message=f"start_method={start_method!r} cannot work in a daemonic process, which may start no others.",
+            remedy="launch from a process that is not a daemon; a DataLoader's worker is one.",
+        )
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise LaunchRefusedError(
+            message=f"start_method={start_method!r} was used while the main module was still being imported.",
+            facts="each worker imports the main module, which launches again.",
+            remedy='put what starts the training under: if __name__ == "__main__":',
+        )
+    if start_method == "fork" and torch.cuda.is_initialized():
+        raise LaunchRefusedError(
+            message="start_method='fork' cannot work: CUDA is initialised in this process already.",
+            remedy='touch CUDA only inside what is launched, or use strategy="ddp_spawn" or "ddp".',
+        )
+
+
+def _refuse_what_cannot_be_imported(descriptor: int, start_method: str) -> None:
+    """Refuse functions and classes of a `__main__` that no other process can import: a notebook's, a shell's."""
+    main = sys.modules["__main__"]
+    is_importable = getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", ""))
+    if not is_importable and b"__main__" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
+        raise LaunchRefusedError(
+            message=f"start_method={start_method!r} cannot find what is defined in a notebook, a shell or -c.",
+            facts="something that is launched is defined in __main__, which the workers cannot import.",
+            remedy='use strategy="ddp_notebook" (a fork), or move it into a module.',
+        )

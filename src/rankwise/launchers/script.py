@@ -1,0 +1,256 @@
+"""Run the script again: this process is local rank 0, and each other rank is the same command once more."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from typing_extensions import final
+
+from rankwise.errors import LaunchRefusedError
+from rankwise.launchers import _at_fork
+from rankwise.launchers._channel import Kind, RankChannel
+from rankwise.launchers._command import rerun_command
+from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherited_seat
+from rankwise.launchers._memory_file import create_memory_file, pack, unpack
+from rankwise.launchers._origin import SEAT_VARIABLE
+from rankwise.launchers._processes import PopenProcess
+from rankwise.launchers._seat import Entry, Seat, torchrun_variables
+from rankwise.launchers._signals import interrupts_blocked
+from rankwise.launchers._supervise import Supervisor
+from rankwise.launchers.base import Launcher
+from rankwise.process_group.rendezvous import forget_store, host_store
+from rankwise.ranks import RankInfo
+
+__all__ = ["ScriptLauncher", "script_ranks"]
+
+
+@final
+class ScriptLauncher(Launcher):
+    """Be local rank 0 and start the others by re-running the script; the next job uses the same processes.
+
+    Args:
+        seats: the local ranks, this process first.
+        rendezvous: `"private"` or `"tcp"`.
+        grace_period_s: how long a rank that was told to stop has before it is killed.
+        init_timeout: how long the ranks may take to meet.
+        command: what to run instead of this process's own command line.
+    """
+
+    runs_in_caller = True
+
+    def __init__(
+        self,
+        seats: tuple[RankInfo, ...],
+        *,
+        rendezvous: str,
+        grace_period_s: float,
+        init_timeout: timedelta,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        self._seats = seats
+        self._rendezvous = rendezvous
+        self._grace_period_s = grace_period_s
+        self._init_timeout = init_timeout
+        self._command = command
+
+    def launch(self, entry: Entry, described: Mapping[str, object]) -> dict[int, Any]:
+        """Run as this process's rank, wait for the others; see `Launcher.launch`.
+
+        In the main process the values of the other ranks come along where they can be pickled; in the others
+        each has its own.
+        """
+        mine = inherited_seat()
+        if mine is not None:
+            _check_same(mine.ranks.local_world_size, len(self._seats))
+            return _run_in_worker(mine, entry)
+        return self._group().run(entry)
+
+    def close(self) -> None:
+        """The re-run scripts go on to the next job, and end with this process."""
+
+    def _group(self) -> _ScriptGroup:
+        global _group
+        if _group is None:
+            command, directory = (list(self._command), os.getcwd()) if self._command else rerun_command()
+            _group = _ScriptGroup(self._seats, self._rendezvous, self._grace_period_s, self._init_timeout)
+            _group.start(command, directory)
+        _check_same(len(_group.seats), len(self._seats))
+        if self._rendezvous == "tcp" and _group.address is None:
+            raise LaunchRefusedError(
+                message="rendezvous='tcp' was asked for, but this script's processes run with a private store.",
+                remedy="use the same rendezvous for every strategy of the script.",
+            )
+        return _group
+
+
+def script_ranks() -> int | None:
+    """Return the number of local ranks that already run this script, or None where it runs alone."""
+    mine = inherited_seat()
+    if mine is not None:
+        return mine.ranks.local_world_size
+    return None if _group is None else len(_group.seats)
+
+
+def _check_same(existing: int, asked: int) -> None:
+    if existing != asked:
+        raise LaunchRefusedError(
+            message=f"This script already runs as {existing} processes; it cannot go on as {asked}.",
+            remedy=f"use devices={existing} for every strategy of the script, or devices=1.",
+        )
+
+
+# ---------------------------------------------------------------------------------------- the main process
+
+
+@final
+class _ScriptGroup:
+    """The processes that run one script together; lives until the script ends or one of them fails."""
+
+    def __init__(
+        self, seats: tuple[RankInfo, ...], rendezvous: str, grace_period_s: float, init_timeout: timedelta
+    ) -> None:
+        self.seats = seats
+        self._supervisor = Supervisor(grace_period_s)
+        self._store, self.address = host_store(init_timeout) if rendezvous == "tcp" else (None, None)
+        self._run_id = f"rankwise-{os.getpid()}"
+        self._values: dict[int, int] = {}
+        self._jobs = 0
+        ours, mine = socket.socketpair()
+        self._supervisor.add(seats[0], ours, process=None)
+        self._channel = RankChannel(mine, on_lost=_nothing)
+        _at_fork.close_in_child(mine)
+        self._mine = mine
+
+    def start(self, command: list[str], directory: str) -> None:
+        """Start the other ranks, and watch them from here on until this process ends."""
+        _at_fork.tie_children_to_this_process()
+        try:
+            with interrupts_blocked():
+                for ranks in self.seats[1:]:
+                    self._start_one(ranks, command, directory)
+        except BaseException:
+            self._end()
+            raise
+        self._supervisor.start()
+        atexit.register(self._finish_script)
+
+    def run(self, entry: Entry) -> dict[int, Any]:
+        """Run one job; return every local rank's value."""
+        if error := self._supervisor.error():
+            self._end()
+            raise error
+        self._jobs += 1
+        ranks = self.seats[0]
+        variables = torchrun_variables(ranks, self.address, self._run_id)
+        seat = Seat(ranks, variables, self.address, channel=self._channel, job=self._jobs)
+        self._supervisor.begin_job(until_exit=False)
+        try:
+            value = seat.occupy(entry, finish=lambda _: self._channel.send(Kind.DONE))
+            self._supervisor.wait_job()
+            values = {ranks.global_rank: value, **self._other_values()}
+        except KeyboardInterrupt:
+            self._end()
+            raise
+        except BaseException as error:
+            raise self._first_failure(error) from None
+        self._supervisor.release()
+        return values
+
+    def _start_one(self, ranks: RankInfo, command: list[str], directory: str) -> None:
+        ours, theirs = socket.socketpair()
+        values = self._values[ranks.global_rank] = create_memory_file()
+        seat = describe_seat(ranks, self.address, self._run_id, theirs.fileno(), values)
+        variables = torchrun_variables(ranks, self.address, self._run_id)
+        popen = subprocess.Popen(
+            command,
+            cwd=directory,
+            env={**os.environ, **variables, SEAT_VARIABLE: seat},
+            pass_fds=(theirs.fileno(), values),
+        )
+        theirs.close()
+        self._supervisor.add(ranks, ours, PopenProcess(popen))
+
+    def _other_values(self) -> dict[int, Any]:
+        values = {}
+        for rank, descriptor in self._values.items():
+            try:
+                values[rank] = unpack(descriptor, copy=True)
+            except EOFError:
+                continue  # what cannot be pickled stays with its rank
+        return values
+
+    def _first_failure(self, error: BaseException) -> BaseException:
+        """Return what to raise for a job that failed here or elsewhere, with every other process gone."""
+        self._end()
+        return self._supervisor.error() or error
+
+    def _end(self) -> None:
+        global _group
+        _group = None
+        atexit.unregister(self._finish_script)
+        try:
+            self._supervisor.end_all()
+        finally:
+            self._supervisor.close()
+            _at_fork.forget(self._mine)
+            self._channel.close()
+            for descriptor in self._values.values():
+                os.close(descriptor)
+            if self.address is not None:
+                forget_store(self.address)
+            self._store = None
+
+    def _finish_script(self) -> None:
+        """Let the other ranks come to the end of the script too; a failure there is this process's failure."""
+        if getattr(sys, "last_value", None) is None:
+            self._supervisor.begin_exit()
+            try:
+                self._supervisor.wait_job()
+            except Exception as error:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+                self._end()
+                _leave(1)
+        self._end()
+
+
+_group: _ScriptGroup | None = None
+
+
+# ---------------------------------------------------------------------------------------- the other ranks
+
+
+def _run_in_worker(mine: InheritedSeat, entry: Entry) -> dict[int, Any]:
+    mine.jobs += 1
+    variables = torchrun_variables(mine.ranks, mine.address, mine.run_id)
+    seat = Seat(mine.ranks, variables, mine.address, channel=mine.channel, job=mine.jobs)
+
+    def finish(value: object) -> None:
+        try:
+            pack(value, mine.value_descriptor)
+        except Exception:
+            os.ftruncate(mine.value_descriptor, 0)  # it cannot travel, and need not
+        mine.channel.send(Kind.DONE)
+        mine.channel.wait_until_over()
+
+    try:
+        return {mine.ranks.global_rank: seat.occupy(entry, finish)}
+    except BaseException:
+        # Told over the channel; the main process raises it. This one ends without a word, its `finally` blocks run.
+        raise SystemExit(1) from None
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,42 @@
+"""Which back end a process group uses."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from rankwise.errors import ConfigurationError, UnknownNameError
+
+__all__ = ["check_backend", "default_backend"]
+
+_BUILT_IN = ("gloo", "nccl", "mpi", "ucc", "xccl")
+
+
+def check_backend(name: str) -> str:
+    """Return a back end's name in torch's spelling.
+
+    Raises:
+        UnknownNameError: when neither torch nor a plug-in of it knows the name.
+        ConfigurationError: when this build of torch lacks it.
+    """
+    wanted = name.lower()
+    registered = {str(backend).lower() for backend in dist.Backend.backend_list} - {"undefined"}
+    for part in wanted.split(","):
+        backend = part.rpartition(":")[2]  # "cpu:gloo,cuda:nccl" names one for each device type
+        if backend not in registered | set(_BUILT_IN):
+            raise UnknownNameError(
+                kind="process_group_backend", name=name, known=tuple(sorted(registered | set(_BUILT_IN)))
+            )
+        if backend == "nccl" and not dist.is_nccl_available():
+            raise ConfigurationError(
+                message="process_group_backend='nccl' is not possible: this build of torch has no NCCL.",
+                remedy="leave process_group_backend unset, or use 'gloo'.",
+            )
+    return wanted
+
+
+def default_backend(device_type: str) -> str:
+    """Return NCCL for CUDA, gloo for the CPU, and torch's own default elsewhere."""
+    if device_type == "cuda":
+        return "nccl" if dist.is_nccl_available() else "gloo"
+    defaults: dict[str, str] = dist.Backend.default_device_backend_map
+    return defaults.get(device_type, "gloo")

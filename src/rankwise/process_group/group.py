@@ -1,0 +1,106 @@
+"""The default process group: made, verified and destroyed, everything around it left as it was."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rankwise.errors import ProcessGroupError
+from rankwise.ranks import RankInfo
+
+__all__ = ["gloo_on_loopback", "init_process_group", "process_group"]
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@contextmanager
+def process_group(
+    store: dist.Store, ranks: RankInfo, backend: str, device: torch.device, *, timeout: timedelta
+) -> Iterator[None]:
+    """Have the default process group while the block runs; one that existed before is used and left.
+
+    Collective: every rank must call this, in the same order.
+
+    Raises:
+        ProcessGroupError: when a group exists that does not fit.
+    """
+    is_ours = not dist.is_initialized()
+    init_process_group(store, ranks, backend, device, timeout=timeout)
+    try:
+        yield
+    finally:
+        if is_ours and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init_process_group(
+    store: dist.Store, ranks: RankInfo, backend: str, device: torch.device, *, timeout: timedelta
+) -> None:
+    """Make the default process group, or check that the one which exists is the same.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        store: where the ranks meet.
+        ranks: who this process is.
+        backend: `"gloo"`, `"nccl"`, ...
+        device: this rank's device; a group on NCCL is bound to it.
+        timeout: how long a collective may take.
+
+    Raises:
+        ProcessGroupError: when torch has no distributed package, or a group exists that does not fit.
+    """
+    if not dist.is_available():
+        raise ProcessGroupError("This build of torch has no torch.distributed.", "install one that has.")
+    if dist.is_initialized():
+        _check_existing(ranks, backend)
+        return
+    hook = sys.excepthook  # torch wraps it each time and never unwraps it
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=ranks.global_rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    finally:
+        sys.excepthook = hook
+
+
+def _check_existing(ranks: RankInfo, backend: str) -> None:
+    rank, size, existing = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    if (rank, size) != (ranks.global_rank, ranks.world_size):
+        raise ProcessGroupError(
+            f"A process group exists in which this process is rank {rank} of {size}, but the job has it as "
+            f"global_rank {ranks.global_rank} of {ranks.world_size}.",
+            "destroy it first with torch.distributed.destroy_process_group(), or ask for its world size.",
+        )
+    if existing != backend:
+        raise ProcessGroupError(
+            f"A process group with back end {existing!r} exists, but the strategy asks for {backend!r}.",
+            f"pass process_group_backend={existing!r}, or destroy the group first.",
+        )
+
+
+@contextmanager
+def gloo_on_loopback() -> Iterator[None]:
+    """Keep gloo on the loopback interface while the block runs, for groups made later in it too.
+
+    Mutates: `os.environ["GLOO_SOCKET_IFNAME"]`, restored on exit; left alone where the user has set it.
+    """
+    if _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = "lo" if sys.platform == "linux" else "lo0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO_INTERFACE, None)

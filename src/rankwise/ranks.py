@@ -1,0 +1,91 @@
+"""Who am I of how many: `RankInfo`, and lightning-utilities' `rank_zero_only` kept in step with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from rankwise.errors import InvalidArgumentError
+
+__all__ = ["RankInfo", "rank_zero_only"]
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One process's place in a job. Validates itself.
+
+    Attributes:
+        global_rank: id in the whole job, `0 <= global_rank < world_size`.
+        local_rank: id on its node, `0 <= local_rank < local_world_size`.
+        node_rank: id of the node, `0 <= node_rank < num_nodes`.
+        world_size: processes in the job.
+        local_world_size: processes on this node.
+        num_nodes: nodes in the job.
+
+    Raises:
+        InvalidArgumentError: when the numbers contradict each other.
+    """
+
+    global_rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        for name, count in (
+            ("global_rank", self.world_size),
+            ("local_rank", self.local_world_size),
+            ("node_rank", self.num_nodes),
+        ):
+            value = getattr(self, name)
+            if not 0 <= value < count:
+                raise InvalidArgumentError(
+                    argument=name, value=value, expected=f"a number from 0 to {count - 1}, in {self!r}"
+                )
+        if not self.local_world_size <= self.world_size or self.num_nodes > self.world_size:
+            raise InvalidArgumentError(
+                argument="world_size",
+                value=self.world_size,
+                expected=f"at least local_world_size and num_nodes, in {self!r}",
+            )
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process of the job."""
+        return self.global_rank == 0
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether all processes of the job are on this node."""
+        return self.num_nodes == 1
+
+    def __repr__(self) -> str:
+        return (
+            f"RankInfo(global_rank {self.global_rank} of {self.world_size}, local_rank {self.local_rank} "
+            f"of {self.local_world_size}, node {self.node_rank} of {self.num_nodes})"
+        )
+
+
+def set_rank_zero_only(global_rank: int | None) -> int | None:
+    """Tell `rank_zero_only` this process's rank; return what it was before (None: not set)."""
+    before: int | None = getattr(rank_zero_only, "rank", None)
+    rank_zero_only.rank = _rank_from(os.environ) if global_rank is None else global_rank
+    return before
+
+
+def _rank_from(environ: Mapping[str, str]) -> int:
+    for name in _RANK_VARIABLES:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0
+
+
+if getattr(rank_zero_only, "rank", None) is None:
+    rank_zero_only.rank = _rank_from(os.environ)

@@ -1,0 +1,80 @@
+"""Check what a strategy is constructed with, before any process starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from rankwise.errors import InvalidArgumentError, InvalidTypeError, UnknownArgumentError, UnknownNameError
+
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+RENDEZVOUS = ("auto", "private", "tcp")
+
+# What a strategy passes to the wrapper itself.
+_OWN_DDP_ARGUMENTS = ("self", "module", "device_ids", "output_device", "dim", "process_group")
+
+
+def check_choice(kind: str, value: object, choices: tuple[str, ...]) -> str:
+    """Return a name in lower case.
+
+    Raises:
+        InvalidTypeError: when it is no string.
+        UnknownNameError: when it is none of the choices.
+    """
+    if not isinstance(value, str):
+        raise InvalidTypeError(argument=kind, value=value, expected=f"one of {', '.join(map(repr, choices))}")
+    if value.lower() not in choices:
+        raise UnknownNameError(kind=kind, name=value, known=choices)
+    return value.lower()
+
+
+def check_timeout(name: str, value: object) -> timedelta:
+    """Return a duration given as a `timedelta` or in seconds.
+
+    Raises:
+        InvalidTypeError: when it is neither.
+        InvalidArgumentError: when it is not positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, timedelta)):
+        raise InvalidTypeError(
+            argument=name,
+            value=value,
+            expected="a number of seconds or a datetime.timedelta",
+            remedy=f"{name}=timedelta(seconds=...)",
+        )
+    duration = value if isinstance(value, timedelta) else timedelta(seconds=value)
+    if duration <= timedelta(0):
+        raise InvalidArgumentError(argument=name, value=value, expected="a positive duration")
+    return duration
+
+
+def check_grace_period(value: object) -> float:
+    """Return a number of seconds, which may be 0.
+
+    Raises:
+        InvalidTypeError: when it is no number.
+        InvalidArgumentError: when it is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidTypeError(argument="grace_period_s", value=value, expected="a number of seconds")
+    if value < 0:
+        raise InvalidArgumentError(argument="grace_period_s", value=value, expected="0 or more seconds")
+    return float(value)
+
+
+def check_ddp_arguments(target: str, own: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords for `DistributedDataParallel`, as this version of torch takes them.
+
+    Raises:
+        UnknownArgumentError: for a keyword that neither the strategy nor the wrapper takes.
+    """
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    known = tuple(name for name in parameters if name not in _OWN_DDP_ARGUMENTS)
+    for name in given:
+        if name not in known:
+            raise UnknownArgumentError(target=target, name=name, known=(*known, *own))
+    return {"find_unused_parameters": False, **given}

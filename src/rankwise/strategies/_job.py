@@ -1,0 +1,47 @@
+"""The function that every rank runs: take the seat, connect, call what the user launched, let go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import final
+
+from rankwise.launchers._seat import Seat
+
+if TYPE_CHECKING:
+    from rankwise.strategies.base import Strategy
+
+
+@final
+@dataclass
+class RankEntry:
+    """What a strategy gives to its launcher; picklable where the strategy and the arguments are."""
+
+    strategy: Strategy
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, seat: Seat) -> Any:
+        """Run as the rank that `seat` says."""
+        self.strategy.take_seat(seat)
+        try:
+            self.strategy.setup_environment()
+            return self.function(self.strategy, *self.args, **self.kwargs)
+        except BaseException as error:
+            seat.report_failure(error)  # before the clean-up, which takes its time
+            raise
+        finally:
+            self.strategy.teardown()
+
+    def described(self) -> dict[str, object]:
+        """Return the parts by the names that the user knows them by."""
+        arguments = {f"argument {index} ({type(arg).__name__})": arg for index, arg in enumerate(self.args)}
+        return {
+            "the launched function": self.function,
+            "the strategy": self.strategy,
+            **arguments,
+            **{f"argument {name!r}": value for name, value in self.kwargs.items()},
+        }

@@ -1,0 +1,489 @@
+"""`Strategy`: how training is distributed. Configuration until it is bound, then a job's life."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+
+from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
+from rankwise.environments import ClusterEnvironment, create_environment, detect_environment
+from rankwise.environments.local import LocalEnvironment
+from rankwise.errors import InvalidTypeError, LifecycleError, WorldSizeMismatchError
+from rankwise.launchers import Launcher
+from rankwise.launchers._seat import Seat
+from rankwise.launchers.script import script_ranks
+from rankwise.precision import Precision
+from rankwise.process_group import collectives
+from rankwise.ranks import RankInfo, set_rank_zero_only
+from rankwise.strategies._devices import check_devices, check_num_nodes, device_type, local_devices
+from rankwise.strategies._job import RankEntry
+from rankwise.strategies._redirect import call_through
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
+
+__all__ = ["Strategy"]
+
+T = TypeVar("T")
+Devices = int | str | list[int] | tuple[int, ...]
+
+
+class _State(Enum):
+    CONFIGURED = "configured"
+    BOUND = "bound"
+    IN_JOB = "in a job"
+
+
+class Strategy(ABC):
+    """Start the processes, connect them, wrap the model, synchronise, clean up.
+
+    A strategy is plain configuration until `bind` gives it devices, nodes and an environment, once. Then
+    `launch` runs a function on every rank, again and again; within it the rest of the methods work.
+
+    Args:
+        accelerator: `"auto"`, `"cpu"`, `"cuda"` or `"gpu"`.
+        devices: how many processes on this node: a number, `"auto"` (or -1) for all that fit, or device indices.
+        num_nodes: how many nodes, `"auto"` for as many as the environment has.
+        cluster_environment: an instance or a name; detected where it is None.
+        precision: the precision plug-in.
+        checkpoint_io: where checkpoints go.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError, UnknownNameError: for arguments that cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        devices: Devices = "auto",
+        num_nodes: int | Literal["auto"] = "auto",
+        cluster_environment: ClusterEnvironment | str | None = None,
+        precision: Precision | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+    ) -> None:
+        check_devices(devices)
+        check_num_nodes(num_nodes)
+        self.precision = precision or Precision()
+        self.checkpoint_io: CheckpointIO = checkpoint_io or TorchCheckpointIO()
+        self.results: dict[int, Any] = {}
+        self._accelerator = accelerator
+        self._devices = devices
+        self._num_nodes = num_nodes
+        self._wanted_environment = _check_environment(cluster_environment)
+        self._state = _State.CONFIGURED
+        self._environment: ClusterEnvironment | None = None
+        self._ranks: RankInfo | None = None
+        self._local_devices: list[torch.device] = []
+        self._launcher: Launcher | None = None
+        self._seat: Seat | None = None
+        self._job = ExitStack()
+        self._is_group_wanted = True
+
+    # ------------------------------------------------------------------ binding
+
+    def bind(
+        self,
+        *,
+        accelerator: str = "auto",
+        devices: Devices = "auto",
+        num_nodes: int | Literal["auto"] = "auto",
+        environment: ClusterEnvironment | str | None = None,
+    ) -> RankInfo:
+        """Fix devices, nodes and environment, once. What is left at its default comes from the constructor.
+
+        Runs on: every process of the job; starts none.
+
+        Returns:
+            This process's ranks. A main process that is no rank itself has those of local rank 0.
+
+        Raises:
+            LifecycleError: when the strategy is bound already.
+            InvalidArgumentError, InvalidTypeError, UnknownNameError: for arguments that cannot work.
+            EnvironmentVariableError: when a launcher's variables are wrong.
+            WorldSizeMismatchError: when other processes exist than were asked for.
+        """
+        if self.is_bound:
+            raise LifecycleError(
+                call="bind()", state=self._state.value, needed="'configured'", remedy="create another strategy."
+            )
+        kind = device_type(self._accelerator if accelerator == "auto" else accelerator)
+        wanted_devices = check_devices(self._devices if devices == "auto" else devices)
+        wanted_nodes = check_num_nodes(self._num_nodes if num_nodes == "auto" else num_nodes)
+        found, how = _find_environment(_check_environment(environment) or self._wanted_environment)
+        started = found.ranks.local_world_size if found.creates_processes_externally else None
+        self._local_devices = local_devices(kind, wanted_devices, started)
+        self._environment = found
+        if started is None:
+            self._ranks = self._place_locally(len(self._local_devices), wanted_nodes or 1)
+        else:
+            self._ranks = found.ranks
+            _check_world(found, how, wanted_devices and len(self._local_devices), wanted_nodes)
+        found.validate_settings(self._ranks.local_world_size, self._ranks.num_nodes)
+        self._launcher = self._create_launcher(found)
+        self._state = _State.BOUND
+        return self._ranks
+
+    @abstractmethod
+    def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
+        """Return this process's ranks where no outer launcher has given it any; refuse what cannot be."""
+
+    @abstractmethod
+    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
+        """Return the launcher that fits this strategy here."""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether `bind` was called."""
+        return self._state is not _State.CONFIGURED
+
+    @property
+    def environment(self) -> ClusterEnvironment:
+        """Who started this process."""
+        if self._environment is None:
+            raise self._not_yet("environment")
+        return self._environment
+
+    @property
+    def ranks(self) -> RankInfo:
+        """Who this process is; in a main process that is no rank itself, local rank 0's."""
+        if self._ranks is None:
+            raise self._not_yet("ranks")
+        return self._ranks
+
+    @property
+    def launcher(self) -> Launcher:
+        """What starts the processes."""
+        if self._launcher is None:
+            raise self._not_yet("launcher")
+        return self._launcher
+
+    @property
+    def global_rank(self) -> int:
+        """This process's id in the whole job."""
+        return self.ranks.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's id on its node."""
+        return self.ranks.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The id of this node."""
+        return self.ranks.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes in the job."""
+        return self.ranks.world_size
+
+    @property
+    def local_world_size(self) -> int:
+        """The number of processes on this node."""
+        return self.ranks.local_world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return self.ranks.num_nodes
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is global rank 0, or the main process that stands for it."""
+        return self.ranks.is_global_zero
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        return self._local_devices[self.ranks.local_rank]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """How samplers split the data: `num_replicas` and `rank`. Override to split over fewer ranks."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def runs_in_caller(self) -> bool:
+        """Whether the calling process is a rank itself, so that training changes its own objects."""
+        return self.launcher.runs_in_caller
+
+    @property
+    def needs_pickling(self) -> bool:
+        """Whether what is launched travels as a pickle."""
+        return self.launcher.pickles_entry
+
+    # ------------------------------------------------------------------ a job
+
+    def launch(
+        self, function: Callable[..., T], *args: Any, init_process_group: bool = True, **kwargs: Any
+    ) -> T:
+        """Run `function(strategy, *args, **kwargs)` once per rank.
+
+        Binds the strategy first if nobody has.
+
+        Args:
+            function: what to run.
+            args: its further arguments.
+            init_process_group: False leaves the process group to the function: every rank sees torchrun's
+                variables, and `torch.distributed.init_process_group("env://")` works.
+            kwargs: its keyword arguments.
+
+        Returns:
+            Global rank 0's value (on another node: the first local rank's). `results` has every local rank's,
+            by global rank.
+
+        Raises:
+            WorkerError: when a rank failed; every other one is gone by then.
+            LifecycleError: from within a job of the same strategy.
+            LaunchRefusedError, NotPicklableError: when nothing could be started.
+        """
+        if not self.is_bound:
+            self.bind()
+        if self._state is _State.IN_JOB:
+            raise LifecycleError(
+                call="launch()",
+                state=self._state.value,
+                needed="'bound'",
+                remedy="a launched function calls what it needs directly: it runs on every rank already.",
+            )
+        self.results = {}
+        self._is_group_wanted = init_process_group
+        entry = RankEntry(self, function, args, kwargs)
+        self.results = self.launcher.launch(entry, entry.described())
+        value: T = self.results[min(self.results)]
+        return value
+
+    def take_seat(self, seat: Seat) -> None:
+        """Become the rank that `seat` says; called by the launcher's side."""
+        self._seat = seat
+        self._ranks = seat.ranks
+        self._state = _State.IN_JOB
+
+    def setup_environment(self) -> None:
+        """Prepare this process: its variables, `rank_zero_only`. Subclasses connect to the others here.
+
+        Mutates: `os.environ`, until `teardown`.
+        """
+        self._job.enter_context(_variables(self.seat.variables))
+        self._job.enter_context(_rank_zero(self.ranks.global_rank))
+        if self.root_device.type == "cuda":
+            torch.cuda.set_device(self.root_device)
+
+    def teardown(self) -> None:
+        """Leave this process as it was before `setup_environment`; it can be bound no more, but launch again."""
+        try:
+            self._job.close()
+        finally:
+            self._job = ExitStack()
+            self._seat = None
+            self._state = _State.BOUND
+
+    @property
+    def seat(self) -> Seat:
+        """This rank's seat in the job that runs now."""
+        if self._seat is None:
+            raise self._not_yet("seat", "'in a job'")
+        return self._seat
+
+    # ------------------------------------------------------------------ the model
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Move a module to this rank's device and make it ready to train; return what to call."""
+        return self.module_to_device(self.precision.convert_module(module))
+
+    def module_to_device(self, module: nn.Module) -> nn.Module:
+        """Move a module to this rank's device, in place."""
+        return module.to(self.root_device)
+
+    def unwrap_module(self, module: nn.Module) -> nn.Module:
+        """Return the user's module from what `setup_module` returned."""
+        return module
+
+    def call_method(self, wrapped: nn.Module, method: str, *args: Any) -> Any:
+        """Run a method of the user's module through the wrapper, as its forward pass."""
+        return call_through(wrapped, self.unwrap_module(wrapped), method, *args)
+
+    def batch_to_device(self, batch: T) -> T:
+        """Move every tensor of a batch (nested as it may be) to this rank's device."""
+        device = self.root_device
+        moved: T = apply_to_collection(
+            batch, torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), allow_frozen=True
+        )
+        return moved
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients."""
+        self.precision.backward(loss)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Let an optimizer step once; return what its `step` returns."""
+        return self.precision.optimizer_step(optimizer, closure)
+
+    def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Do something with the optimizers once they exist; for overriding."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes leave gradients as they are, on this rank."""
+        return nullcontext()
+
+    # ------------------------------------------------------------------ all ranks together
+
+    def all_reduce(self, tensor: T, group: ProcessGroup | None = None, reduce_op: str = "mean") -> T:
+        """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
+        return collectives.all_reduce(tensor, group, reduce_op)
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: ProcessGroup | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
+        return collectives.all_gather(tensor, group, sync_grads)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Gather anything picklable from every rank, in rank order."""
+        return collectives.all_gather_object(obj)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every rank is here; `name` is for the reader.
+
+        Collective: every rank must call this, in the same order.
+        """
+        collectives.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return rank `src`'s value on every rank."""
+        return collectives.broadcast(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks (or, with `all=False`, any) decided yes; the same on every rank.
+
+        Collective: every rank must call this, in the same order.
+        """
+        votes = torch.tensor(int(decision), device=self.root_device)
+        count = int(collectives.all_reduce(votes, reduce_op_name="sum"))
+        return count == self.world_size if all else count > 0
+
+    # ------------------------------------------------------------------ state
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return a module's state; its keys never carry a wrapper's prefix."""
+        return self.unwrap_module(module).state_dict()
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Load what `get_module_state_dict` returned, in place."""
+        self.unwrap_module(module).load_state_dict(state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's whole state."""
+        return optimizer.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Let global rank 0 write a checkpoint; all ranks go on when it is written, or all raise.
+
+        Collective: every rank must call this, in the same order.
+
+        Raises:
+            CheckpointError: on every rank, when it could not be written.
+        """
+        error: Exception | None = None
+        if self.is_global_zero:
+            try:
+                self.checkpoint_io.save_checkpoint(checkpoint, path)
+            except Exception as raised:  # raised below, once the other ranks know
+                error = raised
+        error = self.broadcast(error)
+        if error is not None:
+            raise error
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read a checkpoint, to the CPU."""
+        return self.checkpoint_io.load_checkpoint(path, map_location="cpu")
+
+    # ------------------------------------------------------------------ internals
+
+    def _not_yet(self, what: str, needed: str = "'bound'") -> LifecycleError:
+        return LifecycleError(
+            call=what, state=self._state.value, needed=needed, remedy="call bind() or launch() first."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without what belongs to the launching process alone."""
+        return {**self.__dict__, "_launcher": None, "_seat": None, "_job": None, "results": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._job = ExitStack()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._ranks if self.is_bound else self._state.value})"
+
+
+def _check_environment(given: object) -> ClusterEnvironment | str | None:
+    if given is None or isinstance(given, (str, ClusterEnvironment)):
+        return given
+    raise InvalidTypeError(
+        argument="cluster_environment", value=given, expected="a ClusterEnvironment instance or a name"
+    )
+
+
+def _find_environment(wanted: ClusterEnvironment | str | None) -> tuple[ClusterEnvironment, str]:
+    if isinstance(wanted, ClusterEnvironment):
+        return wanted, "it was given"
+    if isinstance(wanted, str):
+        return create_environment(wanted), "it was named"
+    if script_ranks() is not None:
+        return LocalEnvironment(), "this script runs under strategy 'ddp' already"
+    detection = detect_environment()
+    return detection.environment, str(detection)
+
+
+def _check_world(
+    environment: ClusterEnvironment, how: str, devices: int | None, num_nodes: int | None
+) -> None:
+    ranks = environment.ranks
+    is_right = devices in (None, ranks.local_world_size) and num_nodes in (None, ranks.num_nodes)
+    if not is_right:
+        raise WorldSizeMismatchError(
+            devices=devices or ranks.local_world_size,
+            num_nodes=num_nodes or ranks.num_nodes,
+            launched_by=environment.name,
+            world_size=ranks.world_size,
+            variables=environment.seen(),
+            detection=how,
+        )
+
+
+@contextmanager
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _rank_zero(global_rank: int) -> Iterator[None]:
+    before = set_rank_zero_only(global_rank)
+    try:
+        yield
+    finally:
+        set_rank_zero_only(before)

@@ -1,0 +1,354 @@
+"""`DDPStrategy` and its kin: one process per device, gradients averaged by `DistributedDataParallel`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import final
+
+from rankwise.environments import ClusterEnvironment
+from rankwise.errors import ConfigurationError, InvalidTypeError
+from rankwise.launchers import Launcher
+from rankwise.launchers.inline import InlineLauncher
+from rankwise.launchers.multiprocess import MultiprocessLauncher
+from rankwise.launchers.script import ScriptLauncher, script_ranks
+from rankwise.process_group import check_backend, default_backend, gloo_on_loopback, process_group
+from rankwise.ranks import RankInfo
+from rankwise.strategies._arguments import (
+    RENDEZVOUS,
+    START_METHODS,
+    check_choice,
+    check_ddp_arguments,
+    check_grace_period,
+    check_timeout,
+)
+from rankwise.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
+
+__all__ = ["AutoStrategy", "DDPForkStrategy", "DDPSpawnStrategy", "DDPStrategy"]
+
+_LOOPBACK = "127.0.0.1"
+_OWN_ARGUMENTS = (
+    "accelerator",
+    "devices",
+    "num_nodes",
+    "parallel_devices",
+    "cluster_environment",
+    "precision",
+    "checkpoint_io",
+    "process_group_backend",
+    "timeout",
+    "init_timeout",
+    "start_method",
+    "rendezvous",
+    "grace_period_s",
+    "command",
+)
+
+
+class DDPStrategy(Strategy):
+    """Train on several processes with `DistributedDataParallel`.
+
+    Override `configure_ddp` for a wrapper of your own.
+
+    Args:
+        parallel_devices: the device of each local rank, instead of `accelerator` and `devices`.
+        process_group_backend: `"gloo"`, `"nccl"`, ...; NCCL on CUDA and gloo on the CPU by default.
+        timeout: how long a collective may take, in seconds or as a `timedelta`.
+        init_timeout: how long the ranks may take to meet.
+        start_method: `"popen"` (re-run the script), `"spawn"`, `"fork"` or `"forkserver"`. Where an outer
+            launcher (torchrun) has started the processes, none is started.
+        rendezvous: the store through which a job on one node meets: `"private"` (it listens nowhere),
+            `"tcp"` (torch's, on loopback), or `"auto"`: private with gloo.
+        grace_period_s: how long a rank that is told to stop has before it is killed.
+        command: with `"popen"`, what to run instead of this process's own command line.
+        ddp_kwargs: for `DistributedDataParallel`, as this version of torch takes them.
+
+    The other arguments are `Strategy`'s.
+
+    Raises:
+        UnknownArgumentError: for a keyword that neither this class nor the wrapper takes.
+        UnknownNameError, InvalidArgumentError, InvalidTypeError: for values that cannot work.
+    """
+
+    default_start_method: ClassVar[str] = "popen"
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        devices: int | str | list[int] | tuple[int, ...] = "auto",
+        num_nodes: Any = "auto",
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | str | None = None,
+        precision: Any = None,
+        checkpoint_io: Any = None,
+        process_group_backend: str | None = None,
+        timeout: float | timedelta = timedelta(minutes=10),
+        init_timeout: float | timedelta = timedelta(minutes=2),
+        start_method: str | None = None,
+        rendezvous: str = "auto",
+        grace_period_s: float = 1.0,
+        command: Sequence[str] | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        if parallel_devices is not None:
+            accelerator, devices = _from_parallel_devices(parallel_devices)
+        super().__init__(
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            cluster_environment=cluster_environment,
+            precision=precision,
+            checkpoint_io=checkpoint_io,
+        )
+        self.start_method = check_choice("start_method", start_method or self.default_start_method, START_METHODS)
+        _check_platform(self.start_method)
+        self.rendezvous = check_choice("rendezvous", rendezvous, RENDEZVOUS)
+        self.timeout = check_timeout("timeout", timeout)
+        self.init_timeout = check_timeout("init_timeout", init_timeout)
+        self.grace_period_s = check_grace_period(grace_period_s)
+        self.ddp_kwargs = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
+        self._command = command
+        self._wanted_backend = process_group_backend and check_backend(process_group_backend)
+        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._plain_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    # ------------------------------------------------------------------ places and processes
+
+    @property
+    def process_group_backend(self) -> str:
+        """What carries the collectives."""
+        return self._wanted_backend or default_backend(self.root_device.type)
+
+    @property
+    def data_parallel_group(self) -> ProcessGroup | None:
+        """The ranks over which gradients are averaged; None for all of them. Override for a subgroup."""
+        return None
+
+    def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
+        if num_nodes != 1:
+            raise ConfigurationError(
+                message=f"num_nodes={num_nodes} is not possible here: nobody has started this job on other nodes.",
+                facts="the environment is 'local', which is one node.",
+                remedy=f"start it on every node: torchrun --nnodes={num_nodes} "
+                f"--nproc-per-node={local_world_size} train.py",
+            )
+        return self._local_seats(local_world_size)[0]
+
+    def _local_seats(self, local_world_size: int) -> tuple[RankInfo, ...]:
+        return tuple(
+            RankInfo(rank, rank, 0, local_world_size, local_world_size, 1) for rank in range(local_world_size)
+        )
+
+    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
+        if environment.creates_processes_externally:
+            return self._inline_launcher(environment)
+        seats = self._local_seats(self.local_world_size)
+        options: dict[str, Any] = {
+            "rendezvous": self._actual_rendezvous(),
+            "grace_period_s": self.grace_period_s,
+            "init_timeout": self.init_timeout,
+        }
+        if self.start_method == "popen" or script_ranks() is not None:
+            return ScriptLauncher(seats, command=self._command, **options)
+        return MultiprocessLauncher(self.start_method, seats, **options)
+
+    def _inline_launcher(self, environment: ClusterEnvironment) -> Launcher:
+        if self.world_size == 1:
+            return InlineLauncher(self.ranks)
+        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        # A job on one node keeps to loopback, whatever address it was given, unless the host is somebody else.
+        is_local = self.ranks.is_one_node and not is_hosted
+        address = (_LOOPBACK if is_local else environment.main_address, environment.main_port)
+        return InlineLauncher(self.ranks, address, hosts_store=self.is_global_zero and not is_hosted)
+
+    def _actual_rendezvous(self) -> str:
+        # NCCL calls the store from its own C++ threads, and so does what users bring along.
+        if self.rendezvous == "auto":
+            return "private" if self.process_group_backend == "gloo" else "tcp"
+        return self.rendezvous
+
+    # ------------------------------------------------------------------ a job
+
+    def launch(self, function: Any, *args: Any, init_process_group: bool = True, **kwargs: Any) -> Any:
+        """Run `function(strategy, *args, **kwargs)` once per rank; see `Strategy.launch`."""
+        if not self.is_bound:
+            if not init_process_group and self.rendezvous == "auto":
+                self.rendezvous = "tcp"  # `env://` needs something that listens
+            self.bind()
+        return super().launch(function, *args, init_process_group=init_process_group, **kwargs)
+
+    def setup_environment(self) -> None:
+        """Prepare this process and connect it to the others.
+
+        Collective: every rank must call this.
+        """
+        super().setup_environment()
+        self._job.enter_context(_threads_shared_by(self.local_world_size))
+        if self.ranks.is_one_node:
+            self._job.enter_context(gloo_on_loopback())
+        if self._is_group_wanted:
+            store = self.seat.open_store(self.init_timeout)
+            group = process_group(
+                store, self.ranks, self.process_group_backend, self.root_device, timeout=self.timeout
+            )
+            self._job.enter_context(group)
+        self._job.callback(self._drop_wrappers)
+
+    def _drop_wrappers(self) -> None:
+        # torch aborts now and then when a group is destroyed under a live wrapper: take the reducers away first.
+        for wrapper in list(self._wrappers):
+            for part in ("reducer", "logger"):
+                wrapper.__dict__.pop(part, None)
+        self._wrappers.clear()
+
+    # ------------------------------------------------------------------ the model
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Move a module to this rank's device and wrap it; one with nothing to train is not wrapped."""
+        module = super().setup_module(module)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            self._plain_modules.add(module)
+            return module
+        with self._wrapping_stream():
+            wrapped = self.configure_ddp(module, self.determine_ddp_device_ids())
+        if not isinstance(wrapped, DistributedDataParallel):
+            raise InvalidTypeError(
+                argument=f"{type(self).__name__}.configure_ddp()",
+                value=wrapped,
+                expected="it to return a DistributedDataParallel",
+            )
+        self._wrappers.add(wrapped)
+        return wrapped
+
+    def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
+        """Wrap a module; the place for a wrapper of your own.
+
+        Args:
+            module: on this rank's device already.
+            device_ids: what `determine_ddp_device_ids` returned.
+        """
+        return DistributedDataParallel(
+            module, device_ids=device_ids, process_group=self.data_parallel_group, **self.ddp_kwargs
+        )
+
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        """Return the index of this rank's device; None on the CPU."""
+        index = self.root_device.index
+        return None if self.root_device.type == "cpu" or index is None else [index]
+
+    def _wrapping_stream(self) -> AbstractContextManager[Any]:
+        # A side stream, so that DDP's hooks order themselves behind it; torch's notes on CUDA graphs and DDP.
+        return torch.cuda.stream(torch.cuda.Stream()) if self.root_device.type == "cuda" else nullcontext()
+
+    def unwrap_module(self, module: nn.Module) -> nn.Module:
+        """Return the user's module from its wrapper."""
+        return module.module if isinstance(module, DistributedDataParallel) else module
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes average nothing, for accumulating gradients.
+
+        Raises:
+            InvalidTypeError: when the module is not what `setup_module` returned.
+        """
+        if isinstance(module, DistributedDataParallel):
+            return module.no_sync() if enabled else nullcontext()
+        if module in self._plain_modules:
+            return nullcontext()
+        raise InvalidTypeError(
+            argument="module",
+            value=type(module).__name__,
+            expected="the module that setup_module() returned, which DDP has wrapped",
+            remedy="module = strategy.setup_module(module)",
+        )
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's whole state; torch's `ZeroRedundancyOptimizer` is consolidated first.
+
+        Collective: where the optimizer is sharded, every rank must call this. Other ranks than 0 get {} then.
+        """
+        sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        if sharded is None or not isinstance(optimizer, sharded.ZeroRedundancyOptimizer):
+            return super().get_optimizer_state(optimizer)
+        optimizer.consolidate_state_dict(to=0)
+        return optimizer.state_dict() if self.is_global_zero else {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without wrappers, which belong to a process group."""
+        return {**super().__getstate__(), "_wrappers": None, "_plain_modules": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._wrappers = weakref.WeakSet()
+        self._plain_modules = weakref.WeakSet()
+
+
+class DDPSpawnStrategy(DDPStrategy):
+    """`DDPStrategy` that spawns its processes."""
+
+    default_start_method = "spawn"
+
+
+class DDPForkStrategy(DDPStrategy):
+    """`DDPStrategy` that forks its processes; works in notebooks."""
+
+    default_start_method = "fork"
+
+
+@final
+class AutoStrategy(DDPStrategy):
+    """One process where one is enough, DDP where several devices or processes are there."""
+
+    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
+        return InlineLauncher(self.ranks) if self.world_size == 1 else super()._create_launcher(environment)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Wrap a module where there are several ranks."""
+        if self.world_size > 1:
+            return super().setup_module(module)
+        self._plain_modules.add(module)
+        return Strategy.setup_module(self, module)
+
+
+def _from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
+    if not given or not all(isinstance(device, torch.device) for device in given):
+        raise InvalidTypeError(argument="parallel_devices", value=given, expected="a list of torch.device")
+    kinds = {device.type for device in given}
+    if len(kinds) != 1:
+        raise InvalidTypeError(argument="parallel_devices", value=given, expected="devices of one type")
+    if kinds == {"cpu"}:
+        return "cpu", len(given)
+    return kinds.pop(), [device.index or 0 for device in given]
+
+
+def _check_platform(start_method: str) -> None:
+    if start_method in ("fork", "forkserver") and sys.platform == "win32":
+        raise ConfigurationError(
+            message=f"start_method={start_method!r} does not exist on Windows.",
+            remedy='use strategy="ddp" or "ddp_spawn".',
+        )
+
+
+@contextmanager
+def _threads_shared_by(local_world_size: int) -> Iterator[None]:
+    """Share this machine's cores between the local ranks, unless `OMP_NUM_THREADS` says otherwise."""
+    before = torch.get_num_threads()
+    if local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) // local_world_size)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,40 @@
+"""`SingleDeviceStrategy`: one process, one device, nothing to synchronise."""
+
+from __future__ import annotations
+
+from typing_extensions import final
+
+from rankwise.environments import ClusterEnvironment
+from rankwise.errors import InvalidArgumentError
+from rankwise.launchers import Launcher
+from rankwise.launchers.inline import InlineLauncher
+from rankwise.ranks import RankInfo
+from rankwise.strategies.base import Strategy
+
+__all__ = ["SingleDeviceStrategy"]
+
+
+@final
+class SingleDeviceStrategy(Strategy):
+    """Train in the calling process. Under an outer launcher it is refused where that has started several."""
+
+    def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
+        for name, count in (("devices", local_world_size), ("num_nodes", num_nodes)):
+            if count != 1:
+                raise InvalidArgumentError(
+                    argument=name,
+                    value=count,
+                    expected="1 with strategy 'single_device'",
+                    remedy='use strategy="ddp" to train on several.',
+                )
+        return RankInfo()
+
+    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
+        if self.world_size != 1:
+            raise InvalidArgumentError(
+                argument="strategy",
+                value="single_device",
+                expected=f"a distributed strategy: {environment.name} has started {self.world_size} processes",
+                remedy='use strategy="ddp", or start one process.',
+            )
+        return InlineLauncher(self.ranks)
