@@ -1,28 +1,28 @@
 """The exceptions of rankwise, as a tree; each takes fields, keeps them, and builds its own text.
 
-    RankwiseError
-    |-- ConfigurationError (ValueError)         what a user gave cannot work; raised before any process starts
-    |   |-- UnknownNameError                    a name that is none of ours: strategy, hook, environment, ...
-    |   |   `-- UnknownStrategyError (KeyError)
-    |   |-- InvalidArgumentError                an argument with a wrong value
-    |   |-- UnknownArgumentError (TypeError)    a keyword that nobody takes
-    |   |-- DuplicateNameError                  a name registered twice
-    |   |-- WorldSizeMismatchError              devices x num_nodes is not the world that exists
-    |   |-- EnvironmentVariableError            a launcher's variables are missing or contradict each other
-    |   |-- NotPicklableError (TypeError)       something that cannot travel to another process
-    |   |-- LaunchRefusedError (RuntimeError)   this start method cannot work here
-    |   |-- MissingExtraError (ImportError)     an optional package is not installed
-    |   `-- UnshardableLoaderError              a data loader that cannot be split over ranks
-    |-- InvalidTypeError (TypeError)            an argument of a wrong kind
-    |-- LifecycleError (RuntimeError)           calls out of order
-    |-- WorkerError (RuntimeError)              a worker failed; names the first failing rank
-    |   |-- WorkerRaisedError                   ... by an exception; carries its traceback
-    |   |-- WorkerExitedError                   ... by leaving before it had finished
-    |   `-- WorkerKilledError                   ... by a signal
-    |-- ProcessGroupError (RuntimeError)        the process group does not agree with the ranks
-    |-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time
-    |-- UnevenInputsError (RuntimeError)        ranks have different numbers of batches
-    `-- CheckpointError (RuntimeError)          a checkpoint could not be written or read
+RankwiseError
+|-- ConfigurationError (ValueError)         what a user gave cannot work; raised before any process starts
+|   |-- UnknownNameError                    a name that is none of ours: strategy, hook, environment, ...
+|   |   `-- UnknownStrategyError (KeyError)
+|   |-- InvalidArgumentError                an argument with a wrong value
+|   |-- UnknownArgumentError (TypeError)    a keyword that nobody takes
+|   |-- DuplicateNameError                  a name registered twice
+|   |-- WorldSizeMismatchError              devices x num_nodes is not the world that exists
+|   |-- EnvironmentVariableError            a launcher's variables are missing or contradict each other
+|   |-- NotPicklableError (TypeError)       something that cannot travel to another process
+|   |-- LaunchRefusedError (RuntimeError)   this start method cannot work here
+|   |-- MissingExtraError (ImportError)     an optional package is not installed
+|   `-- UnshardableLoaderError              a data loader that cannot be split over ranks
+|-- InvalidTypeError (TypeError)            an argument of a wrong kind
+|-- LifecycleError (RuntimeError)           calls out of order
+|-- WorkerError (RuntimeError)              a worker failed; names the first failing rank
+|   |-- WorkerRaisedError                   ... by an exception; carries its traceback
+|   |-- WorkerExitedError                   ... by leaving before it had finished
+|   `-- WorkerKilledError                   ... by a signal
+|-- ProcessGroupError (RuntimeError)        the process group does not agree with the ranks
+|-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time
+|-- UnevenInputsError (RuntimeError)        ranks have different numbers of batches
+`-- CheckpointError (RuntimeError)          a checkpoint could not be written or read
 """
 
 from __future__ import annotations
@@ -296,7 +296,9 @@ class NotPicklableError(ConfigurationError, TypeError):
     start_method: str = ""
 
     def summary(self) -> str:
-        return f"{self.path} cannot be pickled, which start_method={self.start_method!r} needs: {self.reason}."
+        return (
+            f"{self.path} cannot be pickled, which start_method={self.start_method!r} needs: {self.reason}."
+        )
 
     def fix(self) -> str:
         return (
@@ -407,7 +409,9 @@ class WorkerRaisedError(WorkerError):
 
     def what(self) -> str:
         first_line = self.exception_message.partition("\n")[0].rstrip(".")
-        return f"raised {self.exception_type}: {first_line}" if first_line else f"raised {self.exception_type}"
+        return (
+            f"raised {self.exception_type}: {first_line}" if first_line else f"raised {self.exception_type}"
+        )
 
     def fix(self) -> str:
         return f"start from the traceback of global_rank={self.global_rank} below."
@@ -442,7 +446,9 @@ class WorkerKilledError(WorkerError):
 
     def fix(self) -> str:
         if self.signal_number == signal.SIGKILL:
-            return "often this is the kernel's out-of-memory killer: look at `dmesg`, use less memory per rank."
+            return (
+                "often this is the kernel's out-of-memory killer: look at `dmesg`, use less memory per rank."
+            )
         if self.signal_number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
             return "native code crashed: run with PYTHONFAULTHANDLER=1 to see where."
         return "find who sent the signal; rankwise did not."
@@ -493,7 +499,9 @@ class UnevenInputsError(RankwiseError, RuntimeError):
         return ", ".join(f"global_rank={rank}: {length}" for rank, length in enumerate(self.lengths))
 
     def fix(self) -> str:
-        return "let use_distributed_sampler=True split the data evenly, or limit_train_batches to the smallest."
+        return (
+            "let use_distributed_sampler=True split the data evenly, or limit_train_batches to the smallest."
+        )
 
 
 @dataclass(eq=False, repr=False)

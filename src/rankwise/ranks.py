@@ -76,7 +76,7 @@ class RankInfo:
 def set_rank_zero_only(global_rank: int | None) -> int | None:
     """Tell `rank_zero_only` this process's rank; return what it was before (None: not set)."""
     before: int | None = getattr(rank_zero_only, "rank", None)
-    rank_zero_only.rank = _rank_from(os.environ) if global_rank is None else global_rank
+    rank_zero_only.rank = _rank_from(os.environ) if global_rank is None else global_rank  # type: ignore[attr-defined]  # its documented place
     return before
 
 
@@ -88,4 +88,4 @@ def _rank_from(environ: Mapping[str, str]) -> int:
 
 
 if getattr(rank_zero_only, "rank", None) is None:
-    rank_zero_only.rank = _rank_from(os.environ)
+    rank_zero_only.rank = _rank_from(os.environ)  # type: ignore[attr-defined]  # its documented place

@@ -41,7 +41,7 @@ class _Registry:
 
     def register(
         self,
-        name: str,
+        name: Any,
         strategy: Any = None,
         description: str = "",
         override: bool = False,
@@ -141,7 +141,12 @@ def _register_built_in(registry: _Registry) -> None:
         ("ddp_spawn", DDPSpawnStrategy, "DDP; processes are spawned", {}),
         ("ddp_fork", DDPForkStrategy, "DDP; processes are forked", {}),
         ("ddp_notebook", DDPForkStrategy, "DDP; processes are forked, works in notebooks", {}),
-        ("ddp_forkserver", DDPStrategy, "DDP; processes are forked by a warm server", {"start_method": "forkserver"}),
+        (
+            "ddp_forkserver",
+            DDPStrategy,
+            "DDP; processes are forked by a warm server",
+            {"start_method": "forkserver"},
+        ),
     )
     for name, cls, description, params in kinds:
         registry.register(name, cls, description, **params)

@@ -14,7 +14,7 @@ from rankwise.ranks import RankInfo
 __all__ = ["ClusterEnvironment"]
 
 
-class ClusterEnvironment(ABC):
+class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a subclass adds
     """Read a launcher's variables; write nothing, decide nothing.
 
     A subclass is a table of variable names. It fills in the class attributes below; where a fact is not
@@ -24,9 +24,12 @@ class ClusterEnvironment(ABC):
         >>> class MyCluster(ClusterEnvironment):
         ...     name = "mycluster"
         ...     variables = {
-        ...         "global_rank": "MY_RANK", "world_size": "MY_SIZE",
-        ...         "local_rank": "MY_LOCAL_RANK", "local_world_size": "MY_LOCAL_SIZE",
-        ...         "main_address": "MY_HEAD", "main_port": "MY_PORT",
+        ...         "global_rank": "MY_RANK",
+        ...         "world_size": "MY_SIZE",
+        ...         "local_rank": "MY_LOCAL_RANK",
+        ...         "local_world_size": "MY_LOCAL_SIZE",
+        ...         "main_address": "MY_HEAD",
+        ...         "main_port": "MY_PORT",
         ...     }
         >>> MyCluster({"MY_RANK": "1", "MY_SIZE": "2", "MY_LOCAL_RANK": "1", "MY_LOCAL_SIZE": "2"}).ranks
         RankInfo(global_rank 1 of 2, local_rank 1 of 2, node 0 of 1)

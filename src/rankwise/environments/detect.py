@@ -15,7 +15,13 @@ from rankwise.environments.plain import PlainEnvironment
 from rankwise.environments.torchelastic import TorchElasticEnvironment
 from rankwise.errors import InvalidTypeError, UnknownNameError
 
-__all__ = ["ENVIRONMENT_VARIABLE", "Detection", "create_environment", "detect_environment", "environment_names"]
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "Detection",
+    "create_environment",
+    "detect_environment",
+    "environment_names",
+]
 
 ENVIRONMENT_VARIABLE = "RANKWISE_ENVIRONMENT"
 _ENTRY_POINTS = "rankwise.environments"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from typing_extensions import final
 
 from rankwise.environments.base import ClusterEnvironment
@@ -18,7 +21,7 @@ class TorchElasticEnvironment(ClusterEnvironment):
 
     name = "torchelastic"
     markers = ("TORCHELASTIC_RUN_ID",)
-    variables = {
+    variables: ClassVar[Mapping[str, str]] = {
         "global_rank": "RANK",
         "world_size": "WORLD_SIZE",
         "local_rank": "LOCAL_RANK",

@@ -1,4 +1,4 @@
-"""What a forked child must do at once: let go of our channels, and leave when the rank that forked it does."""
+"""What a forked child does at once: let go of our channels, and leave when the rank that forked it does."""
 
 from __future__ import annotations
 

@@ -78,10 +78,10 @@ def _running_flag(word: str) -> str | None:
 
 
 def _original_directory(command: Sequence[str]) -> str:
-    """Return where the process was started: the script's full path less the relative one on the command line."""
+    """Return where the process was started: the script's full path less the one on the command line."""
     script = _script(command) or ""
     full = getattr(sys.modules["__main__"], "__file__", None)
-    if script.startswith("-") or os.path.isabs(script) or full is None or not os.path.isabs(full):
+    if script.startswith("-") or full is None or Path(script).is_absolute() or not Path(full).is_absolute():
         return WORKING_DIRECTORY
     parts, given = Path(full).parts, Path(os.path.normpath(script)).parts
     if ".." in given or parts[-len(given) :] != given:

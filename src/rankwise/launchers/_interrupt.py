@@ -42,7 +42,7 @@ class Interruptible:
     def __exit__(self, *exc_info: object) -> None:
         self._left.set()
         if self._signal is not None:
-            # ignored first: a signal that is under way must not meet the default action, which ends the process
+            # ignored first: a signal that is under way must not meet the default action: it ends the process
             signal.signal(self._signal, signal.SIG_IGN)
             signal.signal(self._signal, signal.SIG_DFL)
 
@@ -56,8 +56,9 @@ class Interruptible:
             delay = _REPEAT_S
 
     def _raise(self, signum: int, interrupted: FrameType | None) -> None:
-        # Not inside an `except` or `finally` that is cleaning up, and not inside a __del__, where it would be lost.
-        if self._left.is_set() or self._raised or sys.exc_info()[0] is not None or _in_finalizer(interrupted):
+        is_cleaning_up = sys.exc_info()[0] is not None  # in an `except` or `finally` block
+        is_lost = _in_finalizer(interrupted)  # an exception in a __del__ goes nowhere
+        if self._left.is_set() or self._raised or is_cleaning_up or is_lost:
             return
         self._raised = True
         raise JobStopped

@@ -77,7 +77,7 @@ def _aligned(offset: int) -> int:
 def _copy_storage(storage: torch.UntypedStorage, memory: mmap.mmap, offset: int) -> None:
     if storage.nbytes():
         target = torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=offset)
-        target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()))  # type: ignore[arg-type]  # torch's stub names one of the two storages it takes
+        target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()))
 
 
 @final

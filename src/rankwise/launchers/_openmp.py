@@ -1,4 +1,4 @@
-"""Put the OpenMP pool to rest before a fork: a child of GNU's libgomp would wait for threads it has not got."""
+"""Put the OpenMP pool to rest before a fork: a child would wait for threads that it has not got."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def _loaded_libgomps() -> set[str]:
 
 def _pause(library: str) -> bool:
     try:
-        return ctypes.CDLL(library).omp_pause_resource_all(_PAUSE_SOFT) == 0
+        return bool(ctypes.CDLL(library).omp_pause_resource_all(_PAUSE_SOFT) == 0)
     except (OSError, AttributeError):
         return False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-WORKING_DIRECTORY = os.getcwd()
+WORKING_DIRECTORY = str(Path.cwd())
 SEAT_VARIABLE = "RANKWISE_SEAT"
 
 if SEAT_VARIABLE in os.environ:

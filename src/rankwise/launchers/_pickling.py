@@ -19,7 +19,7 @@ def pack_or_explain(value: object, descriptor: int, start_method: str, roots: Ma
     """
     try:
         pack(value, descriptor)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  pickling runs anybody's code
         path, culprit = _find(roots)
         reason = str(culprit or error).partition("\n")[0]
         raise NotPicklableError(path=path, reason=reason, start_method=start_method) from None
@@ -45,7 +45,7 @@ def _find(roots: Mapping[str, object]) -> tuple[str, Exception | None]:
 def _failure(value: object) -> Exception | None:
     try:
         _Pickler(io.BytesIO()).dump(value)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  pickling runs anybody's code
         return error
     return None
 
@@ -69,7 +69,7 @@ def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
 def _state(value: object) -> Mapping[str, object]:
     try:
         reduced = value.__reduce_ex__(2)
-    except Exception:
+    except Exception:  # noqa: BLE001  pickling runs anybody's code
         return getattr(value, "__dict__", {})
     state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
     return state if isinstance(state, Mapping) else {}

@@ -6,7 +6,7 @@ It must not raise: the forkserver would end with it, and say nothing.
 import contextlib
 
 with contextlib.suppress(Exception):
-    import torch._dynamo  # noqa: F401  the first DDP() imports it, in every rank: 0.8 s
-    import torch.nn.parallel
+    import torch._dynamo  # the first DDP() imports it, in every rank: 0.8 s
+    import torch.nn.parallel  # noqa: F401
 
     import rankwise.launchers.multiprocess  # noqa: F401  the worker function lives there

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import final
@@ -26,9 +27,9 @@ _CONSEQUENCE_TEXTS = (
     "store: ",
     "socket closed",
 )
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = Path(__file__).resolve().parent.parent
 # Where a rank's work begins: frames that lead from there to the user's code say nothing about it.
-_WAY_IN = (os.path.join(_PACKAGE, "launchers"), os.path.join(_PACKAGE, "strategies", "_job.py"))
+_WAY_IN = (str(_PACKAGE / "launchers"), str(_PACKAGE / "strategies" / "_job.py"))
 
 
 @final
@@ -142,6 +143,6 @@ def _exit_code(error: BaseException) -> int | None:
 def _own_traceback(error: BaseException) -> str:
     """Return the traceback from the user's code on: the frames of the launcher above it say nothing."""
     report = traceback.TracebackException.from_exception(error)
-    while len(report.stack) > 1 and os.path.abspath(report.stack[0].filename).startswith(_WAY_IN):
+    while len(report.stack) > 1 and str(Path(report.stack[0].filename).resolve()).startswith(_WAY_IN):
         del report.stack[0]
     return "".join(report.format())

@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Start processes within this block: they begin with SIGINT blocked, too early for a handler to be there."""
+    """Start processes within this block: they begin with SIGINT blocked, before they have a handler."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -97,7 +97,7 @@ class Supervisor:
         self._thread.start()
 
     def begin_job(self, until_exit: bool) -> None:
-        """Begin the next job; `until_exit`: it is over when the processes have left, not when they are done."""
+        """Begin the next job; `until_exit`: it is over when the processes have left, not when done."""
 
         def begin() -> None:
             self._job += 1
@@ -285,7 +285,9 @@ class Supervisor:
         is_in_job = self._job > 0 and member.jobs_done < self._job
         if (status != 0 or is_in_job) and not member.has_failed and not self._is_stopping:
             member.has_failed = True
-            self._on_failure(FailureRecord.of_exit(member.ranks, process.pid, status, _phase(member, is_in_job)))
+            self._on_failure(
+                FailureRecord.of_exit(member.ranks, process.pid, status, _phase(member, is_in_job))
+            )
         self._check()
 
     def _has_data(self, member: _Member) -> bool:
@@ -329,7 +331,8 @@ class Supervisor:
     def _tell_that_main_is_busy(self) -> None:
         # Only rank 0 in the main process itself can still be at work, in a C call that nothing can cut.
         if not self._settled.is_set() and (error := self.error()):
-            print(f"rankwise: {error}\n  (raised when rank 0's present call returns)", file=sys.stderr, flush=True)
+            sys.stderr.write(f"rankwise: {error}\n  (raised when rank 0's present call returns)\n")
+            sys.stderr.flush()
 
     def _check(self) -> None:
         """Settle the job if it is over."""

@@ -44,7 +44,9 @@ class InlineLauncher(Launcher):
         try:
             return {self._ranks.global_rank: entry(seat)}
         except Exception as error:
-            get_error_handler().record_exception(error)  # writes where TORCHELASTIC_ERROR_FILE says, or nowhere
+            get_error_handler().record_exception(
+                error
+            )  # writes where TORCHELASTIC_ERROR_FILE says, or nowhere
             raise
 
     def close(self) -> None:

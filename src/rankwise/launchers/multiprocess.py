@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import reduction
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,7 +189,7 @@ def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: _Descriptor) 
     seat = Seat(ranks, torchrun_variables(ranks, job.address, job.run_id), job.address, channel=channel)
     try:
         seat.occupy(_entry_of(job), finish=lambda value: pack(value, values.number))
-    except BaseException:
+    except BaseException:  # noqa: BLE001  whatever ended it
         _leave()  # told over the channel; the main process raises it
     channel.send(Kind.DONE)
     gc.freeze()  # what is left need not be searched for garbage: the process ends
@@ -229,7 +230,7 @@ def _rest_before_fork() -> int | None:
 def _refuse_where_impossible(start_method: str) -> None:
     if multiprocessing.process.current_process().daemon:
         raise LaunchRefusedError(
-            message=f"start_method={start_method!r} cannot work in a daemonic process, which may start no others.",
+            message=f"start_method={start_method!r} cannot work in a daemon: it may start no processes.",
             remedy="launch from a process that is not a daemon; a DataLoader's worker is one.",
         )
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
@@ -246,12 +247,13 @@ def _refuse_where_impossible(start_method: str) -> None:
 
 
 def _refuse_what_cannot_be_imported(descriptor: int, start_method: str) -> None:
-    """Refuse functions and classes of a `__main__` that no other process can import: a notebook's, a shell's."""
+    """Refuse what is defined in a `__main__` that no other process can import: a notebook's, a shell's."""
     main = sys.modules["__main__"]
-    is_importable = getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", ""))
+    file = getattr(main, "__file__", None)
+    is_importable = getattr(main, "__spec__", None) is not None or (file is not None and Path(file).exists())
     if not is_importable and b"__main__" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
         raise LaunchRefusedError(
-            message=f"start_method={start_method!r} cannot find what is defined in a notebook, a shell or -c.",
+            message=f"start_method={start_method!r} cannot find what a notebook, a shell or -c defines.",
             facts="something that is launched is defined in __main__, which the workers cannot import.",
             remedy='use strategy="ddp_notebook" (a fork), or move it into a module.',
         )

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import final
 
-from rankwise.errors import LaunchRefusedError
+from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._command import rerun_command
@@ -27,6 +28,9 @@ from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
 from rankwise.process_group.rendezvous import forget_store, host_store
 from rankwise.ranks import RankInfo
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 __all__ = ["ScriptLauncher", "script_ranks"]
 
@@ -78,13 +82,13 @@ class ScriptLauncher(Launcher):
     def _group(self) -> _ScriptGroup:
         global _group
         if _group is None:
-            command, directory = (list(self._command), os.getcwd()) if self._command else rerun_command()
+            command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
             _group = _ScriptGroup(self._seats, self._rendezvous, self._grace_period_s, self._init_timeout)
             _group.start(command, directory)
         _check_same(len(_group.seats), len(self._seats))
         if self._rendezvous == "tcp" and _group.address is None:
             raise LaunchRefusedError(
-                message="rendezvous='tcp' was asked for, but this script's processes run with a private store.",
+                message="rendezvous='tcp' was asked for, but this script's processes meet privately.",
                 remedy="use the same rendezvous for every strategy of the script.",
             )
         return _group
@@ -118,7 +122,10 @@ class _ScriptGroup:
     ) -> None:
         self.seats = seats
         self._supervisor = Supervisor(grace_period_s)
-        self._store, self.address = host_store(init_timeout) if rendezvous == "tcp" else (None, None)
+        self._store: Store | None = None
+        self.address: tuple[str, int] | None = None
+        if rendezvous == "tcp":
+            self._store, self.address = host_store(init_timeout)
         self._run_id = f"rankwise-{os.getpid()}"
         self._values: dict[int, int] = {}
         self._jobs = 0
@@ -158,7 +165,7 @@ class _ScriptGroup:
         except KeyboardInterrupt:
             self._end()
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  whatever ended it
             raise self._first_failure(error) from None
         self._supervisor.release()
         return values
@@ -208,13 +215,13 @@ class _ScriptGroup:
             self._store = None
 
     def _finish_script(self) -> None:
-        """Let the other ranks come to the end of the script too; a failure there is this process's failure."""
+        """Let the other ranks come to the end of the script too; a failure there is one here."""
         if getattr(sys, "last_value", None) is None:
             self._supervisor.begin_exit()
             try:
                 self._supervisor.wait_job()
-            except Exception as error:
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            except WorkerError as error:
+                sys.stderr.write(f"{type(error).__name__}: {error}\n")
                 self._end()
                 _leave(1)
         self._end()
@@ -234,15 +241,15 @@ def _run_in_worker(mine: InheritedSeat, entry: Entry) -> dict[int, Any]:
     def finish(value: object) -> None:
         try:
             pack(value, mine.value_descriptor)
-        except Exception:
+        except Exception:  # noqa: BLE001  pickling runs anybody's code
             os.ftruncate(mine.value_descriptor, 0)  # it cannot travel, and need not
         mine.channel.send(Kind.DONE)
         mine.channel.wait_until_over()
 
     try:
         return {mine.ranks.global_rank: seat.occupy(entry, finish)}
-    except BaseException:
-        # Told over the channel; the main process raises it. This one ends without a word, its `finally` blocks run.
+    except BaseException:  # noqa: BLE001  whatever ended it
+        # Told over the channel, and raised by the main process. This one leaves without a word.
         raise SystemExit(1) from None
 
 

@@ -9,7 +9,15 @@ import torch.distributed as dist
 
 from rankwise.errors import InvalidArgumentError, UnknownNameError
 
-__all__ = ["all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "is_distributed", "reduce_op"]
+__all__ = [
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "is_distributed",
+    "reduce_op",
+]
 
 T = TypeVar("T")
 

@@ -21,7 +21,9 @@ _BACKLOG = 1024
 _joined: dict[tuple[str, int], dist.Store] = {}
 
 
-def host_store(timeout: timedelta, address: tuple[str, int] = (_LOOPBACK, 0)) -> tuple[dist.Store, tuple[str, int]]:
+def host_store(
+    timeout: timedelta, address: tuple[str, int] = (_LOOPBACK, 0)
+) -> tuple[dist.Store, tuple[str, int]]:
     """Host a TCP store on a socket bound here: on loopback, at a port of the kernel's choice.
 
     Returns:

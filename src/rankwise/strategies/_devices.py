@@ -60,13 +60,19 @@ def check_num_nodes(num_nodes: object) -> int | None:
     if num_nodes == "auto":
         return None
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int):
-        raise InvalidTypeError(argument="num_nodes", value=num_nodes, expected='a number from 1 up, or "auto"')
+        raise InvalidTypeError(
+            argument="num_nodes", value=num_nodes, expected='a number from 1 up, or "auto"'
+        )
     if num_nodes < 1:
-        raise InvalidArgumentError(argument="num_nodes", value=num_nodes, expected='a number from 1 up, or "auto"')
+        raise InvalidArgumentError(
+            argument="num_nodes", value=num_nodes, expected='a number from 1 up, or "auto"'
+        )
     return num_nodes
 
 
-def local_devices(kind: str, devices: int | tuple[int, ...] | None, started: int | None) -> list[torch.device]:
+def local_devices(
+    kind: str, devices: int | tuple[int, ...] | None, started: int | None
+) -> list[torch.device]:
     """Return the device of each local rank, in order.
 
     Args:

@@ -53,7 +53,7 @@ class Strategy(ABC):
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"cuda"` or `"gpu"`.
-        devices: how many processes on this node: a number, `"auto"` (or -1) for all that fit, or device indices.
+        devices: processes on this node: a number, `"auto"` (or -1) for all that fit, or device indices.
         num_nodes: how many nodes, `"auto"` for as many as the environment has.
         cluster_environment: an instance or a name; detected where it is None.
         precision: the precision plug-in.
@@ -116,7 +116,10 @@ class Strategy(ABC):
         """
         if self.is_bound:
             raise LifecycleError(
-                call="bind()", state=self._state.value, needed="'configured'", remedy="create another strategy."
+                call="bind()",
+                state=self._state.value,
+                needed="'configured'",
+                remedy="create another strategy.",
             )
         kind = device_type(self._accelerator if accelerator == "auto" else accelerator)
         wanted_devices = check_devices(self._devices if devices == "auto" else devices)
@@ -129,7 +132,9 @@ class Strategy(ABC):
             self._ranks = self._place_locally(len(self._local_devices), wanted_nodes or 1)
         else:
             self._ranks = found.ranks
-            _check_world(found, how, wanted_devices and len(self._local_devices), wanted_nodes)
+            _check_world(
+                found, how, None if wanted_devices is None else len(self._local_devices), wanted_nodes
+            )
         found.validate_settings(self._ranks.local_world_size, self._ranks.num_nodes)
         self._launcher = self._create_launcher(found)
         self._state = _State.BOUND
@@ -241,8 +246,8 @@ class Strategy(ABC):
             kwargs: its keyword arguments.
 
         Returns:
-            Global rank 0's value (on another node: the first local rank's). `results` has every local rank's,
-            by global rank.
+            Global rank 0's value (on another node: the first local rank's). `results` has every local
+            rank's, by global rank.
 
         Raises:
             WorkerError: when a rank failed; every other one is gone by then.
@@ -282,7 +287,7 @@ class Strategy(ABC):
             torch.cuda.set_device(self.root_device)
 
     def teardown(self) -> None:
-        """Leave this process as it was before `setup_environment`; it can be bound no more, but launch again."""
+        """Leave this process as it was before `setup_environment`."""
         try:
             self._job.close()
         finally:
@@ -365,7 +370,7 @@ class Strategy(ABC):
         """Return rank `src`'s value on every rank."""
         return collectives.broadcast(obj, src)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether all ranks (or, with `all=False`, any) decided yes; the same on every rank.
 
         Collective: every rank must call this, in the same order.
@@ -402,7 +407,7 @@ class Strategy(ABC):
         if self.is_global_zero:
             try:
                 self.checkpoint_io.save_checkpoint(checkpoint, path)
-            except Exception as raised:  # raised below, once the other ranks know
+            except Exception as raised:  # noqa: BLE001  raised below, once the other ranks know
                 error = raised
         error = self.broadcast(error)
         if error is not None:

@@ -114,7 +114,9 @@ class DDPStrategy(Strategy):
             precision=precision,
             checkpoint_io=checkpoint_io,
         )
-        self.start_method = check_choice("start_method", start_method or self.default_start_method, START_METHODS)
+        self.start_method = check_choice(
+            "start_method", start_method or self.default_start_method, START_METHODS
+        )
         _check_platform(self.start_method)
         self.rendezvous = check_choice("rendezvous", rendezvous, RENDEZVOUS)
         self.timeout = check_timeout("timeout", timeout)
@@ -141,7 +143,7 @@ class DDPStrategy(Strategy):
     def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
         if num_nodes != 1:
             raise ConfigurationError(
-                message=f"num_nodes={num_nodes} is not possible here: nobody has started this job on other nodes.",
+                message=f"num_nodes={num_nodes} is not possible here: nobody has started the other nodes.",
                 facts="the environment is 'local', which is one node.",
                 remedy=f"start it on every node: torchrun --nnodes={num_nodes} "
                 f"--nproc-per-node={local_world_size} train.py",
@@ -170,7 +172,7 @@ class DDPStrategy(Strategy):
         if self.world_size == 1:
             return InlineLauncher(self.ranks)
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        # A job on one node keeps to loopback, whatever address it was given, unless the host is somebody else.
+        # A job on one node keeps to loopback, whatever address it was given, unless somebody else hosts.
         is_local = self.ranks.is_one_node and not is_hosted
         address = (_LOOPBACK if is_local else environment.main_address, environment.main_port)
         return InlineLauncher(self.ranks, address, hosts_store=self.is_global_zero and not is_hosted)
@@ -209,7 +211,7 @@ class DDPStrategy(Strategy):
         self._job.callback(self._drop_wrappers)
 
     def _drop_wrappers(self) -> None:
-        # torch aborts now and then when a group is destroyed under a live wrapper: take the reducers away first.
+        # torch aborts now and then when a group is destroyed under a live wrapper: its reducer goes first.
         for wrapper in list(self._wrappers):
             for part in ("reducer", "logger"):
                 wrapper.__dict__.pop(part, None)

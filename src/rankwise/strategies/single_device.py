@@ -34,7 +34,7 @@ class SingleDeviceStrategy(Strategy):
             raise InvalidArgumentError(
                 argument="strategy",
                 value="single_device",
-                expected=f"a distributed strategy: {environment.name} has started {self.world_size} processes",
+                expected=f"another: {environment.name} has started {self.world_size} processes",
                 remedy='use strategy="ddp", or start one process.',
             )
         return InlineLauncher(self.ranks)
