@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rankwise.launchers import _origin  # noqa: F401  notes the working directory; takes a re-run script's seat
+from rankwise import _start
+
+if _start.SEAT_VARIABLE in os.environ:  # a re-run script: from here on it leaves when its main process does
+    import_module("rankwise.launchers._inherited").take_seat(os.environ.pop(_start.SEAT_VARIABLE))
 
 if TYPE_CHECKING:
     from rankwise import callbacks, errors
@@ -13,6 +17,7 @@ if TYPE_CHECKING:
     from rankwise.launchers import Launcher
     from rankwise.ranks import RankInfo, rank_zero_only
     from rankwise.registry import StrategyRegistry
+    from rankwise.seed import seed_everything
     from rankwise.strategies import (
         DDPForkStrategy,
         DDPSpawnStrategy,
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
         SingleDeviceStrategy,
         Strategy,
     )
-    from rankwise.trainer import Trainer, TrainingModule, seed_everything
+    from rankwise.trainer import Trainer, TrainingModule
 
 __version__ = "0.1.0"
 
@@ -37,7 +42,7 @@ _HOMES = {
     "Trainer": "rankwise.trainer",
     "TrainingModule": "rankwise.trainer",
     "rank_zero_only": "rankwise.ranks",
-    "seed_everything": "rankwise.trainer",
+    "seed_everything": "rankwise.seed",
 }
 _MODULES = ("callbacks", "errors")
 

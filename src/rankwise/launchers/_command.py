@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rankwise._start import WORKING_DIRECTORY
 from rankwise.errors import LaunchRefusedError
-from rankwise.launchers._origin import WORKING_DIRECTORY
 
 _REMEDY = 'use strategy="ddp_spawn", or "ddp_notebook" in a notebook or shell.'
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import final
 
+from rankwise._start import SEAT_VARIABLE
 from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._command import rerun_command
 from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherited_seat
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
-from rankwise.launchers._origin import SEAT_VARIABLE
 from rankwise.launchers._processes import PopenProcess
 from rankwise.launchers._seat import Entry, Seat, torchrun_variables
 from rankwise.launchers._signals import interrupts_blocked

@@ -1,0 +1,48 @@
+"""Seed everything that draws random numbers, and remember the seed for samplers."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+from rankwise.errors import InvalidArgumentError, InvalidTypeError
+
+__all__ = ["global_seed", "seed_everything"]
+
+_HIGHEST = 2**32 - 1  # NumPy's
+_seed: int | None = None
+
+
+def seed_everything(seed: int) -> int:
+    """Seed Python's, torch's and (where it is imported) NumPy's random numbers; shuffled samplers follow it too.
+
+    Runs on: every process that is to have this seed. Processes that a strategy starts take it over.
+
+    Args:
+        seed: from 0 to 2**32 - 1.
+
+    Returns:
+        The seed.
+
+    Raises:
+        InvalidTypeError: when it is no whole number.
+        InvalidArgumentError: when it is out of range.
+    """
+    global _seed
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InvalidTypeError(argument="seed", value=seed, expected="a whole number")
+    if not 0 <= seed <= _HIGHEST:
+        raise InvalidArgumentError(argument="seed", value=seed, expected=f"a number from 0 to {_HIGHEST}")
+    import torch
+
+    _seed = seed
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    return seed
+
+
+def global_seed() -> int | None:
+    """Return the seed that `seed_everything` was given last, or None."""
+    return _seed
