@@ -1,0 +1,1 @@
+"""Tests under real launchers: torchrun, later Slurm and Open MPI."""

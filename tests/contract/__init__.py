@@ -1,0 +1,1 @@
+"""Every registered strategy and every environment through one suite."""

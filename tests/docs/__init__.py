@@ -1,0 +1,1 @@
+"""The README, the docs and the examples, run as written."""

@@ -1,0 +1,328 @@
+"""What a test must leave as it was: one check each, which says what has changed, and puts it right."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+from rankwise.ranks import rank_zero_only
+from tests.helpers import processes
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Check(ABC):
+    """One thing that a test must leave as it was. Looks when it is made, and again when it is asked."""
+
+    @abstractmethod
+    def problems(self) -> list[str]:
+        """Return what is not as it was, a line each."""
+
+    @abstractmethod
+    def clean_up(self) -> None:
+        """Put it right, so that the next test is not hurt."""
+
+
+def settle(checks: Iterable[Check], timeout_s: float = 2.0) -> list[str]:
+    """Give the checks `timeout_s` to find nothing; return what they still find, cleaned up."""
+    checks = list(checks)
+    deadline = time.monotonic() + timeout_s
+    while found := [problem for check in checks for problem in check.problems()]:
+        if time.monotonic() > deadline:
+            for check in checks:
+                check.clean_up()
+            return found
+        time.sleep(0.02)
+    return []
+
+
+class Environment(Check):
+    """`os.environ`."""
+
+    not_ours = (
+        "PYTEST_CURRENT_TEST",  # pytest's own
+        "KMP_DUPLICATE_LIB_OK",  # importing scikit-learn sets these two
+        "KMP_INIT_AT_FORK",
+    )
+
+    def __init__(self) -> None:
+        self._before = self._variables()
+
+    def problems(self) -> list[str]:
+        now = self._variables()
+        names = sorted(
+            name for name in self._before.keys() | now.keys() if self._before.get(name) != now.get(name)
+        )
+        return [
+            f"os.environ[{name!r}] was {self._before.get(name)!r}, is {now.get(name)!r}" for name in names
+        ]
+
+    def clean_up(self) -> None:
+        for name in self._variables().keys() - self._before.keys():
+            del os.environ[name]
+        os.environ.update(self._before)
+
+    def _variables(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name not in self.not_ours}
+
+
+class WorkingDirectory(Check):
+    """The working directory."""
+
+    def __init__(self) -> None:
+        self._before = Path.cwd()
+
+    def problems(self) -> list[str]:
+        now = Path.cwd()
+        return [] if now == self._before else [f"the working directory was {self._before}, is {now}"]
+
+    def clean_up(self) -> None:
+        os.chdir(self._before)
+
+
+class SignalHandlers(Check):
+    """The handlers of all signals, but for SIGALRM, which pytest-timeout uses."""
+
+    def __init__(self) -> None:
+        self._before = self._handlers()
+
+    def problems(self) -> list[str]:
+        now = self._handlers()
+        changed = [number for number in now if now[number] != self._before[number]]
+        return [
+            f"the handler of signal {number} was {self._before[number]}, is {now[number]}"
+            for number in changed
+        ]
+
+    def clean_up(self) -> None:
+        for number, handler in self._handlers().items():
+            if handler != self._before[number] and self._before[number] is not None:
+                signal.signal(number, self._before[number])
+
+    def _handlers(self) -> dict[int, Callable[..., object] | int | None]:
+        return {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}}
+
+
+class ExceptHooks(Check):
+    """`sys.excepthook` and `threading.excepthook`."""
+
+    def __init__(self) -> None:
+        self._before = (sys.excepthook, threading.excepthook)
+
+    def problems(self) -> list[str]:
+        pairs = zip(("sys", "threading"), self._before, (sys.excepthook, threading.excepthook), strict=True)
+        return [
+            f"{name}.excepthook was {before}, is {now}" for name, before, now in pairs if before is not now
+        ]
+
+    def clean_up(self) -> None:
+        sys.excepthook, threading.excepthook = self._before
+
+
+class Threads(Check):
+    """Threads that would keep the interpreter from ending. Nothing can end one from outside: it is named."""
+
+    torchs_own: tuple[str, ...] = ()  # no thread of torch 2.13 has been met that is neither daemon nor C++
+
+    def __init__(self) -> None:
+        self._before = self._threads()
+
+    def problems(self) -> list[str]:
+        return [f"thread {thread.name!r} is still running" for thread in self._threads() - self._before]
+
+    def clean_up(self) -> None:
+        self._before = self._threads()
+
+    def _threads(self) -> set[threading.Thread]:
+        return {
+            thread
+            for thread in threading.enumerate()
+            if not thread.daemon and not thread.name.startswith(self.torchs_own)
+        }
+
+
+class Processes(Check):
+    """Processes that the test has started, and what these started, adopted by others or not."""
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self._before: set[psutil.Process] = set()
+        self._before = set(self._left())
+
+    def problems(self) -> list[str]:
+        return [f"left behind: {processes.describe(process)}" for process in self._left()]
+
+    def clean_up(self) -> None:
+        processes.kill(self._left())
+        self._before |= set(self._left())
+
+    def _left(self) -> list[psutil.Process]:
+        found = set(psutil.Process().children(recursive=True)) | processes.with_marker(self._marker)
+        found |= processes.forked_from_here()
+        return sorted(
+            (p for p in found - self._before if not processes.is_gone(p) and not processes.is_service(p)),
+            key=lambda process: process.pid,
+        )
+
+
+class ProcessGroup(Check):
+    """torch's default process group."""
+
+    def problems(self) -> list[str]:
+        return ["torch's default process group is still initialised"] if self._is_initialized() else []
+
+    def clean_up(self) -> None:
+        if self._is_initialized():
+            sys.modules["torch.distributed"].destroy_process_group()
+
+    def _is_initialized(self) -> bool:
+        distributed = sys.modules.get("torch.distributed")
+        return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+class ListeningSockets(Check):
+    """Listening sockets of this process. C++ code may own one: it is only named."""
+
+    def __init__(self) -> None:
+        self._before = self._listening()
+
+    def problems(self) -> list[str]:
+        new = sorted(self._listening() - self._before)
+        return [f"this process still listens on {address} port {port}" for address, port in new]
+
+    def clean_up(self) -> None:
+        self._before = self._listening()
+
+    def _listening(self) -> set[tuple[str, int]]:
+        connections = psutil.Process().net_connections(kind="inet")
+        return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+class Files(Check):
+    """The names in a folder, but for those that tools keep there."""
+
+    def __init__(self, folder: Path, *, but: Sequence[str] = (), only_files: bool = False) -> None:
+        self._folder = folder
+        self._but = tuple(but)
+        self._only_files = only_files
+        self._before = self._names()
+
+    def problems(self) -> list[str]:
+        return [f"new file: {self._folder / name}" for name in sorted(self._names() - self._before)]
+
+    def clean_up(self) -> None:
+        self._before = self._names()  # left for a look
+
+    def _names(self) -> set[str]:
+        try:
+            entries = list(self._folder.iterdir())
+        except OSError:
+            return set()
+        return {
+            entry.name
+            for entry in entries
+            if not entry.name.startswith(self._but) and (not self._only_files or entry.is_file())
+        }
+
+
+class SharedMemory(Files):
+    """Segments in /dev/shm, but for those that a process outside of this test uses."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/dev/shm"))
+
+    def problems(self) -> list[str]:
+        new = self._names() - self._before
+        return [f"new file: {self._folder / name}" for name in sorted(new) if not self._is_foreign(name)]
+
+    def clean_up(self) -> None:
+        for name in self._names() - self._before:
+            if not self._is_foreign(name):
+                (self._folder / name).unlink(missing_ok=True)
+
+    def _is_foreign(self, name: str) -> bool:
+        path = self._folder / name
+        own = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
+        try:
+            if path.stat().st_uid != os.getuid():
+                return True
+        except OSError:  # gone by now
+            return True
+        return any(_uses(pid, str(path)) for pid in psutil.pids() if pid not in own)
+
+
+class RankZeroOnly(Check):
+    """What `rank_zero_only` takes this process for."""
+
+    def __init__(self) -> None:
+        self._before = _rank()
+
+    def problems(self) -> list[str]:
+        now = _rank()
+        return [] if now == self._before else [f"rank_zero_only.rank was {self._before!r}, is {now!r}"]
+
+    def clean_up(self) -> None:
+        _set_rank(self._before)
+
+
+def all_checks(marker: str, temp_folder: Path, base_folder: Path) -> list[Check]:
+    """Look at everything, before a test."""
+    return [
+        Processes(marker),  # first, since what lives may hold the rest
+        Threads(),
+        ProcessGroup(),
+        Environment(),
+        WorkingDirectory(),
+        SignalHandlers(),
+        ExceptHooks(),
+        ListeningSockets(),
+        RankZeroOnly(),
+        SharedMemory(),
+        Files(temp_folder, but=TEMPORARY),
+        Files(base_folder, only_files=True),  # the folders in it are pytest's tmp_path of each test
+        Files(REPOSITORY, but=CACHES),
+    ]
+
+
+TEMPORARY = (
+    "pymp-",  # multiprocessing's folder for sockets, one per process, removed when the process ends
+    "torchelastic_",  # torchrun's log folder: torch leaves it there
+    "torchinductor_",  # torch's compile cache
+)
+CACHES = (
+    ".coverage",
+    ".git",
+    ".hypothesis",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".venv",
+    "__pycache__",
+)
+
+
+def _rank() -> int | None:
+    rank: int | None = getattr(rank_zero_only, "rank", None)
+    return rank
+
+
+def _set_rank(rank: int | None) -> None:
+    setattr(rank_zero_only, "rank", rank)  # noqa: B010 -- mypy knows no attributes of functions
+
+
+def _uses(pid: int, path: str) -> bool:
+    folder = Path("/proc", str(pid))
+    try:
+        if path in (folder / "maps").read_text(errors="replace"):
+            return True
+        return any(os.readlink(link) == path for link in (folder / "fd").iterdir())  # noqa: PTH115 -- "pipe:[1]" is no path
+    except OSError:
+        return False

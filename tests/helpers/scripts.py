@@ -1,0 +1,255 @@
+"""Run a Python program as a user would, in a session of its own, and see that it leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from tests.helpers import processes
+
+WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "COVERAGE_PROCESS_CONFIG": None}
+"""`env=` for a program whose time is measured."""
+
+
+@dataclass(frozen=True)
+class ScriptResult:
+    """How a program ended. `returncode` is negative where a signal ended it; `elapsed` is in seconds."""
+
+    command: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+    elapsed: float
+
+    def __str__(self) -> str:
+        return (
+            f"{' '.join(self.command)}\n"
+            f"ended with {self.returncode} after {self.elapsed:.2f} s\n"
+            f"--- stdout ---\n{self.stdout[-8000:]}\n--- stderr ---\n{self.stderr[-8000:]}"
+        )
+
+    __repr__ = __str__  # so that `assert result.returncode == 0, result` shows all
+
+
+class RunningScript:
+    """A program that runs; `finish` waits for its end. It prints to files, so an orphan cannot hold it up."""
+
+    def __init__(
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str | None
+    ) -> None:
+        self.command = tuple(command)
+        self._stdout: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by _close
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by _close
+        self._marker = env[processes.MARKER]
+        self._started = time.monotonic()
+        with tempfile.TemporaryFile() as stdin_file:
+            stdin_file.write((stdin or "").encode())
+            stdin_file.seek(0)
+            self.popen = subprocess.Popen(
+                self.command,
+                cwd=cwd,
+                env=env,
+                stdin=subprocess.DEVNULL if stdin is None else stdin_file,
+                stdout=self._stdout,
+                stderr=self._stderr,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The program's process id, which is also its session's and its process group's."""
+        return self.popen.pid
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return _read(self._stdout)
+
+    @property
+    def stderr(self) -> str:
+        """What it has printed to stderr so far."""
+        return _read(self._stderr)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the program's living processes, itself included, lowest pid first."""
+        return processes.wait_until_gone(self._find, timeout_s=0)
+
+    def wait_for(self, text: str, *, count: int = 1, timeout: float = 60) -> None:
+        """Wait until stdout holds `text` at least `count` times.
+
+        Raises:
+            AssertionError: when the program ends, or `timeout` seconds pass, before it does.
+        """
+        deadline = time.monotonic() + timeout
+        while self.stdout.count(text) < count:
+            has_ended = self.popen.poll() is not None
+            if self.stdout.count(text) >= count:
+                return
+            if has_ended or time.monotonic() > deadline:
+                problem = "ended" if has_ended else f"ran for {timeout:g} s more"
+                raise AssertionError(
+                    f"The program {problem} without printing {text!r} {count} times.\n{self._end()}"
+                )
+            time.sleep(0.01)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the program's first process alone."""
+        self.popen.send_signal(number)
+
+    def send_signal_to_group(self, number: signal.Signals) -> None:
+        """Send a signal to the program's process group, as a terminal does on Ctrl-C."""
+        os.killpg(self.pid, number)
+
+    def finish(self, *, timeout: float = 60, leftover_grace_s: float = 1.0) -> ScriptResult:
+        """Wait for the program's end, and see that none of its processes is left `leftover_grace_s` after it.
+
+        Raises:
+            AssertionError: when it runs longer than `timeout` seconds, or leaves a process behind. What was
+                left has been killed then.
+        """
+        try:
+            self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            shown = "\n".join(f"  {processes.describe(process)}" for process in self.processes())
+            result = self._end()
+            raise AssertionError(
+                f"The program ran longer than {timeout:g} s. Its processes:\n{shown}\n{result}"
+            ) from None
+        elapsed = time.monotonic() - self._started
+        left = processes.wait_until_gone(self._find, leftover_grace_s)
+        shown = "\n".join(f"  {processes.describe(process)}" for process in left)
+        processes.kill(left)
+        result = self._result(elapsed)
+        self._close()
+        if left:
+            raise AssertionError(f"The program left {len(left)} processes behind:\n{shown}\n{result}")
+        return result
+
+    def abandon(self) -> None:
+        """End whatever still runs of it."""
+        if not self._stdout.closed:
+            self._end()
+
+    def _find(self) -> set[psutil.Process]:
+        return processes.in_session(self.pid) | processes.with_marker(self._marker)
+
+    def _end(self) -> ScriptResult:
+        processes.kill(self.processes())
+        self.popen.wait(5)
+        result = self._result(time.monotonic() - self._started)
+        self._close()
+        return result
+
+    def _result(self, elapsed: float) -> ScriptResult:
+        return ScriptResult(self.command, self.popen.returncode, self.stdout, self.stderr, elapsed)
+
+    def _close(self) -> None:
+        self._stdout.close()
+        self._stderr.close()
+
+
+class ScriptRunner:
+    """What the fixture `run_script` gives: call it to run a program, or `start` one to meddle with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._running: list[RunningScript] = []
+
+    def __call__(
+        self,
+        source_or_path: str | Path,
+        *args: str,
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 60,
+        python_args: Sequence[str] = (),
+        cwd: Path | None = None,
+        stdin: str | None = None,
+    ) -> ScriptResult:
+        """Run a program, given as source text or as a path, to its end.
+
+        Args:
+            source_or_path: source text (str, dedented, written to `script.py`) or a file (Path).
+            args: the program's own arguments.
+            env: variables to add to this process's; None takes one away.
+            timeout: seconds after which the program is killed and the test fails.
+            python_args: the interpreter's arguments, such as `("-X", "utf8", "-O")`.
+            cwd: the working directory; the test's `tmp_path` by default.
+            stdin: what the program can read.
+
+        Raises:
+            AssertionError: when it runs too long, or leaves a process behind.
+        """
+        running = self.start(source_or_path, *args, env=env, python_args=python_args, cwd=cwd, stdin=stdin)
+        return running.finish(timeout=timeout)
+
+    def start(
+        self,
+        source_or_path: str | Path,
+        *args: str,
+        env: Mapping[str, str | None] | None = None,
+        python_args: Sequence[str] = (),
+        cwd: Path | None = None,
+        stdin: str | None = None,
+    ) -> RunningScript:
+        """Start a program, and return while it runs. Arguments as above."""
+        path = self.write(source_or_path) if isinstance(source_or_path, str) else source_or_path
+        return self.start_command(
+            [sys.executable, *python_args, str(path), *args], env=env, cwd=cwd, stdin=stdin
+        )
+
+    def command(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 60,
+        cwd: Path | None = None,
+        stdin: str | None = None,
+    ) -> ScriptResult:
+        """Run any command, such as `[sys.executable, "-m", "torch.distributed.run", ...]`, to its end."""
+        return self.start_command(command, env=env, cwd=cwd, stdin=stdin).finish(timeout=timeout)
+
+    def start_command(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+        stdin: str | None = None,
+    ) -> RunningScript:
+        """Start any command, and return while it runs."""
+        changes = env or {}
+        variables = {name: value for name, value in os.environ.items() if name not in changes}
+        variables |= {name: value for name, value in changes.items() if value is not None}
+        variables[processes.MARKER] = f"{os.environ.get(processes.MARKER, '')}/{len(self._running)}"
+        running = RunningScript(command, cwd=cwd or self.folder, env=variables, stdin=stdin)
+        self._running.append(running)
+        return running
+
+    def write(self, source: str, name: str = "script.py") -> Path:
+        """Write a program's source text, dedented, into the test's folder."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    def abandon_all(self) -> None:
+        """End whatever a failed test has left running."""
+        for running in self._running:
+            running.abandon()
+
+
+def _read(file: IO[bytes]) -> str:
+    # pread leaves the offset alone, which the program shares and writes at.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")

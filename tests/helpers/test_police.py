@@ -1,0 +1,201 @@
+"""The police: each check finds what it is for, and puts it right."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import police, processes
+
+
+def caught(check: police.Check) -> str:
+    """Return what the check finds, after seeing that its clean-up leaves nothing to find."""
+    problems = police.settle([check], timeout_s=0)
+    assert check.problems() == []
+    return "\n".join(problems)
+
+
+def test_nothing_is_found_where_nothing_has_changed(tmp_path: Path) -> None:
+    """A quiet test passes at once."""
+    assert police.settle(police.all_checks("nobody", tmp_path, tmp_path)) == []
+
+
+@pytest.mark.parametrize("value", ["changed", None])
+def test_a_changed_variable_is_found(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that was changed, or taken away, is named and put back."""
+    monkeypatch.setenv("RW_PLANTED", "before")
+    check = police.Environment()
+    if value is None:
+        del os.environ["RW_PLANTED"]
+    else:
+        os.environ["RW_PLANTED"] = value
+    assert f"os.environ['RW_PLANTED'] was 'before', is {value!r}" in caught(check)
+    assert os.environ["RW_PLANTED"] == "before"
+
+
+def test_a_new_variable_is_found() -> None:
+    """A variable that was added is named and taken away."""
+    check = police.Environment()
+    os.environ["RW_PLANTED"] = "new"
+    assert "RW_PLANTED" in caught(check)
+    assert "RW_PLANTED" not in os.environ
+
+
+def test_another_working_directory_is_found(tmp_path: Path) -> None:
+    """A changed working directory is changed back."""
+    before = Path.cwd()
+    check = police.WorkingDirectory()
+    os.chdir(tmp_path)
+    assert str(tmp_path) in caught(check)
+    assert Path.cwd() == before
+
+
+def test_a_signal_handler_is_found() -> None:
+    """A handler that was left in place is named and replaced by the one before."""
+    before = signal.getsignal(signal.SIGTERM)
+    check = police.SignalHandlers()
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    assert f"signal {signal.SIGTERM.value}" in caught(check).replace(
+        "Signals.SIGTERM", str(signal.SIGTERM.value)
+    )
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_excepthook_is_found() -> None:
+    """A wrapped `sys.excepthook` is unwrapped."""
+    before = sys.excepthook
+    check = police.ExceptHooks()
+    sys.excepthook = lambda *_: None
+    assert "sys.excepthook" in caught(check)
+    assert sys.excepthook is before
+
+
+def test_a_thread_is_found() -> None:
+    """A thread that is no daemon is named."""
+    check = police.Threads()
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, name="planted")
+    thread.start()
+    try:
+        assert "thread 'planted' is still running" in caught(check)
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_a_child_process_is_found() -> None:
+    """A child that runs on is named and killed."""
+    check = police.Processes("no-marker")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    found = caught(check)
+    assert f"pid {child.pid}" in found
+    assert "time.sleep(60)" in found
+    assert child.wait(5) is not None
+
+
+def test_a_child_that_nobody_waited_for_is_found() -> None:
+    """A zombie of this process is named."""
+    check = police.Processes("no-marker")
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert "nobody has waited for it" in caught(check)
+    child.wait(5)
+
+
+@pytest.mark.parametrize("way", ["session", "fork"])
+def test_an_orphan_is_found(way: str) -> None:
+    """A process whose parent has died is found by its marker, or by the page that forks inherit."""
+    check = police.Processes(os.environ[processes.MARKER])
+    if way == "session":
+        code = (
+            "import subprocess; start = subprocess.Popen;"
+            "print(start(['sleep', '60'], stdout=subprocess.DEVNULL, start_new_session=True).pid)"
+        )
+        orphan = int(subprocess.check_output([sys.executable, "-c", code]))
+    else:
+        orphan = _fork_an_orphan()
+    assert f"pid {orphan}" in caught(check)
+
+
+def _fork_an_orphan() -> int:
+    """Fork a child that forks a sleeper, and dies; return the sleeper's pid."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        sleeper = os.fork()
+        if sleeper == 0:
+            signal.pause()
+        os.write(writing, str(sleeper).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    sleeper = int(os.read(reading, 100))
+    os.close(reading)
+    os.close(writing)
+    return sleeper
+
+
+def test_a_process_group_is_found() -> None:
+    """The default process group is destroyed."""
+    distributed = pytest.importorskip("torch.distributed")
+    hook = sys.excepthook
+    check = police.ProcessGroup()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    sys.excepthook = hook  # torch wraps it
+    assert "process group" in caught(check)
+    assert not distributed.is_initialized()
+
+
+def test_a_listening_socket_is_found() -> None:
+    """A socket of this process that listens is named by address and port."""
+    check = police.ListeningSockets()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert f"127.0.0.1 port {server.getsockname()[1]}" in caught(check)
+
+
+def test_a_new_file_is_found(tmp_path: Path) -> None:
+    """A file in a watched folder is named, a tool's cache is not."""
+    check = police.Files(tmp_path, but=police.CACHES)
+    (tmp_path / ".ruff_cache").mkdir()
+    (tmp_path / "planted").touch()
+    assert caught(check) == f"new file: {tmp_path / 'planted'}"
+
+
+def test_a_shared_memory_segment_is_found() -> None:
+    """A segment that nobody uses any more is named and removed; one in use elsewhere is not."""
+    check = police.SharedMemory()
+    ours, theirs = Path("/dev/shm/rw_planted_ours"), Path("/dev/shm/rw_planted_theirs")
+    ours.touch()
+    theirs.touch()
+    try:
+        assert {str(ours), str(theirs)} <= set(" ".join(check.problems()).split())
+        code = "import sys; file = open(sys.argv[1]); print(flush=True); sys.stdin.read()"
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(theirs)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as user:
+            assert user.stdin is not None
+            assert user.stdout is not None
+            user.stdout.readline()
+            assert str(theirs) in " ".join(check.problems()), "a user that is our own child is no excuse"
+            assert police._uses(user.pid, str(theirs))
+            user.stdin.close()
+        assert str(ours) in caught(check)
+        assert not ours.exists()
+    finally:
+        ours.unlink(missing_ok=True)
+        theirs.unlink(missing_ok=True)
+
+
+def test_another_rank_is_found() -> None:
+    """`rank_zero_only.rank` is put back."""
+    before = police._rank()
+    check = police.RankZeroOnly()
+    police._set_rank(7)
+    assert "is 7" in caught(check)
+    assert police._rank() == before

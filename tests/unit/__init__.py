@@ -1,0 +1,1 @@
+"""Tests of one module each; none starts a process. Mirrors src/rankwise."""
