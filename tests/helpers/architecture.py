@@ -1,0 +1,279 @@
+"""Read a package's source and say which rules of the house it breaks. Imports nothing of what it reads."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+BASE = frozenset({"errors", "ranks", "_start"})
+LEGS = frozenset(
+    {
+        "callbacks",
+        "checkpoint",
+        "data",
+        "environments",
+        "gradient_sync",
+        "launchers",
+        "loggers",
+        "precision",
+        "process_group",
+    }
+)
+PARTS = BASE | LEGS | {"seed", "strategies", "registry", "trainer"}
+EVERYTHING = PARTS | {"", "testing", "integrations", "__main__"}
+
+MAY_IMPORT: Mapping[str, frozenset[str]] = {
+    "_start": frozenset(),
+    "errors": frozenset(),
+    "ranks": frozenset({"errors"}),
+    "seed": BASE,
+    **dict.fromkeys(LEGS, BASE),
+    "launchers": BASE | {"process_group"},
+    "gradient_sync": BASE | {"process_group"},
+    "strategies": BASE | LEGS,
+    "registry": BASE | LEGS | {"strategies"},
+    "trainer": PARTS,
+    "": PARTS,  # rankwise/__init__.py
+    "testing": EVERYTHING,
+    "integrations": EVERYTHING,
+    "__main__": EVERYTHING,
+}
+"""What each part of the package (a folder or file right under it) may import, beside itself."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file: its dotted name in the package's parent, its path and its text."""
+
+    name: str
+    path: Path
+
+    @cached_property
+    def text(self) -> str:
+        """The source."""
+        return self.path.read_text()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The parsed source."""
+        return ast.parse(self.text, str(self.path))
+
+    @property
+    def is_package(self) -> bool:
+        """Whether this is a folder's `__init__.py`."""
+        return self.path.name == "__init__.py"
+
+    @property
+    def part(self) -> str:
+        """The part of the package that it belongs to; an empty string for the package's own `__init__`."""
+        return _part(self.name)
+
+    @property
+    def public_names(self) -> list[str]:
+        """What its `__all__` holds."""
+        for node in self.tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                    return list(ast.literal_eval(value))
+        return []
+
+    def where(self, node: ast.stmt | ast.expr) -> str:
+        """Return a place in the file, as editors know it."""
+        return f"{self.path}:{node.lineno}"
+
+
+def read_package(folder: Path) -> dict[str, Module]:
+    """Return the modules of the package in `folder`, by dotted name."""
+    modules = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules[name] = Module(name, path)
+    return modules
+
+
+# ------------------------------------------------------------------------------------------- imports
+
+
+def imports_of(module: Module, modules: Mapping[str, Module]) -> set[str]:
+    """Return the package's modules that `module` imports, anywhere in it, but not for types alone."""
+    found: set[str] = set()
+    for node in _nodes_that_run(module.tree):
+        found.update(_existing(name, modules) for name in _imported_names(node, module))
+    return found - {"", module.name}
+
+
+def wrong_directions(modules: Mapping[str, Module]) -> list[str]:
+    """Return the imports that go another way than `MAY_IMPORT` says."""
+    problems = []
+    for module in modules.values():
+        if module.part not in MAY_IMPORT:
+            problems.append(f"{module.name} has no place in MAY_IMPORT: give {module.part!r} one")
+            continue
+        allowed = MAY_IMPORT[module.part] | {module.part}
+        wrong = sorted(name for name in imports_of(module, modules) if _part(name) not in allowed)
+        problems.extend(f"{module.name} imports {name}" for name in wrong)
+    return problems
+
+
+def cycles(modules: Mapping[str, Module]) -> list[str]:
+    """Return the cycles of imports, each once, as `a -> b -> a`."""
+    graph = {name: sorted(imports_of(module, modules)) for name, module in modules.items()}
+    found: dict[frozenset[str], str] = {}
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> None:
+        if name in trail:
+            loop = trail[trail.index(name) :]
+            found.setdefault(frozenset(loop), " -> ".join([*loop, name]))
+        elif name not in done:
+            for target in graph[name]:
+                visit(target, [*trail, name])
+            done.add(name)
+
+    for name in graph:
+        visit(name, [])
+    return sorted(found.values())
+
+
+def _existing(name: str, modules: Mapping[str, Module]) -> str:
+    while name and name not in modules:  # `from package.module import a_class`
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _imported_names(node: ast.AST, module: Module) -> list[str]:
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom():
+            source = _absolute(node, module)
+            return [f"{source}.{alias.name}" for alias in node.names]
+        case ast.Call(
+            func=ast.Name(id="import_module") | ast.Attribute(attr="import_module"), args=[first, *_]
+        ):
+            return [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
+    return []
+
+
+def _absolute(node: ast.ImportFrom, module: Module) -> str:
+    if not node.level:
+        return node.module or ""
+    parents = module.name.split(".")
+    parents = parents[: len(parents) - node.level + module.is_package]
+    return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+def _nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for statement in child.orelse:
+                yield statement
+                yield from _nodes_that_run(statement)
+        else:
+            yield child
+            yield from _nodes_that_run(child)
+
+
+def _part(name: str) -> str:
+    return (*name.split("."), "")[1]
+
+
+# ------------------------------------------------------------------------------------------- statements
+
+
+def bare_asserts(modules: Mapping[str, Module]) -> list[str]:
+    """Return the assert statements: `python -O` drops them."""
+    return [
+        module.where(node)
+        for module in modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Assert)
+    ]
+
+
+def unexplained_hasattr(modules: Mapping[str, Module]) -> list[str]:
+    """Return the calls of `hasattr` without `# why:` on their line or the one before."""
+    problems = []
+    for module in modules.values():
+        lines = ["", *module.text.splitlines()]
+        for node in ast.walk(module.tree):
+            match node:
+                case ast.Call(func=ast.Name(id="hasattr"), lineno=line):
+                    if not any("# why:" in text for text in lines[line - 1 : line + 1]):
+                        problems.append(module.where(node))
+    return problems
+
+
+def long_files(modules: Mapping[str, Module], limit: int, but: Mapping[str, int]) -> list[str]:
+    """Return the files of more than `limit` lines; `but` holds other limits, by the module's name."""
+    counts = {module.name: len(module.text.splitlines()) for module in modules.values()}
+    return [f"{name}: {count} lines" for name, count in counts.items() if count > but.get(name, limit)]
+
+
+def without_all(modules: Mapping[str, Module]) -> list[str]:
+    """Return the packages whose `__init__` does not say what is public."""
+    return [module.name for module in modules.values() if module.is_package and not module.public_names]
+
+
+def unroled_files(modules: Mapping[str, Module]) -> list[str]:
+    """Return the files whose first line is no sentence that says their role."""
+    return [
+        module.name
+        for module in modules.values()
+        if not re.match(r'r?"""\S.*[.:;,]', module.text.partition("\n")[0])
+    ]
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def public_errors(errors: Module) -> list[str]:
+    """Return the exception classes in the module's `__all__`."""
+    bases = {
+        node.name: [base.id for base in node.bases if isinstance(base, ast.Name)]
+        for node in errors.tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def is_exception(name: str) -> bool:
+        builtin = getattr(builtins, name, None)
+        if isinstance(builtin, type) and issubclass(builtin, BaseException):
+            return True
+        return any(is_exception(base) for base in bases.get(name, []))
+
+    return [name for name in errors.public_names if is_exception(name)]
+
+
+def raised_errors(modules: Iterable[Module], names: Iterable[str]) -> set[str]:
+    """Return those of `names` that the modules make an instance of, or hand on as a class."""
+    used = {
+        node.id
+        for module in modules
+        for node in _nodes_that_run(module.tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    return used & set(names)
+
+
+def names_in_tests(paths: Iterable[Path]) -> set[str]:
+    """Return the identifiers in code and in strings, such as the source of a program that a test runs.
+
+    What is only imported, or only in a docstring or a comment, does not count.
+    """
+    found: set[str] = set()
+    for path in paths:
+        tree = ast.parse(path.read_text(), str(path))
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            match node:
+                case ast.Name(id=name) | ast.Attribute(attr=name):
+                    found.add(name)
+                case ast.Constant(value=str(text)) if id(node) not in docstrings:
+                    found.update(re.findall(r"\w+", text))
+    return found

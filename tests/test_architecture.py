@@ -1,0 +1,231 @@
+"""The rules of the house, read off the source: directions of import, no cycles, what every error needs."""
+
+from __future__ import annotations
+
+import importlib
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import architecture
+from tests.helpers.architecture import Module, read_package
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "src" / "rankwise"
+MODULES = read_package(PACKAGE)
+ABOVE_THE_ERRORS = [module for name, module in MODULES.items() if name != "rankwise.errors"]
+ERRORS = architecture.public_errors(MODULES["rankwise.errors"])
+
+LINES = 400
+LONGER = {"rankwise.errors": 600}  # one tree, which is read as a whole; its classes are a few lines each
+
+
+# ------------------------------------------------------------------------------------- rankwise itself
+
+
+def test_imports_go_one_way() -> None:
+    """No module imports from a part above it, or from a neighbouring leg."""
+    assert architecture.wrong_directions(MODULES) == []
+
+
+def test_no_import_cycles() -> None:
+    """No module imports itself by way of others, imports inside functions included."""
+    assert architecture.cycles(MODULES) == []
+
+
+def test_packages_say_what_is_public() -> None:
+    """Every package has an `__all__`."""
+    assert architecture.without_all(MODULES) == []
+
+
+@pytest.mark.parametrize("name", [name for name, module in MODULES.items() if module.public_names])
+def test_public_names_exist(name: str) -> None:
+    """Every name in `__all__` is there."""
+    module = importlib.import_module(name)
+    missing = [public for public in getattr(module, "__all__", []) if getattr(module, public, None) is None]
+    assert missing == []
+
+
+def test_no_asserts() -> None:
+    """Nothing that rankwise relies on disappears under `python -O`."""
+    assert architecture.bare_asserts(MODULES) == []
+
+
+def test_no_probing() -> None:
+    """`hasattr` is used for a stated reason only."""
+    assert architecture.unexplained_hasattr(MODULES) == []
+
+
+def test_files_are_short() -> None:
+    """A file that has grown has more than one role."""
+    assert architecture.long_files(MODULES, LINES, LONGER) == []
+
+
+def test_files_say_their_role() -> None:
+    """The first line of every file is a sentence."""
+    assert architecture.unroled_files(MODULES) == []
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error_is_documented(name: str) -> None:
+    """Every public error has its place in docs/failures.md."""
+    words = (REPOSITORY / "docs" / "failures.md").read_text().replace("`", " ").split()
+    assert name in words
+
+
+@pytest.mark.parametrize("name", sorted(architecture.raised_errors(ABOVE_THE_ERRORS, ERRORS)))
+def test_error_is_provoked(name: str) -> None:
+    """Every error that rankwise raises is provoked by a test, and not only built by the one of its text."""
+    not_counted = {Path(__file__), REPOSITORY / "tests" / "unit" / "test_errors.py"}
+    paths = {path for path in (REPOSITORY / "tests").rglob("test_*.py") if path not in not_counted}
+    assert name in architecture.names_in_tests(paths)
+
+
+def test_every_error_is_raised() -> None:
+    """No public error is there for nothing, but for the bases of others."""
+    errors = importlib.import_module("rankwise.errors")
+    bases = {base.__name__ for name in ERRORS for base in getattr(errors, name).__mro__[1:]}
+    assert set(ERRORS) - bases - architecture.raised_errors(ABOVE_THE_ERRORS, ERRORS) == set()
+
+
+def test_test_folders_are_packages() -> None:
+    """Two test files may have one name, and workers can import what a test defines."""
+    folders = {path.parent for path in (REPOSITORY / "tests").rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+# ------------------------------------------------------------------------------------- the checks themselves
+
+
+def plant(folder: Path, sources: Mapping[str, str]) -> dict[str, Module]:
+    """Write a package named `house`, of files given by their path without `.py`."""
+    for name, source in {"__init__": "", **sources}.items():
+        path = folder / "house" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+    return read_package(folder / "house")
+
+
+LOOP = "house.trainer.loop"
+TYPES_ONLY = f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {LOOP}\n"
+IN_A_METHOD = "class A:\n    def f(self):\n        if self:\n            from house import registry"
+BY_NAME = f"import importlib\nimportlib.import_module('{LOOP}')"
+
+
+@pytest.mark.parametrize(
+    ("importer", "source", "imported"),
+    [
+        ("errors", "import house.ranks", "house.ranks"),
+        ("ranks", "from house.errors import SomeError", None),
+        ("data/shard", "from house.strategies import Strategy", "house.strategies"),
+        ("data/shard", f"def f():\n    import {LOOP}", LOOP),
+        ("data/shard", "from ..registry import table", "house.registry"),
+        ("data/shard", "from . import strategies", None),
+        ("data/shard", "import house", "house"),
+        ("data/shard", "from house.precision import base", "house.precision.base"),
+        ("data/shard", "from house.process_group import base", "house.process_group"),
+        ("launchers/spawn", "from house.process_group import base", None),
+        ("strategies/ddp", BY_NAME, LOOP),
+        ("strategies/ddp", TYPES_ONLY, None),
+        ("strategies/ddp", f"{TYPES_ONLY}else:\n    import {LOOP}", LOOP),
+        ("strategies/ddp", IN_A_METHOD, "house.registry"),
+        ("strategies/ddp", "import os.path, json", None),
+    ],
+)
+def test_wrong_directions_are_found(tmp_path: Path, importer: str, source: str, imported: str | None) -> None:
+    """An import upwards or sideways is found in every spelling, one for types alone is not."""
+    names = ("errors", "ranks", "registry", "data/__init__", "strategies/__init__", "trainer/loop")
+    empty = dict.fromkeys((*names, "precision/base", "process_group/__init__"), "")
+    modules = plant(tmp_path, {**empty, importer: source})
+    name = importer.replace("/", ".")
+    assert architecture.wrong_directions(modules) == (
+        [f"house.{name} imports {imported}"] if imported else []
+    )
+
+
+def test_a_part_without_a_place_is_found(tmp_path: Path) -> None:
+    """A new folder or file right under the package must be given a place in the order."""
+    found = architecture.wrong_directions(plant(tmp_path, {"cellar/wine": ""}))
+    assert found == ["house.cellar.wine has no place in MAY_IMPORT: give 'cellar' one"]
+
+
+def test_cycles_are_found(tmp_path: Path) -> None:
+    """A cycle is found once, one that is closed inside a function too; a shared import is none."""
+    sources = {
+        "a": "from house import b, d",
+        "b": "def f():\n    from house.c import x",
+        "c": "import house.a, house.d",
+        "d": "",
+    }
+    assert architecture.cycles(plant(tmp_path, sources)) == ["house.a -> house.b -> house.c -> house.a"]
+
+
+def test_packages_without_all_are_found(tmp_path: Path) -> None:
+    """A package without `__all__` is named, a module without one is not."""
+    modules = plant(tmp_path, {"a/__init__": "__all__ = ['x']", "b/__init__": "x = 1", "c": "x = 1"})
+    assert architecture.without_all(modules) == ["house", "house.b"]
+
+
+def test_asserts_are_found(tmp_path: Path) -> None:
+    """An assert is found wherever it stands; the word in a string is none."""
+    modules = plant(tmp_path, {"a": "def f(x):\n    if x:\n        assert x, 'assert'", "b": "'assert x'"})
+    assert architecture.bare_asserts(modules) == [f"{tmp_path}/house/a.py:3"]
+
+
+def test_probing_is_found(tmp_path: Path) -> None:
+    """`hasattr` without a reason is found; with one on its line or above it is not."""
+    source = """
+        hasattr(a, "x")
+
+        hasattr(a, "y")  # why: torch 2.6 lacks it
+        # why: torch 2.6 lacks it
+        hasattr(a, "z")
+    """
+    assert architecture.unexplained_hasattr(plant(tmp_path, {"a": source})) == [f"{tmp_path}/house/a.py:2"]
+
+
+def test_long_files_are_found(tmp_path: Path) -> None:
+    """The limit is the last length that is allowed."""
+    modules = plant(tmp_path, {"a": "\n" * 4, "b": "\n" * 5, "c": "\n" * 5})
+    assert architecture.long_files(modules, 4, {"house.c": 5}) == ["house.b: 5 lines"]
+
+
+def test_files_without_a_role_are_found(tmp_path: Path) -> None:
+    """A file that begins with code is named."""
+    modules = plant(tmp_path, {"__init__": '"""A house."""', "a": "import os", "b": '"""Say what."""'})
+    assert architecture.unroled_files(modules) == ["house.a"]
+
+
+def test_errors_are_found(tmp_path: Path) -> None:
+    """Public exception classes are told from helpers and private ones, use from import."""
+    errors = """
+        __all__ = ["Base", "Leaf", "Unused", "helper"]
+        class Base(Exception): ...
+        class Leaf(Base, ValueError): ...
+        class Unused(Base): ...
+        class _Private(Base): ...
+        def helper(): ...
+    """
+    user = "from house.errors import Unused, Leaf\nraise Leaf()"
+    modules = plant(tmp_path, {"errors": errors, "a": user})
+    names = architecture.public_errors(modules["house.errors"])
+    assert names == ["Base", "Leaf", "Unused"]
+    assert architecture.raised_errors([modules["house.a"]], names) == {"Leaf"}
+
+
+def test_names_in_tests_are_found(tmp_path: Path) -> None:
+    """A name in code or in a program's source counts, one that is imported or only talked about does not."""
+    path = tmp_path / "test_planted.py"
+    source = '''
+        """Docstring."""
+        from errors import Imported
+        # Comment
+        with raises(Used): run("except Quoted: ...")
+        with raises(errors.Attribute): pass
+    '''
+    path.write_text(textwrap.dedent(source))
+    found = architecture.names_in_tests([path])
+    assert {"Used", "Quoted", "Attribute"} <= found
+    assert not {"Docstring", "Imported", "Comment"} & found
