@@ -4,9 +4,12 @@ It must not raise: the forkserver would end with it, and say nothing.
 """
 
 import contextlib
+import gc
 
 with contextlib.suppress(Exception):
     import torch._dynamo  # the first DDP() imports it, in every rank: 0.8 s
     import torch.nn.parallel  # noqa: F401
 
     import rankwise.launchers.multiprocess  # noqa: F401  the worker function lives there
+
+    gc.freeze()  # what is here stays: neither the server nor its forks need search it when they end

@@ -5,13 +5,16 @@ It waits, without polling, on the channels of all ranks and on the ends of the p
 
 from __future__ import annotations
 
+import os
 import selectors
+import signal
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from typing_extensions import final
@@ -62,6 +65,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._wishes: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         _at_fork.close_in_child(self._wake_read, self._wake_write, self._selector)
         self._members: list[_Member] = []
@@ -70,8 +74,10 @@ class Supervisor:
         self._stopped: list[int] = []
         self._started_s = time.monotonic()
         self._deadline: tuple[float, Callable[[], None]] | None = None
+        self.was_interrupted = False
         self._is_stopping = False
         self._is_closed = False
+        self._next_wakeup = -1
         self._job = 0
         self._has_to_exit = False
         self._settled = threading.Event()
@@ -150,9 +156,24 @@ class Supervisor:
             self._wish(self._kill_all)
             self._settled.wait()
 
-    def has_failed(self) -> bool:
-        """Whether the group is of no further use."""
-        return self._is_stopping
+    @contextmanager
+    def hearing_interrupts(self) -> Iterator[None]:
+        """Act on Ctrl-C at once, also while the main thread is in a C call that lets no handler run.
+
+        Without this, a rank 0 that waits in a collective would go on waiting: its peers must end first.
+        Mutates: the process's signal wake-up descriptor, restored on exit.
+        """
+        is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if not is_ours or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        self._next_wakeup = before
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            self._next_wakeup = -1
 
     def all_ended(self) -> bool:
         """Whether every started process is gone."""
@@ -190,7 +211,8 @@ class Supervisor:
 
     def _wish(self, wish: Callable[[], None]) -> None:
         self._wishes.append(wish)
-        self._wake_write.send(b"!")
+        with suppress(BlockingIOError):  # full: the thread is about to look anyway
+            self._wake_write.send(b"\0")
 
     def _mark_closed(self) -> None:
         self._is_closed = True
@@ -213,7 +235,7 @@ class Supervisor:
     def _dispatch(self, key: selectors.SelectorKey, events: int) -> None:
         member: _Member | None = key.data
         if member is None:
-            self._wake_read.recv(_CHUNK)
+            self._on_signals(self._wake_read.recv(_CHUNK).replace(b"\0", b""))
             while self._wishes:
                 self._wishes.popleft()()
         elif key.fileobj is member.process:
@@ -223,6 +245,17 @@ class Supervisor:
                 self._flush(member)
             if events & selectors.EVENT_READ:
                 self._read(member)
+
+    def _on_signals(self, numbers: bytes) -> None:
+        """Take note of the signals that this process has caught."""
+        if numbers and self._next_wakeup >= 0:
+            os.write(self._next_wakeup, numbers)
+        if signal.SIGINT in numbers:
+            self.was_interrupted = True
+            if self._is_stopping:
+                self._kill_all()
+            else:
+                self._stop_all()
 
     def _read(self, member: _Member) -> None:
         try:

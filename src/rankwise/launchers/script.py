@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -159,13 +160,13 @@ class _ScriptGroup:
         seat = Seat(ranks, variables, self.address, channel=self._channel, job=self._jobs)
         self._supervisor.begin_job(until_exit=False)
         try:
-            value = seat.occupy(entry, finish=lambda _: self._channel.send(Kind.DONE))
-            self._supervisor.wait_job()
+            with self._supervisor.hearing_interrupts():
+                value = seat.occupy(entry, finish=lambda _: self._channel.send(Kind.DONE))
+                self._supervisor.wait_job()
             values = {ranks.global_rank: value, **self._other_values()}
-        except KeyboardInterrupt:
-            self._end()
-            raise
         except BaseException as error:  # noqa: BLE001  whatever ended it
+            # Its frames hold what holds the connections, and peers wait in collectives until these close.
+            traceback.clear_frames(error.__traceback__)
             raise self._first_failure(error) from None
         self._supervisor.release()
         return values
@@ -196,6 +197,8 @@ class _ScriptGroup:
     def _first_failure(self, error: BaseException) -> BaseException:
         """Return what to raise for a job that failed here or elsewhere, with every other process gone."""
         self._end()
+        if self._supervisor.was_interrupted or isinstance(error, KeyboardInterrupt):
+            return KeyboardInterrupt()
         return self._supervisor.error() or error
 
     def _end(self) -> None:
