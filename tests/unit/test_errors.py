@@ -1,0 +1,284 @@
+"""The exceptions: what their text says, that fields are kept, and that they survive pickling."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rankwise import errors
+from tests.helpers.architecture import public_errors
+from tests.test_architecture import MODULES
+
+WHERE: dict[str, Any] = {"global_rank": 2, "local_rank": 0, "node_rank": 1, "pid": 41822}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An error, the builtin that a user would catch, and the whole text."""
+
+    build: Callable[[], errors.RankwiseError]
+    builtin: type[Exception]
+    text: str
+
+    @property
+    def cls(self) -> type[errors.RankwiseError]:
+        """The class of the error."""
+        return type(self.build())
+
+
+CASES = [
+    Case(
+        lambda: errors.ConfigurationError(message="It cannot work.", facts="a is 1.", remedy="set a=2."),
+        ValueError,
+        "It cannot work.\n  Seen: a is 1.\n  Fix: set a=2.",
+    ),
+    Case(
+        lambda: errors.UnknownNameError(kind="hook", name="fp61", known=("fp16", "bf16")),
+        ValueError,
+        "Unknown hook 'fp61'. Did you mean 'fp16'?\n"
+        "  Seen: known are 'bf16', 'fp16'.\n"
+        "  Fix: use one of the names above.",
+    ),
+    Case(
+        lambda: errors.UnknownStrategyError(kind="strategy", name="ddp_spwan", known=("single", "ddp_spawn")),
+        KeyError,
+        "Unknown strategy 'ddp_spwan'. Did you mean 'ddp_spawn'?\n"
+        "  Seen: registered names are 'ddp_spawn', 'single'.\n"
+        '  Fix: Trainer(strategy="ddp_spawn"), or register your own with '
+        'StrategyRegistry.register("ddp_spwan", ...).',
+    ),
+    Case(
+        lambda: errors.InvalidArgumentError(
+            argument="devices", value=-2, expected="1 or more", remedy="set 1."
+        ),
+        ValueError,
+        "devices=-2 is not possible: expected 1 or more.\n  Fix: set 1.",
+    ),
+    Case(
+        lambda: errors.InvalidTypeError(
+            argument="timeout", value="10", expected="a timedelta", remedy="give one."
+        ),
+        TypeError,
+        "timeout='10' is of type str: expected a timedelta.\n  Fix: give one.",
+    ),
+    Case(
+        lambda: errors.UnknownArgumentError(target="DDP", name="bucket_cap", known=("bucket_cap_mb", "dim")),
+        TypeError,
+        "DDP takes no argument 'bucket_cap'. Did you mean 'bucket_cap_mb'?\n"
+        "  Seen: it takes 'bucket_cap_mb', 'dim'.",
+    ),
+    Case(
+        lambda: errors.DuplicateNameError(name="ddp"),
+        ValueError,
+        "Strategy 'ddp' is registered already.\n"
+        '  Fix: StrategyRegistry.register("ddp", ..., override=True), or choose another name.',
+    ),
+    Case(
+        lambda: errors.WorldSizeMismatchError(
+            devices=4,
+            num_nodes=2,
+            launched_by="torchrun",
+            world_size=4,
+            variables={"WORLD_SIZE": "4", "GROUP_RANK": "0"},
+            detection="Detected by TORCHELASTIC_RUN_ID.",
+        ),
+        ValueError,
+        "8 processes were asked for (devices=4 x num_nodes=2), but torchrun started 4.\n"
+        "  Seen: WORLD_SIZE=4, GROUP_RANK=0. Detected by TORCHELASTIC_RUN_ID.\n"
+        '  Fix: set devices="auto" and num_nodes="auto" to take what was started, or start 8 processes, '
+        "as with: torchrun --nnodes=2 --nproc-per-node=4 train.py",
+    ),
+    Case(
+        lambda: errors.EnvironmentVariableError(
+            environment="torchrun", problem="RANK is not a number", variables={"RANK": "x"}
+        ),
+        ValueError,
+        "The variables of torchrun cannot be right: RANK is not a number.\n"
+        "  Seen: RANK='x'\n"
+        "  Fix: start the job with torchrun itself, unset these variables, or name the environment: "
+        "RANKWISE_ENVIRONMENT=local.",
+    ),
+    Case(
+        lambda: errors.NotPicklableError(path="model.act", reason="it is a lambda", start_method="spawn"),
+        TypeError,
+        "model.act cannot be pickled, which start_method='spawn' needs: it is a lambda.\n"
+        "  Fix: make it a function or class at the top level of a module, or use a start method that pickles "
+        'nothing on the way in: strategy="ddp" or "ddp_fork".',
+    ),
+    Case(
+        lambda: errors.LaunchRefusedError(message="A REPL cannot be re-run.", remedy='use "ddp_fork".'),
+        RuntimeError,
+        'A REPL cannot be re-run.\n  Fix: use "ddp_fork".',
+    ),
+    Case(
+        lambda: errors.MissingExtraError(package="tqdm", extra="progress", purpose="The progress bar"),
+        ImportError,
+        "The progress bar needs the package 'tqdm', which is not installed.\n"
+        '  Fix: pip install "rankwise[progress]"',
+    ),
+    Case(
+        lambda: errors.UnshardableLoaderError(loader="train_dataloader", reason="it is a list", remedy="x."),
+        ValueError,
+        "train_dataloader cannot be split over the ranks: it is a list.\n  Fix: x.",
+    ),
+    Case(
+        lambda: errors.LifecycleError(
+            call="launch()", state="new", needed="a bound strategy", remedy="bind it."
+        ),
+        RuntimeError,
+        "launch() was called in state 'new', but it needs a bound strategy.\n  Fix: bind it.",
+    ),
+    Case(
+        lambda: errors.WorkerRaisedError(
+            **WHERE,
+            elapsed_s=12.41,
+            stopped=(0, 1),
+            consequences=("global_rank=0 lost its peer",),
+            traceback_text="Traceback ...\nValueError: loss is nan.\n",
+            exception_type="ValueError",
+            exception_message="loss is nan.\nmore",
+        ),
+        RuntimeError,
+        "Worker global_rank=2 (local_rank=0, node_rank=1, pid 41822) raised ValueError: loss is nan.\n"
+        "  Seen: 12.4 s after launch; then stopped: global_rank 0, 1.\n"
+        "        consequence: global_rank=0 lost its peer\n"
+        "  Fix: start from the traceback of global_rank=2 below.\n"
+        "  --- traceback of global_rank=2 ---\n"
+        "Traceback ...\n"
+        "ValueError: loss is nan.",
+    ),
+    Case(
+        lambda: errors.WorkerExitedError(**WHERE, elapsed_s=1, exit_code=3),
+        RuntimeError,
+        "Worker global_rank=2 (local_rank=0, node_rank=1, pid 41822) exited with code 3 "
+        "before it had finished.\n"
+        "  Seen: 1.0 s after launch.\n"
+        "  Fix: look for sys.exit() or os._exit() in what this rank runs; every rank must return.",
+    ),
+    Case(
+        lambda: errors.WorkerKilledError(**WHERE, elapsed_s=1, signal_number=signal.SIGKILL),
+        RuntimeError,
+        "Worker global_rank=2 (local_rank=0, node_rank=1, pid 41822) was killed by SIGKILL.\n"
+        "  Seen: 1.0 s after launch.\n"
+        "  Fix: often this is the kernel's out-of-memory killer: look at `dmesg`, use less memory per rank.",
+    ),
+    Case(
+        lambda: errors.ProcessGroupError(problem="The group has 3 ranks.", remedy="destroy it."),
+        RuntimeError,
+        "The group has 3 ranks.\n  Fix: destroy it.",
+    ),
+    Case(
+        lambda: errors.RendezvousTimeoutError(waiting_for="global_rank 1", timeout_s=60.0),
+        TimeoutError,
+        "Waited 60 s for global_rank 1.\n"
+        "  Fix: look for a rank that is still starting or is stuck, or raise init_timeout.",
+    ),
+    Case(
+        lambda: errors.UnevenInputsError(loader="train_dataloader", lengths=(4, 3)),
+        RuntimeError,
+        "train_dataloader has a different number of batches on different ranks.\n"
+        "  Seen: global_rank=0: 4, global_rank=1: 3\n"
+        "  Fix: let use_distributed_sampler=True split the data evenly, "
+        "or limit_train_batches to the smallest.",
+    ),
+    Case(
+        lambda: errors.CheckpointError(path="last.ckpt", problem="it ends early", remedy="use another."),
+        RuntimeError,
+        "Checkpoint 'last.ckpt': it ends early.\n  Fix: use another.",
+    ),
+]
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls.__name__)
+
+
+def test_every_error_has_a_case() -> None:
+    """No public error is missing above, but for those that only others derive from."""
+    bases = {"RankwiseError", "WorkerError"}
+    assert {case.cls.__name__ for case in CASES} | bases == set(public_errors(MODULES["rankwise.errors"]))
+
+
+@each_case
+def test_text(case: Case) -> None:
+    """The text is the sentence, what was seen, and what to do, in this order."""
+    assert str(case.build()) == case.text
+
+
+@each_case
+def test_repr(case: Case) -> None:
+    """The repr is one line: the class and the sentence."""
+    assert repr(case.build()) == f"<{case.cls.__name__}: {case.text.splitlines()[0]}>"
+
+
+@each_case
+def test_derives_from_the_builtin(case: Case) -> None:
+    """A user may catch the builtin, or everything of ours."""
+    assert issubclass(case.cls, case.builtin)
+    assert issubclass(case.cls, errors.RankwiseError)
+
+
+@each_case
+def test_pickles(case: Case) -> None:
+    """Type, text and every field survive a trip to another process."""
+    error = case.build()
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    names = [field.name for field in dataclasses.fields(error)]
+    assert [getattr(copy, name) for name in names] == [getattr(error, name) for name in names]
+
+
+def test_fields_are_kept() -> None:
+    """What an error was built from can be read from it."""
+    error = errors.WorkerRaisedError(
+        **WHERE, exception_type="ValueError", exception_message="nan", stopped=(0,)
+    )
+    assert (error.global_rank, error.local_rank, error.node_rank, error.pid) == (2, 0, 1, 41822)
+    assert (error.exception_type, error.exception_message, error.stopped) == ("ValueError", "nan", (0,))
+
+
+def test_nothing_close_is_suggested() -> None:
+    """A name that is like none gets no suggestion."""
+    error = errors.UnknownNameError(kind="hook", name="zzz", known=("fp16",))
+    assert error.summary() == "Unknown hook 'zzz'."
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("DDP_Spwan", "ddp_spawn"), ("dpp", "ddp"), ("ddp", "ddp"), ("quartz", None)]
+)
+def test_nearest(name: str, nearest: str | None) -> None:
+    """The nearest name is found whatever its case, and None where none is near."""
+    assert errors.nearest(name, ["ddp", "ddp_spawn", "single_device"]) == nearest
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "remedy"),
+    [
+        (signal.SIGSEGV, "SIGSEGV", "PYTHONFAULTHANDLER=1"),
+        (signal.SIGTERM, "SIGTERM", "find who sent the signal"),
+        (63, "signal 63", "find who sent the signal"),
+    ],
+)
+def test_a_signal_is_named(number: int, name: str, remedy: str) -> None:
+    """A worker's end by a signal names it, and says what that one mostly means."""
+    error = errors.WorkerKilledError(**WHERE, signal_number=number)
+    assert f"was killed by {name}." in error.summary()
+    assert remedy in error.fix()
+
+
+def test_an_exception_without_a_message() -> None:
+    """A worker's bare exception ends the sentence with its type."""
+    error = errors.WorkerRaisedError(**WHERE, exception_type="StopIteration")
+    assert error.summary().endswith("raised StopIteration.")
+    assert "traceback of" not in error.appendix()
+
+
+def test_bases_have_no_text_of_their_own() -> None:
+    """The base classes are there to be caught, not to be raised."""
+    with pytest.raises(NotImplementedError):
+        str(errors.RankwiseError())
+    with pytest.raises(NotImplementedError):
+        str(errors.WorkerError(**WHERE))
