@@ -14,7 +14,7 @@ _seed: int | None = None
 
 
 def seed_everything(seed: int) -> int:
-    """Seed Python's, torch's and (where it is imported) NumPy's random numbers; shuffled samplers follow it too.
+    """Seed Python, torch and (where it is imported) NumPy; shuffled samplers follow it too.
 
     Runs on: every process that is to have this seed. Processes that a strategy starts take it over.
 

@@ -1,0 +1,80 @@
+"""Every example runs as its docstring says, on two processes, and prints what it promises."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.scripts import ScriptRunner
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+def check_digits(stdout: str) -> None:
+    """Both ranks saw half of the samples in each of 12 epochs, and the model has learnt."""
+    seen = [int(count) for count in re.findall(r"trained on (\d+) samples", stdout)]
+    assert len(seen) == 2, stdout
+    assert seen[0] == seen[1] == 12 * 719, stdout
+    found = re.search(r"world size 2, test accuracy ([\d.]+)%", stdout)
+    assert found is not None, stdout
+    assert float(found[1]) > 95, stdout
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver", "ddp_notebook"])
+def test_digits(strategy: str, run_script: ScriptRunner) -> None:
+    """The digits are learnt under every start method."""
+    result = run_script(EXAMPLES / "digits.py", "--strategy", strategy, "--devices", "2", timeout=100)
+    assert result.returncode == 0, result
+    check_digits(result.stdout)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_digits_under_torchrun(strategy: str, run_script: ScriptRunner) -> None:
+    """The same file runs under torchrun, which has started the processes already."""
+    command = [*TORCHRUN, str(EXAMPLES / "digits.py"), "--strategy", strategy]
+    result = run_script.command(command, timeout=100)
+    assert result.returncode == 0, result
+    check_digits(result.stdout)
+
+
+def test_digits_by_hand(run_script: ScriptRunner, free_port: int) -> None:
+    """The same file runs as two processes that somebody has started with RANK and the rest."""
+    running = [
+        run_script.start(EXAMPLES / "digits.py", env=variables(rank, free_port)) for rank in range(2)
+    ]
+    first, second = (each.finish(timeout=100) for each in running)
+    assert (first.returncode, second.returncode) == (0, 0), (first, second)
+    check_digits(first.stdout)
+
+
+def variables(rank: int, port: int) -> Mapping[str, str]:
+    """Return what one of two processes is started with by hand."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return {name: str(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "promised"),
+    [
+        ("custom_wrapper.py", "CountingWrapper was called 40 times"),
+        ("register_alias.py", "y = 3.00 x + 1.00"),
+        ("plain_loop.py", "the same on every rank"),
+        ("char_lm.py", "nats per character"),
+    ],
+)
+def test_example(name: str, promised: str, run_script: ScriptRunner) -> None:
+    """The example prints what it is about, once."""
+    result = run_script(EXAMPLES / name, timeout=100)
+    assert result.returncode == 0, result
+    assert result.stdout.count(promised) == 1, result
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_are_short(path: Path) -> None:
+    """An example can be read at once."""
+    assert len(path.read_text().splitlines()) <= 85

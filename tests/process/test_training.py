@@ -1,0 +1,41 @@
+"""Training on two ranks is training on one: the same weights, one reduction for each optimizer step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.scripts import ScriptRunner
+from tests.process.training_tasks import CountingStrategy, train_twenty_steps
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+from tests.process.training_tasks import write_twenty_steps
+
+if __name__ == "__main__":
+    write_twenty_steps(sys.argv[1], "popen", int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork", "forkserver"])
+def test_two_ranks_train_as_one(
+    start_method: str, accumulate: int, run_script: ScriptRunner, tmp_path: Path
+) -> None:
+    """20 SGD steps on two ranks give one process's weights to 1e-6, with one all-reduce for each step."""
+    expected = train_twenty_steps("single_device", 1, accumulate)
+    if start_method == "popen":
+        result = tmp_path / "state.json"
+        run = run_script(SCRIPT, str(result), str(accumulate), env={"PYTHONPATH": str(REPOSITORY)})
+        assert run.returncode == 0, run
+        state = {name: torch.tensor(value) for name, value in json.loads(result.read_text()).items()}
+    else:
+        state = train_twenty_steps(CountingStrategy(start_method=start_method), 2, accumulate)
+    assert state.pop("reductions").item() == 20
+    expected.pop("reductions")
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name].double(), value, rtol=0, atol=1e-6)

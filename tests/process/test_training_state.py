@@ -1,0 +1,141 @@
+"""After training in other processes the calling process has everything, as if it had trained itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise import Trainer
+from rankwise.callbacks import EarlyStopping, ModelCheckpoint
+from tests.process.training_tasks import Regression, dataset, loader, quiet_trainer
+
+ELSEWHERE = ["ddp_spawn", "ddp_fork", "ddp_forkserver"]
+
+
+def fitted(strategy: str, devices: int, folder: Path, **arguments: Any) -> tuple[Trainer, Regression]:
+    """Train for two epochs of 6 optimizer steps, with Adam, a scheduler, validation and checkpoints."""
+    checkpoint = ModelCheckpoint(dirpath=folder, monitor="val_loss", save_top_k=1)
+    trainer = quiet_trainer(
+        strategy, devices, max_epochs=2, callbacks=[checkpoint], enable_checkpointing=True, **arguments
+    )
+    module = Regression("adam")
+    trainer.fit(module, loader(48, 8 // devices), loader(15, 4))
+    return trainer, module
+
+
+@pytest.mark.parametrize("strategy", ELSEWHERE)
+def test_everything_comes_back(strategy: str, tmp_path: Path) -> None:
+    """Fit, fit again, test, predict: counters, optimizer, metrics, checkpoints and weights are in the caller."""
+    expected, expected_module = fitted("single_device", 1, tmp_path / "one")
+    trainer, module = fitted(strategy, 2, tmp_path / "two")
+    parameters = list(module.parameters())
+
+    for each, each_module in ((expected, expected_module), (trainer, module)):
+        each.max_epochs = 3
+        each.fit(each_module, loader(48, 8 if each is expected else 4), loader(15, 4))
+
+    assert (trainer.global_step, trainer.current_epoch) == (expected.global_step, expected.current_epoch)
+    assert (trainer.global_step, trainer.current_epoch) == (18, 3)
+    assert all(mine is still for mine, still in zip(parameters, module.parameters(), strict=True))
+    for mine, theirs in zip(module.parameters(), expected_module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    check_optimizers(trainer, expected, module)
+    for name in ("train_loss", "val_loss"):
+        assert float(trainer.callback_metrics[name]) == pytest.approx(
+            float(expected.callback_metrics[name]), abs=1e-9
+        )
+    check_checkpoint(trainer, tmp_path / "two")
+    check_evaluation(trainer, module, expected, expected_module)
+
+
+def check_optimizers(trainer: Trainer, expected: Trainer, module: Regression) -> None:
+    """The optimizer holds the module's own parameters, with Adam's state and the scheduler's rate."""
+    [mine], [theirs] = trainer.optimizers, expected.optimizers
+    owned = [parameter for group in mine.param_groups for parameter in group["params"]]
+    assert all(left is right for left, right in zip(owned, module.parameters(), strict=True))
+    assert mine.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"]) == pytest.approx(0.00125)
+    my_states, their_states = mine.state_dict()["state"], theirs.state_dict()["state"]
+    assert my_states.keys() == their_states.keys() and my_states
+    for key, their_state in their_states.items():
+        assert float(my_states[key]["step"]) == 18
+        torch.testing.assert_close(my_states[key]["exp_avg"], their_state["exp_avg"], rtol=0, atol=1e-6)
+
+
+def check_checkpoint(trainer: Trainer, folder: Path) -> None:
+    """The callback in the caller knows the best file, which loads."""
+    callback = trainer.checkpoint_callback
+    assert isinstance(callback, ModelCheckpoint)
+    assert Path(callback.best_model_path).parent == folder
+    saved = torch.load(callback.best_model_path, weights_only=True)
+    assert set(saved["state_dict"]) == set(Regression().state_dict())
+    assert callback.best_model_score is not None and float(callback.best_model_score) > 0
+
+
+def check_evaluation(trainer: Trainer, module: Regression, expected: Trainer, other: Regression) -> None:
+    """Each of 15 samples counts once, and predictions are whole and in order."""
+    [mine] = trainer.test(module, loader(15, 4))
+    [theirs] = expected.test(other, loader(15, 4))
+    assert mine["samples"] == theirs["samples"] == 15
+    assert mine["test_loss"] == pytest.approx(theirs["test_loss"], abs=1e-9)
+    predictions = trainer.predict(module, loader(15, 4))
+    assert predictions is not None
+    assert [len(batch) for batch in predictions] == [4, 4, 4, 3]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(predictions), module(dataset(15).tensors[0]))
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_forkserver"])
+def test_a_checkpoint_resumes(strategy: str, tmp_path: Path) -> None:
+    """A run resumed from the first epoch's checkpoint ends with the weights of one that went through."""
+    whole, whole_module = fitted(strategy, 2, tmp_path / "whole")
+    first = quiet_trainer(strategy, 2, max_epochs=1)
+    module = Regression("adam")
+    first.fit(module, loader(48, 4))
+    first.save_checkpoint(tmp_path / "first.ckpt")
+
+    resumed = quiet_trainer(strategy, 2, max_epochs=2)
+    resumed_module = Regression("adam")
+    resumed.fit(resumed_module, loader(48, 4), ckpt_path=tmp_path / "first.ckpt")
+
+    assert (resumed.global_step, resumed.current_epoch) == (whole.global_step, whole.current_epoch) == (12, 2)
+    for mine, theirs in zip(resumed_module.parameters(), whole_module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+class StopsOnOneRank(Regression):
+    """Logs a loss that gets worse, on rank 1 only."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mine", float(self.current_epoch if self.global_rank == 1 else -self.current_epoch))
+
+
+def test_early_stopping_is_everybodys() -> None:
+    """One rank's reason to stop stops all of them, at the same epoch."""
+    stopping = EarlyStopping("mine", patience=1)
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=10, callbacks=[stopping])
+    trainer.fit(StopsOnOneRank(), loader(32, 4))
+    assert trainer.should_stop
+    assert trainer.current_epoch < 10
+
+
+def test_a_failing_step_names_its_rank() -> None:
+    """An exception in a training step comes back as the worker's, with its traceback."""
+    from rankwise.errors import WorkerRaisedError
+
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1)
+    with pytest.raises(WorkerRaisedError, match="global_rank=1") as caught:
+        trainer.fit(FailsOnOneRank(), loader(32, 4))
+    assert caught.value.exception_type == "ValueError"
+    assert str(caught.value).count("in training_step") == 1
+
+
+class FailsOnOneRank(Regression):
+    """Raises in the third step of rank 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and batch_idx == 2:
+            raise ValueError("no more")
+        return super().training_step(batch, batch_idx)

@@ -1,0 +1,115 @@
+"""What the training tests train: importable, so that spawned workers find it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from rankwise import DDPStrategy, Trainer, TrainingModule
+
+FEATURES = 5
+
+
+class Regression(TrainingModule):
+    """A small regression in float64, so that the order of additions does not show; counts its reductions."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+        self.register_buffer("reductions", torch.zeros((), dtype=torch.long))
+        self.optimizer_name = optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        prediction: Tensor = self.net(x)
+        return prediction
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+        self.log("samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        prediction: Tensor = self(batch[0])
+        return prediction
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+class CountingStrategy(DDPStrategy):
+    """Counts, in a buffer of the module, how often gradients are reduced."""
+
+    def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
+        wrapper = super().configure_ddp(module, device_ids)
+        wrapper.register_comm_hook(module, count_and_reduce)
+        return wrapper
+
+
+def count_and_reduce(
+    state: nn.Module, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket, and count it."""
+    state.get_buffer("reductions").add_(1)
+    tensor = bucket.buffer().div_(torch.distributed.get_world_size())
+    work: Any = torch.distributed.all_reduce(tensor, async_op=True)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+def dataset(samples: int) -> TensorDataset:
+    """Return the same random samples every time."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, FEATURES, dtype=torch.float64, generator=generator)
+    y = torch.randn(samples, 1, dtype=torch.float64, generator=generator)
+    return TensorDataset(x, y)
+
+
+def loader(samples: int, batch_size: int, *, shuffle: bool = False) -> DataLoader[Any]:
+    """Return a loader over the same random samples every time."""
+    return DataLoader(dataset(samples), batch_size=batch_size, shuffle=shuffle)
+
+
+def quiet_trainer(strategy: Any, devices: int, **arguments: Any) -> Trainer:
+    """Return a Trainer that writes nothing."""
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "accelerator": "cpu",
+    }
+    return Trainer(strategy=strategy, devices=devices, **{**quiet, **arguments})
+
+
+def train_twenty_steps(strategy: Any, devices: int, accumulate: int) -> dict[str, Tensor]:
+    """Take 20 optimizer steps on global batches of 8 samples; return the weights and the count."""
+    batch_size = 8 // devices
+    trainer = quiet_trainer(strategy, devices, max_steps=20, accumulate_grad_batches=accumulate)
+    module = Regression()
+    trainer.fit(module, loader(20 * 8 * accumulate, batch_size))
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def write_twenty_steps(path: str, start_method: str, accumulate: int) -> None:
+    """Do the same as a script: rank zero writes the result down."""
+    strategy = CountingStrategy(start_method=start_method)
+    state = train_twenty_steps(strategy, 2, accumulate)
+    if strategy.is_global_zero:
+        listed = {name: value.tolist() for name, value in state.items()}
+        Path(path).write_text(json.dumps(listed))
