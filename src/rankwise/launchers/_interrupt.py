@@ -65,10 +65,11 @@ class Interruptible:
 
 
 def _free_signal() -> int | None:
-    for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            return number
-    return None
+    if "SIGRTMIN" in signal.__dict__:
+        candidates = range(int(signal.SIGRTMIN), int(signal.SIGRTMAX) + 1)
+    else:  # macOS has no real-time signals
+        candidates = range(int(signal.SIGUSR1), int(signal.SIGUSR2) + 1)
+    return next((number for number in candidates if signal.getsignal(number) is signal.SIG_DFL), None)
 
 
 def _in_finalizer(current: FrameType | None) -> bool:

@@ -33,7 +33,7 @@ from rankwise.ranks import RankInfo
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["ScriptLauncher", "script_ranks"]
+__all__ = ["ScriptLauncher", "can_rerun", "script_ranks"]
 
 
 @final
@@ -93,6 +93,17 @@ class ScriptLauncher(Launcher):
                 remedy="use the same rendezvous for every strategy of the script.",
             )
         return _group
+
+
+def can_rerun() -> bool:
+    """Whether running this process's command again runs the same script again."""
+    if inherited_seat() is not None:
+        return True
+    try:
+        rerun_command()
+    except LaunchRefusedError:
+        return False
+    return True
 
 
 def script_ranks() -> int | None:

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import final
 
 from rankwise.environments import ClusterEnvironment
-from rankwise.errors import ConfigurationError, InvalidTypeError
+from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
-from rankwise.launchers.script import ScriptLauncher, script_ranks
+from rankwise.launchers.script import ScriptLauncher, can_rerun, script_ranks
 from rankwise.process_group import check_backend, default_backend, gloo_on_loopback, process_group
 from rankwise.ranks import RankInfo
 from rankwise.strategies._arguments import (
@@ -191,6 +191,14 @@ class DDPStrategy(Strategy):
             if not init_process_group and self.rendezvous == "auto":
                 self.rendezvous = "tcp"  # `env://` needs something that listens
             self.bind()
+        is_private = (
+            not self.environment.creates_processes_externally and self._actual_rendezvous() == "private"
+        )
+        if is_private and not init_process_group:
+            raise LaunchRefusedError(
+                message="init_process_group=False cannot work with a private rendezvous: 'env://' needs a port.",
+                remedy='create the strategy with rendezvous="tcp".',
+            )
         return super().launch(function, *args, init_process_group=init_process_group, **kwargs)
 
     def setup_environment(self) -> None:
@@ -312,10 +320,17 @@ class DDPForkStrategy(DDPStrategy):
 
 @final
 class AutoStrategy(DDPStrategy):
-    """One process where one is enough, DDP where several devices or processes are there."""
+    """One process where one is enough, DDP where several devices or processes are there.
+
+    The script is run again where it can be; in a notebook or shell this process is forked.
+    """
 
     def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
-        return InlineLauncher(self.ranks) if self.world_size == 1 else super()._create_launcher(environment)
+        if self.world_size == 1:
+            return InlineLauncher(self.ranks)
+        if not can_rerun():
+            self.start_method = "fork"
+        return super()._create_launcher(environment)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap a module where there are several ranks."""
@@ -344,12 +359,18 @@ def _check_platform(start_method: str) -> None:
         )
 
 
+def _usable_cores() -> int:
+    if "sched_getaffinity" in os.__dict__:  # Linux; elsewhere a process cannot be kept to some of the cores
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @contextmanager
 def _threads_shared_by(local_world_size: int) -> Iterator[None]:
     """Share this machine's cores between the local ranks, unless `OMP_NUM_THREADS` says otherwise."""
     before = torch.get_num_threads()
     if local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) // local_world_size)))
+        torch.set_num_threads(max(1, min(before, _usable_cores() // local_world_size)))
     try:
         yield
     finally:
