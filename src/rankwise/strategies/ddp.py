@@ -196,7 +196,7 @@ class DDPStrategy(Strategy):
         )
         if is_private and not init_process_group:
             raise LaunchRefusedError(
-                message="init_process_group=False cannot work with a private rendezvous: 'env://' needs a port.",
+                message="init_process_group=False cannot work with a private rendezvous: there is no port.",
                 remedy='create the strategy with rendezvous="tcp".',
             )
         return super().launch(function, *args, init_process_group=init_process_group, **kwargs)
