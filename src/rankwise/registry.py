@@ -23,6 +23,7 @@ __all__ = ["StrategyRegistry"]
 
 StrategyClass = TypeVar("StrategyClass", bound=type[Strategy])
 _ENTRY_POINTS = "rankwise.strategies"
+_DECORATED: Any = object()  # no class was given: the one that is decorated is meant
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class _Registry:
     def register(
         self,
         name: Any,
-        strategy: Any = None,
+        strategy: Any = _DECORATED,
         description: str = "",
         override: bool = False,
         **init_params: Any,
@@ -64,7 +65,7 @@ class _Registry:
             raise InvalidTypeError(argument="name", value=name, expected="a string that is not empty")
         if name.lower() in self._entries and not override:
             raise DuplicateNameError(name=name.lower())
-        if strategy is None:
+        if strategy is _DECORATED:
             return self._decorator(name, description, override, init_params)
         self._entries[name.lower()] = _Entry(_check_class(strategy), description, init_params)
         return None
