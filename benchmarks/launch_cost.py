@@ -3,8 +3,8 @@
 The first collective is an all-reduce, or with `--work ddp` a whole step of a small model in DDP, whose first
 use imports `torch._dynamo`. Each line is a fresh process, which launches twice: the second launch finds what
 the first left warm, such as a forkserver. Beside it, in the same run: torch.multiprocessing with the same
-start method, and torchrun. torch is imported before the clock starts, but for torchrun, whose clock starts with
-its command, as a user's would.
+start method, and torchrun. torch is imported before the clock starts, but for torchrun, whose clock starts
+with its command, as a user's would.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def report(launches: dict[str, list[list[Launch]]]) -> None:
     """Print medians, and how they compare with torch.multiprocessing's of the same start method."""
 
     def median(job: str, number: int, part: str) -> float:
-        return statistics.median(getattr(pair[number], part) for pair in launches[job])
+        times: list[float] = [getattr(pair[number], part) for pair in launches[job]]
+        return statistics.median(times)
 
     print(f"{'seconds from the launch':<22} {'to the first collective':^31} {'to the return':^31}")
     print(f"{'':<22} {'first':>7} {'second':>7} {'ratios':>15} {'first':>7} {'second':>7} {'ratios':>15}")
