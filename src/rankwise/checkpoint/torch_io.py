@@ -1,4 +1,4 @@
-"""`TorchCheckpointIO`: checkpoints as `torch.save` files, written atomically and read without running code."""
+"""`TorchCheckpointIO`: files of `torch.save`, written atomically and read without running code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import secrets
 import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -56,15 +57,15 @@ class TorchCheckpointIO(CheckpointIO):
                 `weights_only=True` does not load.
         """
         try:
-            _check_file(path)
+            _check_file(Path(path))
             checkpoint = torch.load(path, map_location=map_location, weights_only=True)
         except CheckpointError:
             raise
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 path=os.fspath(path),
-                problem=f"holds {_refused(error)}, which weights_only=True does not load, as it could run code",
-                remedy="keep plain types and tensors in a checkpoint, and load no file from strangers otherwise.",
+                problem=f"holds {_refused(error)}, which weights_only=True does not load: it could run code",
+                remedy="keep plain types and tensors in a checkpoint; load no stranger's file any other way.",
             ) from error
         except Exception as error:
             raise CheckpointError(
@@ -80,31 +81,28 @@ class TorchCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the file at `path`, if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(path)
+        Path(path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a temporary file that takes the place of `path` if the block succeeds, and vanishes if not."""
-    target = os.path.realpath(path)  # a symbolic link stays one, and its target's file system is the one used
-    folder, name = os.path.split(target)
-    os.makedirs(folder, exist_ok=True)
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+    target = Path(path).resolve()  # a symbolic link stays one; its target's file system is the one used
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        temporary.replace(target)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
+        temporary.unlink(missing_ok=True)
         raise
-    _flush_folder(folder)
+    _flush_folder(target.parent)
 
 
-def _flush_folder(folder: str) -> None:
+def _flush_folder(folder: Path) -> None:
     """Make a rename in `folder` last through a power cut, where the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -114,14 +112,14 @@ def _flush_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def _check_file(path: str | os.PathLike[str]) -> None:
+def _check_file(path: Path) -> None:
     """Raise unless `path` is a whole archive; torch itself does not notice changed bytes in a tensor."""
     problem, remedy = "", _USE_ANOTHER
-    if not os.path.exists(path):
+    if not path.exists():
         problem, remedy = "does not exist", "check the path; a relative one starts at the working directory."
-    elif os.path.isdir(path):
+    elif path.is_dir():
         problem, remedy = "is a folder, not a file", "pass the path of a file in it."
-    elif os.path.getsize(path) == 0:
+    elif path.stat().st_size == 0:
         problem = "is empty"
     elif not _starts_like_an_archive(path):
         problem = "is not a file of torch.save"
@@ -130,15 +128,15 @@ def _check_file(path: str | os.PathLike[str]) -> None:
     elif get_crc32_options() and (record := _damaged_record(path)):
         problem = f"is damaged: the checksum of its record {record!r} does not match"
     if problem:
-        raise CheckpointError(path=os.fspath(path), problem=problem, remedy=remedy)
+        raise CheckpointError(path=str(path), problem=problem, remedy=remedy)
 
 
-def _starts_like_an_archive(path: str | os.PathLike[str]) -> bool:
-    with open(path, "rb") as file:
+def _starts_like_an_archive(path: Path) -> bool:
+    with path.open("rb") as file:
         return file.read(2) == b"PK"
 
 
-def _damaged_record(path: str | os.PathLike[str]) -> str | None:
+def _damaged_record(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip()
@@ -152,7 +150,7 @@ def _refused(error: pickle.UnpicklingError) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of the deepest cause: a full disk reaches us as a consequence in torch's writer."""
+    """Return the deepest cause's first line: torch's writer reports a full disk as something else."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).splitlines()

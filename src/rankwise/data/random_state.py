@@ -14,7 +14,7 @@ __all__ = ["isolated_random_state"]
 
 @contextlib.contextmanager
 def isolated_random_state(seed: int, *generators: torch.Generator) -> Iterator[None]:
-    """Seed Python's, NumPy's (where loaded) and torch's CPU generator, and `generators`; put all back after."""
+    """Seed Python, NumPy (where loaded), torch's CPU generator and `generators`; put all back after."""
     with contextlib.ExitStack() as stack:
         for generator in (torch.default_generator, *generators):
             stack.callback(generator.set_state, generator.get_state())

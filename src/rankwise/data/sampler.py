@@ -21,9 +21,9 @@ Uneven = Literal["pad", "drop", "keep"]
 class ShardedSampler(Sampler[Any]):
     """Yield every `num_replicas`-th item of `sampler`, from number `rank` on.
 
-    Every rank draws the whole stream, under the same seed and in a random state of its own, so the ranks agree
-    on a shuffled order without talking to each other, and what else they draw is not disturbed. A base sampler
-    with a `generator` of its own has it seeded likewise for the draw.
+    Every rank draws the whole stream, under the same seed and in a random state of its own, so the ranks
+    agree on a shuffled order without talking to each other, and what else they draw is not disturbed. A
+    base sampler with a `generator` of its own has it seeded likewise for the draw.
 
     Args:
         sampler: any sampler or batch sampler; what it yields is passed on as it is.

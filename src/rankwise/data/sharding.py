@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 from rankwise.data.sampler import ShardedSampler, Uneven
 from rankwise.errors import UnshardableLoaderError
 
-__all__ = ["shard_for_evaluation", "shard_for_prediction", "shard_for_training"]
+__all__ = ["check_shardable", "shard_for_evaluation", "shard_for_prediction", "shard_for_training"]
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
@@ -45,7 +45,7 @@ def shard_for_prediction(loader: Loader, num_replicas: int, rank: int, *, seed: 
     Raises:
         UnshardableLoaderError: when the loader has no index stream.
     """
-    _check_shardable(loader)
+    check_shardable(loader)
     if _is_sharded(loader):
         return loader
     stream = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -53,7 +53,7 @@ def shard_for_prediction(loader: Loader, num_replicas: int, rank: int, *, seed: 
 
 
 def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int, uneven: Uneven) -> Loader:
-    _check_shardable(loader)
+    check_shardable(loader)
     if _is_sharded(loader):
         return loader
     batches = loader.batch_sampler
@@ -67,8 +67,12 @@ def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int, uneven:
     return _with_stream(loader, resampled, sampler)
 
 
-def _check_shardable(loader: Any) -> None:
-    """Raise unless `loader` is a data loader that has an index stream."""
+def check_shardable(loader: Any) -> None:
+    """Make sure that `loader` can be split over ranks.
+
+    Raises:
+        UnshardableLoaderError: when it is no data loader, or has no index stream.
+    """
     remedy = (
         "split the data by rank where it is read (dist.get_rank(), or module.global_rank), and pass "
         "Trainer(use_distributed_sampler=False)."

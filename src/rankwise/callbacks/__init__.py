@@ -1,0 +1,9 @@
+"""Callbacks: what happens beside the training steps."""
+
+from rankwise.callbacks.base import Callback
+from rankwise.callbacks.early_stopping import EarlyStopping
+from rankwise.callbacks.model_checkpoint import ModelCheckpoint
+from rankwise.callbacks.monitoring import MonitoringCallback
+from rankwise.callbacks.progress_bar import TQDMProgressBar
+
+__all__ = ["Callback", "EarlyStopping", "ModelCheckpoint", "MonitoringCallback", "TQDMProgressBar"]

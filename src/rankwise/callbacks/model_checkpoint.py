@@ -1,0 +1,246 @@
+"""`ModelCheckpoint`: save checkpoints while training, and keep the best."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import final
+
+from rankwise.callbacks.monitoring import MonitoringCallback
+from rankwise.errors import ConfigurationError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from rankwise.trainer import Trainer, TrainingModule
+
+__all__ = ["ModelCheckpoint"]
+
+_STATE = (
+    "best_model_path",
+    "best_model_score",
+    "best_k_models",
+    "last_model_path",
+    "kth_best_model_path",
+    "current_score",
+)
+
+
+@final
+class ModelCheckpoint(MonitoringCallback):
+    """Save a checkpoint after every `every_n_epochs` epochs (or steps), and keep the best `save_top_k`.
+
+    Global rank 0 decides and writes; all ranks, and the calling process afterwards, know the same paths.
+
+    Args:
+        dirpath: the folder; by default `checkpoints` in the logger's folder, or in `default_root_dir`.
+        filename: a name without ending, with metrics in braces: `"{epoch}-{val_loss:.2f}"` gives
+            `epoch=3-val_loss=0.21.ckpt`. The default is `"{epoch}-{step}"`.
+        monitor: the metric that says what is best; None keeps the latest.
+        mode: `"min"` or `"max"`.
+        save_top_k: how many to keep; -1 for all, 0 for none.
+        save_last: whether `last.ckpt` is written too, each time.
+        every_n_epochs: save at the end of every n-th epoch; 1 unless `every_n_train_steps` is given.
+        every_n_train_steps: save after every n-th optimizer step instead.
+
+    Attributes:
+        best_model_path: the best (without `monitor`: the latest) file; an empty string before there is one.
+        best_model_score: its score; None without `monitor`.
+        best_k_models: the kept files, each with its score.
+        last_model_path: the path of `last.ckpt`; an empty string before there is one.
+
+    Raises:
+        InvalidArgumentError, ConfigurationError: for values that cannot work.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        mode: str = "min",
+        save_top_k: int = 1,
+        save_last: bool | None = None,
+        every_n_epochs: int | None = None,
+        every_n_train_steps: int | None = None,
+    ) -> None:
+        super().__init__(monitor, mode)
+        if monitor is None:
+            self.mode = "max"  # the number of steps decides
+        _check_save_top_k(monitor, save_top_k)
+        _check_intervals(every_n_epochs, every_n_train_steps)
+        self.dirpath = None if dirpath is None else str(Path(dirpath).absolute())
+        self.filename = filename or "{epoch}-{step}"
+        _check_filename(self.filename)
+        self.save_top_k = save_top_k
+        self.save_last = bool(save_last)
+        self.every_n_train_steps = every_n_train_steps
+        self.every_n_epochs = 0 if every_n_train_steps else every_n_epochs or 1
+        self.best_model_path = ""
+        self.best_model_score: Tensor | None = None
+        self.best_k_models: dict[str, Tensor] = {}
+        self.kth_best_model_path = ""
+        self.last_model_path = ""
+        self.current_score: Tensor | None = None
+        self._last_step_saved = -1
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def state_key(self) -> str:
+        """The class's name with when and for what it saves, so that there can be several."""
+        return (
+            f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, "
+            f"every_n_epochs={self.every_n_epochs}, every_n_train_steps={self.every_n_train_steps})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dirpath": self.dirpath, **{name: getattr(self, name) for name in _STATE}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the files of the run that is resumed, where this one writes to the same folder."""
+        if self.dirpath in (None, state_dict["dirpath"]):
+            self.dirpath = state_dict["dirpath"]
+            for name in _STATE:
+                setattr(self, name, state_dict[name])
+
+    def find_last(self) -> str | None:
+        """Return the path of `last.ckpt`, written by this run or one before it; None if there is none."""
+        path = self.last_model_path or str(Path(self.dirpath or "") / "last.ckpt")
+        return path if Path(path).exists() else None
+
+    # ------------------------------------------------------------------ when
+
+    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        if stage == "fit":
+            folder = self.dirpath or str(Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
+            self.dirpath = trainer.strategy.broadcast(folder)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        interval = self.every_n_train_steps
+        if interval and trainer.global_step % interval == 0 and trainer.global_step != self._last_step_saved:
+            self._save(trainer)
+
+    def on_metrics_ready(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Save, if this epoch's turn has come."""
+        if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            self._save(trainer)
+
+    # ------------------------------------------------------------------ what
+
+    def _save(self, trainer: Trainer) -> None:
+        self._last_step_saved = trainer.global_step
+        if self.save_top_k:
+            self._save_ranked(trainer)
+        if self.save_last:
+            self.last_model_path = str(Path(self.dirpath or "") / "last.ckpt")
+            trainer.save_checkpoint(self.last_model_path)
+
+    def _save_ranked(self, trainer: Trainer) -> None:
+        score = self._agreed_score(trainer)
+        if not self._is_among_the_best(score):
+            return
+        path = trainer.strategy.broadcast(self._new_path(trainer))
+        superseded = self._rank(path, score)
+        trainer.save_checkpoint(path)
+        if superseded and trainer.is_global_zero:
+            trainer.strategy.checkpoint_io.remove_checkpoint(superseded)
+
+    def _agreed_score(self, trainer: Trainer) -> float:
+        """Return rank 0's score, on every rank; without `monitor` each save beats the one before."""
+        if self.monitor is None:
+            return float(trainer.global_step)
+        score = trainer.strategy.broadcast(self.monitored_value(trainer))
+        if score is None:
+            raise self.missing_metric(trainer)
+        self.current_score = torch.tensor(score)
+        return self.worst if math.isnan(score) else score
+
+    def _is_among_the_best(self, score: float) -> bool:
+        if len(self.best_k_models) < self.save_top_k or self.save_top_k == -1:
+            return True
+        return self.is_better(score, float(self.best_k_models[self.kth_best_model_path]))
+
+    def _rank(self, path: str, score: float) -> str | None:
+        """Note the new file; return the one that it pushes out, if any."""
+        self.best_k_models[path] = torch.tensor(score)
+        ranked = sorted(self.best_k_models, key=lambda kept: float(self.best_k_models[kept]))
+        if self.mode == "max":
+            ranked.reverse()
+        superseded = ranked.pop() if 0 < self.save_top_k < len(ranked) else None
+        if superseded:
+            del self.best_k_models[superseded]
+        self.best_model_path, self.kth_best_model_path = ranked[0], ranked[-1]
+        self.best_model_score = None if self.monitor is None else self.best_k_models[ranked[0]]
+        return superseded
+
+    def _new_path(self, trainer: Trainer) -> str:
+        """Return a path that is free, or that of the file that is about to be pushed out."""
+        values = {
+            **{name: float(value) for name, value in trainer.callback_metrics.items()},
+            "epoch": trainer.current_epoch,
+            "step": trainer.global_step,
+        }
+        folder, stem = Path(self.dirpath or ""), _filled_in(self.filename, values)
+        names = itertools.chain([stem], (f"{stem}-v{version}" for version in itertools.count(1)))
+        is_full = len(self.best_k_models) == self.save_top_k
+        for path in (str(folder / f"{name}.ckpt") for name in names):
+            if not Path(path).exists() or (is_full and path == self.kth_best_model_path):
+                break
+        return path
+
+
+def _filled_in(template: str, values: Mapping[str, float]) -> str:
+    """Replace `{name:format}` by `name=value`; a metric that was not logged counts as 0."""
+
+    def fill(match: re.Match[str]) -> str:
+        name, spec = match["name"], match["spec"] or ""
+        prefix = "" if template[: match.start()].endswith(f"{name}=") else f"{name}="
+        return f"{prefix}{format(values.get(name, 0), spec)}".replace("/", "_")
+
+    return re.sub(r"\{(?P<name>[^{}:]+)(?::(?P<spec>[^{}]*))?\}", fill, template)
+
+
+def _check_save_top_k(monitor: str | None, save_top_k: int) -> None:
+    if save_top_k < -1:
+        raise InvalidArgumentError(
+            argument="save_top_k", value=save_top_k, expected="-1 (all), 0 (none) or a number of files"
+        )
+    if monitor is None and save_top_k > 1:
+        raise ConfigurationError(
+            message=f"ModelCheckpoint(save_top_k={save_top_k}) does not know which checkpoints are best.",
+            remedy=f'ModelCheckpoint(monitor="val_loss", save_top_k={save_top_k}), or save_top_k=-1 for all.',
+        )
+
+
+def _check_intervals(every_n_epochs: int | None, every_n_train_steps: int | None) -> None:
+    intervals = {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}
+    for name, value in intervals.items():
+        if value is not None and value < 1:
+            raise InvalidArgumentError(argument=name, value=value, expected="1 or more")
+    if every_n_epochs and every_n_train_steps:
+        raise ConfigurationError(
+            message="ModelCheckpoint saves every_n_epochs or every_n_train_steps, not both.",
+            facts=f"every_n_epochs={every_n_epochs}, every_n_train_steps={every_n_train_steps}.",
+            remedy="give one of them, or two ModelCheckpoint callbacks.",
+        )
+
+
+def _check_filename(filename: str) -> None:
+    try:
+        _filled_in(
+            filename, {"epoch": 0, "step": 0, **dict.fromkeys(re.findall(r"\{([^{}:]+)", filename), 0)}
+        )
+    except ValueError as error:
+        raise InvalidArgumentError(
+            argument="filename", value=filename, expected=f"formats that fit numbers ({error})"
+        ) from None

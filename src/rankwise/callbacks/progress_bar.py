@@ -1,0 +1,125 @@
+"""`TQDMProgressBar`: a bar for each training epoch and each evaluation, on global rank zero."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import final
+
+from rankwise.callbacks.base import Callback
+from rankwise.errors import InvalidArgumentError, MissingExtraError
+
+if TYPE_CHECKING:
+    from rankwise.trainer import Trainer, TrainingModule
+
+__all__ = ["TQDMProgressBar"]
+
+
+@final
+class TQDMProgressBar(Callback):
+    """Show progress and the metrics that were logged with `prog_bar=True`.
+
+    Args:
+        refresh_rate: after how many batches the bar moves.
+        leave: whether a finished training bar stays on the screen.
+
+    Raises:
+        MissingExtraError: when tqdm is not installed.
+        InvalidArgumentError: when `refresh_rate` is less than 1.
+    """
+
+    def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
+        if refresh_rate < 1:
+            raise InvalidArgumentError(argument="refresh_rate", value=refresh_rate, expected="1 or more")
+        if not self.is_available():
+            raise MissingExtraError(package="tqdm", extra="progress", purpose="The progress bar")
+        self.refresh_rate = refresh_rate
+        self.leave = leave
+        self._training: Any = None
+        self._evaluation: Any = None
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return whether tqdm is installed; it is not imported."""
+        return importlib.util.find_spec("tqdm") is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_training": None, "_evaluation": None}
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        _close(self._training)
+        title = f"Epoch {trainer.current_epoch}"
+        self._training = self._bar(trainer, title, trainer.num_training_batches, self.leave)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._move(self._training, batch_idx, trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        self._show_metrics(self._training, trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        _close(self._training)
+
+    def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        self._evaluation = self._bar(trainer, "Validation", sum(trainer.num_val_batches), leave=False)
+
+    def on_test_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        self._evaluation = self._bar(trainer, "Test", sum(trainer.num_test_batches), self.leave)
+
+    def on_predict_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        self._evaluation = self._bar(trainer, "Prediction", sum(trainer.num_predict_batches), self.leave)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainingModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._move(self._evaluation, batch_idx)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        _close(self._evaluation)
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        """Leave no bar half drawn, after an exception either."""
+        _close(self._training)
+        _close(self._evaluation)
+
+    def _bar(self, trainer: Trainer, title: str, total: float, leave: bool) -> Any:
+        if not trainer.is_global_zero:
+            return None
+        from tqdm.auto import tqdm
+
+        class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]  # tqdm may ship no types
+            monitor_interval = 0  # no watching thread of tqdm's own ...
+
+        Bar.set_lock(threading.RLock())  # ... and no lock shared between processes
+        known = None if total == float("inf") else int(total)
+        return Bar(desc=title, total=known, leave=leave, dynamic_ncols=True)
+
+    def _move(self, bar: Any, batch_idx: int, trainer: Trainer | None = None) -> None:
+        if bar is None or (batch_idx + 1) % self.refresh_rate:
+            return
+        if trainer is not None:
+            self._show_metrics(bar, trainer)
+        bar.update(self.refresh_rate)
+
+    def _show_metrics(self, bar: Any, trainer: Trainer) -> None:
+        if bar is not None:
+            bar.set_postfix(trainer.progress_bar_metrics, refresh=False)
+
+
+def _close(bar: Any) -> None:
+    if bar is not None:
+        bar.close()

@@ -1,0 +1,6 @@
+"""Loggers: where logged metrics go."""
+
+from rankwise.loggers.base import Logger
+from rankwise.loggers.csv_logger import CSVLogger
+
+__all__ = ["CSVLogger", "Logger"]

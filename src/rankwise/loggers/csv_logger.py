@@ -1,0 +1,120 @@
+"""`CSVLogger`: metrics as lines of a CSV file, hyper parameters as JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import final
+
+from rankwise.errors import InvalidArgumentError
+from rankwise.loggers.base import Logger
+
+__all__ = ["CSVLogger"]
+
+
+@final
+class CSVLogger(Logger):
+    """Write `metrics.csv`, one line per logged step, into `save_dir/name/version_<n>`.
+
+    Args:
+        save_dir: the folder under which all runs are kept.
+        name: the folder in it for runs of this kind.
+        version: a number, or a name for the run's folder; by default the first number that is free.
+        flush_logs_every_n_steps: how many lines are collected before they are written.
+
+    Raises:
+        InvalidArgumentError: when `flush_logs_every_n_steps` is less than 1.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str = "rankwise_logs",
+        version: int | str | None = None,
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        if flush_logs_every_n_steps < 1:
+            raise InvalidArgumentError(
+                argument="flush_logs_every_n_steps", value=flush_logs_every_n_steps, expected="1 or more"
+            )
+        self.name = name
+        self._root = Path(save_dir).absolute() / name
+        self._version = version
+        self._flush_every = flush_logs_every_n_steps
+        self._lines: list[dict[str, float]] = []
+
+    @property
+    def version(self) -> int | str:
+        """The run's number or name; the first number that is free, once somebody asks."""
+        if self._version is None:
+            taken = [path.name.removeprefix("version_") for path in self._root.glob("version_*")]
+            self._version = 1 + max((int(number) for number in taken if number.isdigit()), default=-1)
+        return self._version
+
+    @property
+    def log_dir(self) -> str:
+        """The run's folder."""
+        version = self.version
+        return str(self._root / (version if isinstance(version, str) else f"version_{version}"))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Take one line; a metric that no line had before becomes a new column."""
+        self._lines.append({**metrics, **({} if step is None else {"step": step})})
+        if len(self._lines) >= self._flush_every:
+            self.save()
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write `hparams.json`."""
+        path = self._made("hparams.json")
+        path.write_text(json.dumps(dict(params), indent=2, default=str) + "\n")
+
+    def save(self) -> None:
+        """Append the collected lines, or write the file anew where there are new columns."""
+        if not self._lines:
+            return
+        path = self._made("metrics.csv")
+        known = _columns(path)
+        names = list(dict.fromkeys([*known, *(name for line in self._lines for name in line)]))
+        if names == known:
+            _write(path, names, self._lines, mode="a")
+        else:
+            _write(path, names, [*_lines(path), *self._lines], mode="w")
+        self._lines.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._version = state_dict["version"]
+
+    def _made(self, name: str) -> Path:
+        folder = Path(self.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / name
+
+
+def _columns(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _write(path: Path, names: list[str], lines: Iterable[Mapping[str, Any]], mode: str) -> None:
+    with path.open(mode, newline="") as file:
+        writer = csv.DictWriter(file, names)
+        if mode == "w":
+            writer.writeheader()
+        writer.writerows(lines)

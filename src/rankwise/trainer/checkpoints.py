@@ -1,0 +1,127 @@
+"""What a checkpoint of a fit holds, and how a fit goes on from one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rankwise.callbacks import ModelCheckpoint
+from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.trainer.progress import Progress
+
+if TYPE_CHECKING:
+    from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["find_checkpoint", "make_checkpoint", "restore_loop", "restore_module"]
+
+_VERSION = 1
+_NEEDED = ("loops", "optimizer_states", "lr_schedulers", "callbacks")
+
+
+def make_checkpoint(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
+    """Return all that is needed to go on from here, as plain types and tensors.
+
+    Collective: every rank must call this, as sharded optimizers gather their state.
+    """
+    strategy, progress = trainer.strategy, trainer.progress
+    checkpoint: dict[str, Any] = {
+        "version": _VERSION,
+        "epoch": progress.current_epoch,
+        "global_step": progress.global_step,
+        "state_dict": strategy.get_module_state_dict(module),
+        "optimizer_states": [strategy.get_optimizer_state(optimizer) for optimizer in trainer.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "callbacks": {
+            callback.state_key: state for callback in trainer.callbacks if (state := callback.state_dict())
+        },
+        "precision": strategy.precision.state_dict(),
+        "loops": dataclasses.asdict(progress),
+    }
+    if module.hparams:
+        checkpoint["hyper_parameters"] = module.hparams
+    for callback in trainer.callbacks:
+        callback.on_save_checkpoint(trainer, module, checkpoint)
+    module.on_save_checkpoint(checkpoint)
+    plain: dict[str, Any] = _plain(checkpoint)
+    return plain
+
+
+def restore_module(trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any], path: str) -> None:
+    """Load the weights of a checkpoint into the module.
+
+    Raises:
+        CheckpointError: when there are none, or they belong to another module.
+    """
+    if "state_dict" not in checkpoint:
+        raise CheckpointError(path=path, problem=f"holds no 'state_dict', but {sorted(map(str, checkpoint))}")
+    for callback in trainer.callbacks:
+        callback.on_load_checkpoint(trainer, module, checkpoint)
+    module.on_load_checkpoint(checkpoint)
+    try:
+        trainer.strategy.load_module_state_dict(module, checkpoint["state_dict"])
+    except RuntimeError as error:
+        raise CheckpointError(
+            path=path,
+            problem=f"does not fit {type(module).__name__}: {error}",
+            remedy="build the module as it was when the checkpoint was written.",
+        ) from None
+
+
+def restore_loop(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
+    """Take over progress, optimizers, schedulers and callbacks; the optimizers must exist.
+
+    Raises:
+        CheckpointError: when something is missing, or the optimizers are others.
+    """
+    if missing := [name for name in _NEEDED if name not in checkpoint]:
+        raise CheckpointError(
+            path=path,
+            problem=f"holds no {missing}, without which training cannot go on from it",
+            remedy="load its weights into the module instead: module.load_state_dict(...).",
+        )
+    trainer.progress = Progress(**checkpoint["loops"])
+    trainer.progress.end_epoch()
+    try:
+        trainer.load_optimizer_states(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
+    except ValueError as error:
+        raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
+    trainer.strategy.precision.load_state_dict(checkpoint.get("precision", {}))
+    for callback in trainer.callbacks:
+        if callback.state_key in checkpoint["callbacks"]:
+            callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
+
+
+def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> str | None:
+    """Return the path that `"best"`, `"last"` or a path means; None for `"last"` where there is none yet.
+
+    Raises:
+        ConfigurationError: for `"best"` where nothing was saved.
+    """
+    if ckpt_path is None or ckpt_path not in ("best", "last"):
+        return None if ckpt_path is None else os.fspath(ckpt_path)
+    saving = trainer.checkpoint_callback
+    if ckpt_path == "last":
+        return saving.find_last() if isinstance(saving, ModelCheckpoint) else None
+    if saving is None or not saving.best_model_path:
+        raise ConfigurationError(
+            message='ckpt_path="best" finds no checkpoint.',
+            facts="no ModelCheckpoint of this trainer has saved any.",
+            remedy="call fit() first, with a ModelCheckpoint, or pass a path.",
+        )
+    return saving.best_model_path
+
+
+def _plain(value: Any) -> Any:
+    """Turn paths and NumPy's numbers, which `weights_only=True` does not load, into strings and numbers."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value) in (dict, list, tuple):
+        if isinstance(value, Mapping):
+            return {_plain(key): _plain(item) for key, item in value.items()}
+        return type(value)(_plain(item) for item in value)
+    return (
+        value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
+    )

@@ -1,0 +1,128 @@
+"""Which batches a rank sees in a stage: loaders found, split over the ranks, limited."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+from typing_extensions import final
+
+from rankwise.data import (
+    check_shardable,
+    shard_for_evaluation,
+    shard_for_prediction,
+    shard_for_training,
+)
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["LoaderShare", "as_list", "check_loaders", "share_for"]
+
+_SHARDERS: dict[str, Callable[..., Any]] = {
+    "train": shard_for_training,
+    "validate": shard_for_evaluation,
+    "test": shard_for_evaluation,
+    "predict": shard_for_prediction,
+}
+
+
+@final
+@dataclass
+class LoaderShare:
+    """One rank's batches of a loader.
+
+    Attributes:
+        loader: this rank's part of it.
+        num_batches: how many of its batches are run; `inf` where nobody knows.
+    """
+
+    loader: Iterable[Any]
+    num_batches: float
+
+    def __iter__(self) -> Iterator[tuple[Any, bool]]:
+        """Yield each batch, and whether it is the last."""
+        if self.num_batches == 0:
+            return
+        batches = islice(self.loader, None if math.isinf(self.num_batches) else int(self.num_batches))
+        batch = next(batches, _END)
+        while batch is not _END:
+            following = next(batches, _END)  # one ahead, to know which is the last
+            yield batch, following is _END
+            batch = following
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers, which shuffle differently in each epoch."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        samplers = (
+            getattr(self.loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        )
+        for sampler in {id(sampler): sampler for sampler in samplers}.values():
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+
+
+_END = object()
+
+
+def as_list(loaders: Any) -> list[Any]:
+    """Return several loaders as they are given, or the one as a list of one."""
+    is_several = isinstance(loaders, (list, tuple)) and all(isinstance(item, DataLoader) for item in loaders)
+    return list(loaders) if is_several else [loaders]
+
+
+def check_loaders(trainer: Trainer, loaders: Any) -> None:
+    """Make sure, before anything starts, that the loaders can be split over the ranks.
+
+    Raises:
+        UnshardableLoaderError: when one cannot.
+    """
+    if loaders is not None and trainer.use_distributed_sampler and trainer.world_size > 1:
+        for loader in as_list(loaders):
+            check_shardable(loader)
+
+
+def share_for(trainer: Trainer, phase: str, loader: Any, seed: int) -> LoaderShare:
+    """Return this rank's batches of `loader` in a phase: `train`, `validate`, `test` or `predict`.
+
+    Raises:
+        UnshardableLoaderError: when the loader cannot be split over the ranks.
+        ConfigurationError: for a fraction of a loader without length.
+    """
+    limit = trainer.limits[phase]
+    place = trainer.strategy.distributed_sampler_kwargs
+    is_split = trainer.use_distributed_sampler and trainer.world_size > 1
+    share = _SHARDERS[phase](loader, **place, seed=seed) if is_split else loader
+    if not is_split or phase != "predict":
+        return LoaderShare(share, _limited(_length(share), limit))
+    # Predictions are dealt out by batches, so that the limit is one of the whole loader.
+    whole = _limited(_length(loader), limit)
+    own = whole if math.isinf(whole) else len(range(place["rank"], int(whole), place["num_replicas"]))
+    return LoaderShare(share, own)
+
+
+def _length(loader: Any) -> float:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # what iterable data sets and generators raise
+        return math.inf
+
+
+def _limited(length: float, limit: float) -> float:
+    if isinstance(limit, int):
+        return min(length, limit)
+    if limit in (0.0, 1.0):
+        return length if limit else 0
+    if math.isinf(length):
+        raise ConfigurationError(
+            message=f"A fraction ({limit}) of a loader without length cannot be taken.",
+            remedy="limit it to a number of batches, such as limit_train_batches=100.",
+        )
+    return int(length * limit)

@@ -1,0 +1,225 @@
+"""`TrainingModule`: a torch module that knows how it is trained, evaluated and used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.errors import ConfigurationError, LifecycleError
+from rankwise.trainer.hooks import ModuleHooks
+
+if TYPE_CHECKING:
+    from rankwise.loggers import Logger
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["TrainingModule", "is_defined", "undefined"]
+
+
+class TrainingModule(ModuleHooks, nn.Module):
+    """What a `Trainer` trains; subclass it and define `training_step` and `configure_optimizers`.
+
+    Example:
+        >>> class Line(TrainingModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Linear(1, 1)
+        ...
+        ...     def training_step(self, batch, batch_idx):
+        ...         x, y = batch
+        ...         return nn.functional.mse_loss(self.layer(x), y)
+        ...
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    Attributes:
+        hparams: hyper parameters, kept in checkpoints and given to loggers; plain types only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hparams: dict[str, Any] = {}
+        self._trainer: Trainer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel, and be copied, without the trainer."""
+        return {**self.__dict__, "_trainer": None}
+
+    # ------------------------------------------------------------------ to define
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
+        """Return the loss of a batch, or a mapping with `"loss"` in it.
+
+        None skips the batch, which only one process alone can do.
+        """
+        raise undefined(self, "training_step")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate a validation batch, and `log` what it says.
+
+        With several loaders a third argument, `dataloader_idx`, is given. So it is to the next two.
+        """
+        raise undefined(self, "validation_step")
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate a test batch, and `log` what it says."""
+        raise undefined(self, "test_step")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the predictions for a batch, whatever they are; tensors are moved to the CPU."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, `[optimizer]`, `([optimizer], [scheduler])` or a dictionary.
+
+        A dictionary has `"optimizer"` and perhaps `"lr_scheduler"`: a scheduler, or a dictionary with
+        `"scheduler"`, `"interval"` (`"epoch"` or `"step"`), `"frequency"` and `"monitor"`. None, the
+        default, trains nothing.
+        """
+        return None
+
+    def train_dataloader(self) -> Any:
+        """Return the loader of training batches, where `fit` is given none."""
+        raise undefined(self, "train_dataloader")
+
+    def val_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, of validation batches."""
+        raise undefined(self, "val_dataloader")
+
+    def test_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, of test batches."""
+        raise undefined(self, "test_dataloader")
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, of batches to predict."""
+        raise undefined(self, "predict_dataloader")
+
+    # ------------------------------------------------------------------ to use
+
+    def log(
+        self,
+        name: str,
+        value: Tensor | float,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str = "mean",
+        sync_dist: bool | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        """Log a number.
+
+        Args:
+            name: what it is called, in `trainer.callback_metrics` and for loggers.
+            value: a number, or a tensor with one element.
+            prog_bar: whether the progress bar shows it.
+            logger: whether loggers get it.
+            on_step: whether each step's value is logged. By default, only in training batches. Evaluation
+                has no steps of its own.
+            on_epoch: whether the values are reduced over the epoch; by default, where `on_step` is not.
+            reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`.
+            sync_dist: whether values are reduced over the ranks too. By default only in evaluation, where
+                each rank sees other samples and the result is to count each once.
+            batch_size: the weight of this value; found in the batch by default.
+
+        Collective: with `sync_dist`, every rank must log the same names in the same epoch.
+
+        Raises:
+            InvalidTypeError, InvalidArgumentError: when it is not one number, or for another `reduce_fx`.
+            LifecycleError: outside of a stage of a trainer.
+        """
+        self.trainer.results.log(
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduce_fx,
+            sync_dist=sync_dist,
+            batch_size=batch_size,
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Tensor | float], **kwargs: Any) -> None:
+        """Log several numbers with the same options, which are those of `log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, **kwargs)
+
+    def optimizers(self) -> Any:
+        """Return the optimizer, or the list of them if there is not exactly one."""
+        return _one_or_all(self.trainer.optimizers)
+
+    def lr_schedulers(self) -> Any:
+        """Return the learning rate scheduler, or the list of them if there is not exactly one."""
+        return _one_or_all([config.scheduler for config in self.trainer.lr_scheduler_configs])
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that this module was given to last."""
+        if self._trainer is None:
+            raise LifecycleError(
+                call=f"{type(self).__name__}.trainer",
+                state="no trainer",
+                needed="a Trainer",
+                remedy=f"Trainer(...).fit({type(self).__name__}(...), loader)",
+            )
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module's first parameter or buffer."""
+        return next(
+            (tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu")
+        )
+
+    @property
+    def global_rank(self) -> int:
+        """This process's id in the whole job."""
+        return self.trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's id on its node."""
+        return self.trainer.local_rank
+
+    @property
+    def current_epoch(self) -> int:
+        """The number of the current epoch."""
+        return self.trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps made."""
+        return self.trainer.global_step
+
+    @property
+    def logger(self) -> Logger | None:
+        """The trainer's first logger."""
+        return self.trainer.logger
+
+
+def is_defined(module: TrainingModule, method: str) -> bool:
+    """Return whether a subclass defines what `TrainingModule` leaves undefined."""
+    return getattr(type(module), method) is not getattr(TrainingModule, method)
+
+
+def undefined(module: TrainingModule, method: str) -> ConfigurationError:
+    """Return the error that says what a module lacks."""
+    name, is_loader = type(module).__name__, method.endswith("dataloader")
+    remedy = f"pass a loader, or define {name}.{method}(self)."
+    return ConfigurationError(
+        message=f"{name} does not define {method}().",
+        remedy=remedy if is_loader else f"define {name}.{method}(self, batch, batch_idx).",
+    )
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    return items[0] if len(items) == 1 else items

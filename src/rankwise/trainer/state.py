@@ -1,0 +1,129 @@
+"""Bring what a stage has changed back from a worker into the calling process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from typing_extensions import final
+
+if TYPE_CHECKING:
+    from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["CallerState", "capture", "restore"]
+
+
+@final
+@dataclass
+class CallerState:
+    """What the calling process must know after a stage that ran elsewhere; picklable, on the CPU.
+
+    Attributes:
+        tensors: every parameter and buffer of the module, by dotted name.
+        new_modules: submodules that the stage has added, by dotted name.
+        optimizers: the optimizers' states.
+        schedulers: the learning rate schedulers' states.
+        callbacks: the callbacks' states, in their order.
+        loggers: the loggers' states, in their order.
+        trainer: the trainer's own facts, by attribute.
+        hparams: the module's hyper parameters.
+    """
+
+    tensors: dict[str, Tensor]
+    new_modules: dict[str, nn.Module]
+    optimizers: list[dict[str, Any]]
+    schedulers: list[dict[str, Any]]
+    callbacks: list[dict[str, Any]]
+    loggers: list[dict[str, Any]]
+    trainer: dict[str, Any]
+    hparams: dict[str, Any]
+
+
+def capture(trainer: Trainer, module: TrainingModule, known_modules: set[str]) -> CallerState | None:
+    """Return the state on global rank 0, and None on the others.
+
+    Collective: every rank must call this, as sharded optimizers gather their state.
+
+    Args:
+        trainer: the worker's.
+        module: the worker's; it is moved to the CPU.
+        known_modules: the dotted names of the submodules that the calling process has.
+    """
+    module.cpu()
+    optimizers = [trainer.strategy.get_optimizer_state(optimizer) for optimizer in trainer.optimizers]
+    if not trainer.is_global_zero:
+        return None
+    state = CallerState(
+        tensors=dict(_tensors(module)),
+        new_modules=_new_modules(module, known_modules),
+        optimizers=optimizers,
+        schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        callbacks=[callback.state_dict() for callback in trainer.callbacks],
+        loggers=[logger.state_dict() for logger in trainer.loggers],
+        trainer={name: getattr(trainer, name) for name in trainer.FACTS},
+        hparams=module.hparams,
+    )
+    for name in ("optimizers", "schedulers", "callbacks", "trainer"):
+        on_cpu = apply_to_collection(getattr(state, name), Tensor, lambda tensor: tensor.detach().cpu())
+        setattr(state, name, on_cpu)
+    return state
+
+
+def restore(trainer: Trainer, module: TrainingModule, state: CallerState) -> None:
+    """Make the calling process's objects what the worker's were; parameters keep their identity."""
+    for name, submodule in state.new_modules.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, submodule)
+    for name, tensor in state.tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        _put(module.get_submodule(owner), leaf, tensor)
+    module.hparams = state.hparams
+    for name, value in state.trainer.items():
+        setattr(trainer, name, value)
+    for callback, own in zip(trainer.callbacks, state.callbacks, strict=True):
+        callback.load_state_dict(own)
+    for logger, own in zip(trainer.loggers, state.loggers, strict=True):
+        logger.load_state_dict(own)
+    if state.optimizers:
+        trainer.create_optimizers()
+        trainer.load_optimizer_states(state.optimizers, state.schedulers)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    )
+
+
+def _new_modules(module: nn.Module, known: set[str]) -> dict[str, nn.Module]:
+    """Return the topmost submodules that are not `known`; they bring what is below them."""
+    named = dict(module.named_modules(remove_duplicate=False))
+    return {
+        name: submodule
+        for name, submodule in named.items()
+        if name not in known and name.rpartition(".")[0] in known
+    }
+
+
+def _put(owner: nn.Module, name: str, value: Tensor) -> None:
+    """Give a parameter or buffer its value, in place where it has room for it."""
+    is_parameter = isinstance(value, nn.Parameter)
+    current = (owner._parameters if is_parameter else owner._buffers).get(name)
+    if isinstance(current, (UninitializedParameter, UninitializedBuffer)):
+        current.materialize(value.shape, dtype=value.dtype)
+    if current is None or current.shape != value.shape or current.dtype != value.dtype:
+        if is_parameter or name in owner._buffers:
+            setattr(owner, name, value)
+        else:
+            owner.register_buffer(name, value)
+    else:
+        with torch.no_grad():
+            current.copy_(value)
+        current.requires_grad_(value.requires_grad)
