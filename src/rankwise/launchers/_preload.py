@@ -7,7 +7,9 @@ import contextlib
 import gc
 
 with contextlib.suppress(Exception):
-    import torch._dynamo  # the first DDP() imports it, in every rank: 0.8 s
+    from rankwise.launchers._dynamo import import_dynamo
+
+    import_dynamo()
     import torch.nn.parallel  # noqa: F401
 
     import rankwise.launchers.multiprocess  # noqa: F401  the worker function lives there

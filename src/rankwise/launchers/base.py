@@ -24,12 +24,13 @@ class Launcher(ABC):
     pickles_entry: bool = False
 
     @abstractmethod
-    def launch(self, entry: Entry, described: Mapping[str, object]) -> dict[int, Any]:
+    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Run `entry(seat)` once per local rank; return the values by global rank.
 
         Args:
             entry: what to run. It must set up and tear down by itself.
             described: the parts of `entry` by the names that its user knows them by, for error messages.
+            rendezvous: `"private"` or `"tcp"`; where the processes exist already, they have their own.
 
         Raises:
             LaunchRefusedError: when this launcher cannot work here; nothing was started.

@@ -38,7 +38,7 @@ class InlineLauncher(Launcher):
         self._address = address
         self._hosts_store = hosts_store
 
-    def launch(self, entry: Entry, described: Mapping[str, object]) -> dict[int, Any]:
+    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Call `entry`; a failure is the exception itself, and in torchrun's error file if there is one."""
         seat = Seat(self._ranks, address=self._address, hosts_store=self._hosts_store, job=next(_jobs))
         try:

@@ -22,6 +22,7 @@ from typing_extensions import final
 from rankwise.errors import LaunchRefusedError
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, RankChannel
+from rankwise.launchers._dynamo import import_dynamo
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._openmp import pause_openmp
 from rankwise.launchers._pickling import pack_or_explain
@@ -45,7 +46,6 @@ class MultiprocessLauncher(Launcher):
     Args:
         start_method: `"spawn"`, `"fork"` or `"forkserver"`.
         seats: the ranks to start, in order.
-        rendezvous: `"private"` or `"tcp"`.
         grace_period_s: how long a rank that was told to stop has before it is killed.
         init_timeout: how long the ranks may take to meet.
     """
@@ -57,22 +57,20 @@ class MultiprocessLauncher(Launcher):
         start_method: str,
         seats: tuple[RankInfo, ...],
         *,
-        rendezvous: str,
         grace_period_s: float,
         init_timeout: timedelta,
     ) -> None:
         self.pickles_entry = start_method != "fork"
         self._start_method = start_method
         self._seats = seats
-        self._rendezvous = rendezvous
         self._grace_period_s = grace_period_s
         self._init_timeout = init_timeout
 
-    def launch(self, entry: Entry, described: Mapping[str, object]) -> dict[int, Any]:
+    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, bring back; see `Launcher.launch`."""
         _refuse_where_impossible(self._start_method)
         with ExitStack() as cleanup:
-            job = self._prepare(entry, described, cleanup)
+            job = self._prepare(entry, described, rendezvous, cleanup)
             supervisor = Supervisor(self._grace_period_s)
             values = {ranks.global_rank: _owned_descriptor(cleanup) for ranks in self._seats}
             with _ending_everything(supervisor):
@@ -86,9 +84,11 @@ class MultiprocessLauncher(Launcher):
     def close(self) -> None:
         """Nothing is kept between launches; a forkserver, once warm, ends with this process."""
 
-    def _prepare(self, entry: Entry, described: Mapping[str, object], cleanup: ExitStack) -> _Job:
+    def _prepare(
+        self, entry: Entry, described: Mapping[str, object], rendezvous: str, cleanup: ExitStack
+    ) -> _Job:
         address = None
-        if self._rendezvous == "tcp":
+        if rendezvous == "tcp":
             store, address = host_store(self._init_timeout)
             cleanup.callback(lambda kept: None, store)  # the store listens for as long as this block holds it
         packed: _Descriptor | None = None
@@ -222,8 +222,7 @@ def _leave() -> None:
 
 def _rest_before_fork() -> int | None:
     """Make this process safe to fork; return the number of threads to fall back to, or None."""
-    import torch._dynamo  # noqa: F401  the first DDP() imports it: once here is less than once in every rank
-
+    import_dynamo()  # once here is less than once in every rank
     return None if pause_openmp() else 1
 
 

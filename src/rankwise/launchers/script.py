@@ -42,7 +42,6 @@ class ScriptLauncher(Launcher):
 
     Args:
         seats: the local ranks, this process first.
-        rendezvous: `"private"` or `"tcp"`.
         grace_period_s: how long a rank that was told to stop has before it is killed.
         init_timeout: how long the ranks may take to meet.
         command: what to run instead of this process's own command line.
@@ -54,18 +53,16 @@ class ScriptLauncher(Launcher):
         self,
         seats: tuple[RankInfo, ...],
         *,
-        rendezvous: str,
         grace_period_s: float,
         init_timeout: timedelta,
         command: Sequence[str] | None = None,
     ) -> None:
         self._seats = seats
-        self._rendezvous = rendezvous
         self._grace_period_s = grace_period_s
         self._init_timeout = init_timeout
         self._command = command
 
-    def launch(self, entry: Entry, described: Mapping[str, object]) -> dict[int, Any]:
+    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Run as this process's rank, wait for the others; see `Launcher.launch`.
 
         In the main process the values of the other ranks come along where they can be pickled; in the others
@@ -75,22 +72,23 @@ class ScriptLauncher(Launcher):
         if mine is not None:
             _check_same(mine.ranks.local_world_size, len(self._seats))
             return _run_in_worker(mine, entry)
-        return self._group().run(entry)
+        return self._group(rendezvous).run(entry)
 
     def close(self) -> None:
         """The re-run scripts go on to the next job, and end with this process."""
 
-    def _group(self) -> _ScriptGroup:
+    def _group(self, rendezvous: str) -> _ScriptGroup:
         global _group
         if _group is None:
             command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
-            _group = _ScriptGroup(self._seats, self._rendezvous, self._grace_period_s, self._init_timeout)
+            _group = _ScriptGroup(self._seats, rendezvous, self._grace_period_s, self._init_timeout)
             _group.start(command, directory)
         _check_same(len(_group.seats), len(self._seats))
-        if self._rendezvous == "tcp" and _group.address is None:
+        if rendezvous == "tcp" and _group.address is None:
             raise LaunchRefusedError(
                 message="rendezvous='tcp' was asked for, but this script's processes meet privately.",
-                remedy="use the same rendezvous for every strategy of the script.",
+                facts="init_process_group=False and NCCL need one too.",
+                remedy='pass rendezvous="tcp" to the first strategy of the script.',
             )
         return _group
 

@@ -71,8 +71,16 @@ def init_process_group(
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
+        _wait_until_connected(store, ranks, timeout)
     finally:
         sys.excepthook = hook
+
+
+def _wait_until_connected(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> None:
+    # A rank with little to do could otherwise have left again while another still connects to it.
+    if store.add("connected", 1) == ranks.world_size:
+        store.set("all_connected", "1")
+    store.wait(["all_connected"], timeout)
 
 
 def _check_existing(ranks: RankInfo, backend: str) -> None:

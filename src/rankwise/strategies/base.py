@@ -266,9 +266,12 @@ class Strategy(ABC):
         self.results = {}
         self._is_group_wanted = init_process_group
         entry = RankEntry(self, function, args, kwargs)
-        self.results = self.launcher.launch(entry, entry.described())
+        self.results = self.launcher.launch(entry, entry.described(), self._rendezvous_of_launch())
         value: T = self.results[min(self.results)]
         return value
+
+    def _rendezvous_of_launch(self) -> str:
+        return "private"
 
     def take_seat(self, seat: Seat) -> None:
         """Become the rank that `seat` says; called by the launcher's side."""

@@ -18,6 +18,7 @@ from typing_extensions import final
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
 from rankwise.launchers import Launcher
+from rankwise.launchers._dynamo import import_dynamo
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
 from rankwise.launchers.script import ScriptLauncher, can_rerun, script_ranks
@@ -160,7 +161,6 @@ class DDPStrategy(Strategy):
             return self._inline_launcher(environment)
         seats = self._local_seats(self.local_world_size)
         options: dict[str, Any] = {
-            "rendezvous": self._actual_rendezvous(),
             "grace_period_s": self.grace_period_s,
             "init_timeout": self.init_timeout,
         }
@@ -177,29 +177,19 @@ class DDPStrategy(Strategy):
         address = (_LOOPBACK if is_local else environment.main_address, environment.main_port)
         return InlineLauncher(self.ranks, address, hosts_store=self.is_global_zero and not is_hosted)
 
-    def _actual_rendezvous(self) -> str:
-        # NCCL calls the store from its own C++ threads, and so does what users bring along.
+    def _rendezvous_of_launch(self) -> str:
+        if self.rendezvous == "private" and not self._is_group_wanted:
+            raise LaunchRefusedError(
+                message="init_process_group=False cannot work with a private rendezvous: there is no port.",
+                remedy='leave rendezvous at "auto", or use "tcp".',
+            )
         if self.rendezvous == "auto":
-            return "private" if self.process_group_backend == "gloo" else "tcp"
+            # NCCL calls the store from its own C++ threads, and so does what users bring along.
+            is_private = self._is_group_wanted and self.process_group_backend == "gloo"
+            return "private" if is_private else "tcp"
         return self.rendezvous
 
     # ------------------------------------------------------------------ a job
-
-    def launch(self, function: Any, *args: Any, init_process_group: bool = True, **kwargs: Any) -> Any:
-        """Run `function(strategy, *args, **kwargs)` once per rank; see `Strategy.launch`."""
-        if not self.is_bound:
-            if not init_process_group and self.rendezvous == "auto":
-                self.rendezvous = "tcp"  # `env://` needs something that listens
-            self.bind()
-        is_private = (
-            not self.environment.creates_processes_externally and self._actual_rendezvous() == "private"
-        )
-        if is_private and not init_process_group:
-            raise LaunchRefusedError(
-                message="init_process_group=False cannot work with a private rendezvous: there is no port.",
-                remedy='create the strategy with rendezvous="tcp".',
-            )
-        return super().launch(function, *args, init_process_group=init_process_group, **kwargs)
 
     def setup_environment(self) -> None:
         """Prepare this process and connect it to the others.
@@ -233,6 +223,7 @@ class DDPStrategy(Strategy):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             self._plain_modules.add(module)
             return module
+        import_dynamo()
         with self._wrapping_stream():
             wrapped = self.configure_ddp(module, self.determine_ddp_device_ids())
         if not isinstance(wrapped, DistributedDataParallel):
