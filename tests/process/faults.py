@@ -1,0 +1,127 @@
+"""One rank fails in a known way while the other is busy in a known way; the moment of the fault is noted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, WorkerRaisedError
+from rankwise.strategies import DDPStrategy, Strategy
+
+HOW = ("raise", "kill", "_exit", "exit")
+WHEN = ("before", "step", "sleep", "loop", "store")
+MESSAGE = "the fault of this test"
+LIMIT_S = 2.0
+CLASSES: dict[str, type[WorkerError]] = {
+    "raise": WorkerRaisedError,
+    "kill": WorkerKilledError,
+    "_exit": WorkerExitedError,
+    "exit": WorkerExitedError,
+}
+# Far beyond the limit, so that what only ends by a timeout is seen to be late, but soon.
+_TIMEOUTS = {"timeout": timedelta(seconds=10), "init_timeout": timedelta(seconds=12)}
+_LEAD_S = 0.1  # how long the other rank has to become busy
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Which rank fails, how, what the other one does meanwhile, and the file for the time."""
+
+    who: int
+    how: str
+    when: str
+    stamp: str
+
+    def happen(self) -> NoReturn:
+        """Note the time, and fail."""
+        Path(self.stamp).write_text(repr(time.monotonic()))
+        if self.how == "raise":
+            raise ValueError(MESSAGE)
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "_exit":
+            os._exit(3)
+        sys.exit(0)
+
+    def seconds_ago(self) -> float:
+        """Return how long ago the fault happened."""
+        return time.monotonic() - float(Path(self.stamp).read_text())
+
+
+class FaultyStrategy(DDPStrategy):
+    """Fails in one rank before the group is up, where its fault says so."""
+
+    fault: Fault | None = None
+
+    def setup_environment(self) -> None:
+        fault = self.fault
+        if fault is not None and fault.when == "before" and fault.who == self.global_rank:
+            time.sleep(_LEAD_S)
+            fault.happen()
+        super().setup_environment()
+
+
+def strategy_with(fault: Fault, start_method: str, rendezvous: str, **arguments: object) -> FaultyStrategy:
+    """Return a strategy on two CPU processes that knows the fault."""
+    settings = {"accelerator": "cpu", "devices": 2, **_TIMEOUTS, **arguments}
+    strategy = FaultyStrategy(start_method=start_method, rendezvous=rendezvous, **settings)  # type: ignore[arg-type]  # checked by itself
+    strategy.fault = fault
+    return strategy
+
+
+def job(strategy: Strategy, fault: Fault) -> str:
+    """Fail in one rank; be busy in the other."""
+    strategy.barrier()
+    if strategy.global_rank == fault.who:
+        time.sleep(_LEAD_S)
+        fault.happen()
+    be_busy(fault.when)
+    return "finished"
+
+
+def be_busy(when: str) -> None:
+    """Do for a minute what `when` says."""
+    end = time.monotonic() + 60
+    if when == "step":
+        dist.all_reduce(torch.ones(2))
+    elif when == "sleep":
+        time.sleep(60)
+    elif when == "loop":
+        while time.monotonic() < end:
+            sum(range(1000))
+    elif when == "store":
+        dist.distributed_c10d._get_default_store().wait(["never set"], timedelta(seconds=60))
+
+
+def problems(fault: Fault, error: BaseException) -> list[str]:
+    """Return what is wrong with how the fault reached the caller; the one place that says what is right."""
+    if not Path(fault.stamp).exists():
+        return [f"raised before the fault: {error!r}: {error}"]
+    elapsed = fault.seconds_ago()
+    found = []
+    if elapsed > LIMIT_S:
+        found.append(f"it took {elapsed:.2f} s from the fault to the exception")
+    if type(error) is not CLASSES[fault.how]:
+        return [*found, f"it is a {type(error).__name__}: {error}"]
+    if getattr(error, "global_rank", None) != fault.who:
+        found.append(f"it names global_rank {getattr(error, 'global_rank', None)}: {error}")
+    expected = {"kill": ("signal_number", 9), "_exit": ("exit_code", 3), "exit": ("exit_code", 0)}
+    if fault.how in expected:
+        name, value = expected[fault.how]
+        if getattr(error, name) != value:
+            found.append(f"its {name} is {getattr(error, name)!r}")
+    tracebacks = str(error).count("Traceback (most recent call last)")
+    if tracebacks != (1 if fault.how in ("raise", "exit") else 0):
+        found.append(f"it carries {tracebacks} tracebacks: {error}")
+    if error.__cause__ is not None or not (error.__context__ is None or error.__suppress_context__):
+        found.append(f"it brings a second exception with it: {error.__cause__ or error.__context__!r}")
+    return found

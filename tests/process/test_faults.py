@@ -1,0 +1,503 @@
+"""Failures: which rank, how, while its peer does what; the caller gets one exception in two seconds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, WorkerRaisedError
+from rankwise.strategies import Strategy
+from tests.helpers.scripts import ScriptRunner
+from tests.process.faults import HOW, LIMIT_S, WHEN, Fault, job, problems, strategy_with
+from tests.process.helpers import ddp, with_tests
+
+pytestmark = pytest.mark.timeout(30)
+Cell = tuple[int, str, str, str]
+CELLS: list[Cell] = list(itertools.product((0, 1), HOW, WHEN, ("private", "tcp")))
+
+
+def _table(quick: set[Cell], but: set[Cell] | None = None) -> Any:
+    """Parametrize over all cells; those that are not `quick` are run by hand (`-m soak`)."""
+    cells = [
+        pytest.param(cell, id="-".join(map(str, cell)), marks=() if cell in quick else pytest.mark.soak)
+        for cell in CELLS
+        if but is None or cell not in but
+    ]
+    return pytest.mark.parametrize("cell", cells)
+
+
+def _check(cell: Cell, start_method: str, folder: Path) -> None:
+    *where, rendezvous = cell
+    fault = Fault(*where, str(folder / "stamp"))  # type: ignore[arg-type]  # three of the cell's four
+    with pytest.raises(WorkerError) as caught:
+        strategy_with(fault, start_method, rendezvous).launch(job, fault)
+    assert problems(fault, caught.value) == []
+
+
+# ------------------------------------------------------------------------------------------ the table
+
+PRIVATE = {cell for cell in CELLS if cell[3] == "private"}
+OVER_TCP = {cell for cell in CELLS if cell[1] in ("raise", "kill") and cell[2] in ("before", "step", "store")}
+SPAWNED: set[Cell] = {
+    (0, "raise", "step", "private"),
+    (1, "raise", "sleep", "tcp"),
+    (1, "kill", "step", "private"),
+    (0, "_exit", "before", "tcp"),
+    (1, "exit", "sleep", "private"),
+}
+
+
+@_table(PRIVATE | OVER_TCP)
+def test_fork(cell: Cell, tmp_path: Path) -> None:
+    """Any failure of a forked rank reaches the caller in time, once, rightly named."""
+    _check(cell, "fork", tmp_path)
+
+
+@_table(PRIVATE)
+def test_forkserver(cell: Cell, tmp_path: Path) -> None:
+    """Any failure of a rank of the forkserver reaches the caller in time, once, rightly named."""
+    _check(cell, "forkserver", tmp_path)
+
+
+@_table(SPAWNED)
+def test_spawn(cell: Cell, tmp_path: Path) -> None:
+    """Any failure of a spawned rank reaches the caller in time, once, rightly named."""
+    _check(cell, "spawn", tmp_path)
+
+
+# Under "ddp" rank 0 is the main process: when it is killed there is no caller left to get an exception.
+LETHAL = {cell for cell in CELLS if cell[0] == 0 and cell[1] in ("kill", "_exit")}
+RERUN: set[Cell] = {
+    *((1, "raise", when, "private") for when in ("before", "step", "sleep")),
+    *((1, "kill", when, "tcp") for when in ("before", "step", "sleep")),
+    (1, "_exit", "step", "private"),
+    (1, "exit", "sleep", "private"),
+    *((0, "raise", when, "private") for when in ("before", "step", "sleep")),
+    (0, "exit", "step", "tcp"),
+}
+# Each launch re-runs the script for its own cell only; the main process goes on to the next one.
+RERUN_SCRIPT = """
+    import json, sys
+    import rankwise
+    from rankwise.errors import RankwiseError
+    from rankwise.launchers._inherited import inherited_seat
+    from tests.process.faults import Fault, job, problems, strategy_with
+
+    def report(text, found):
+        with open(sys.argv[0] + ".results", "a") as file:
+            print(json.dumps([text, found]), file=file)
+
+    for text in sys.argv[1:]:
+        who, how, when, rendezvous, stamp = json.loads(text)
+        fault = Fault(who, how, when, stamp)
+        command = [sys.executable, __file__, text]
+        try:
+            strategy_with(fault, "popen", rendezvous, command=command).launch(job, fault)
+        except RankwiseError as error:
+            report(text, problems(fault, error))
+        except BaseException as error:
+            if inherited_seat() is not None:
+                raise
+            report(text, [f"raised {error!r}"])
+"""
+
+
+@pytest.fixture(scope="module")
+def rerun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, list[str]]:
+    """Have all cells of `test_ddp` that are selected happen in one script; return the problems of each."""
+    items = [item for item in request.session.items if item.name.startswith("test_ddp[")]
+    cells = [item.callspec.params["cell"] for item in items if isinstance(item, pytest.Function)]
+    folder = tmp_path_factory.mktemp("rerun")
+    texts = [json.dumps([*cell, str(folder / f"stamp{index}")]) for index, cell in enumerate(cells)]
+    found = _in_one_script(ScriptRunner(folder), texts)
+    return {cell: found.get(text, ["nothing was raised"]) for cell, text in zip(cells, texts, strict=True)}
+
+
+def _in_one_script(runner: ScriptRunner, texts: list[str]) -> dict[str, list[str]]:
+    results = runner.folder / "script.py.results"
+    try:
+        result = runner(RERUN_SCRIPT, *texts, env=with_tests(), timeout=20 + 5 * len(texts))
+    except AssertionError as error:
+        return {text: [str(error)[:2000]] for text in texts} | _read(results)
+    finally:
+        runner.abandon_all()
+    late = [] if result.returncode == 0 else [f"the script ended with {result.returncode}: {result}"]
+    return {text: found + late for text, found in _read(results).items()}
+
+
+def _read(results: Path) -> dict[str, list[str]]:
+    return dict(json.loads(line) for line in results.read_text().splitlines())
+
+
+@pytest.mark.timeout(400)
+@_table(RERUN, but=LETHAL)
+def test_ddp(cell: Cell, rerun: dict[Cell, list[str]]) -> None:
+    """Any failure of a re-run script reaches the main script in time, once, rightly named."""
+    assert rerun[cell] == []
+
+
+def test_ddp_launches_again_after_a_failed_start(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """After a failure before the group was up, the same script launches again and meets its new sibling."""
+    cells = [[1, "raise", "before", "private"], [1, "raise", "step", "private"]]
+    texts = [json.dumps([*cell, str(tmp_path / f"stamp{index}")]) for index, cell in enumerate(cells)]
+    assert _in_one_script(run_script, texts) == {text: [] for text in texts}
+
+
+# ------------------------------------------------------------------------------------------ exit codes under ddp
+
+ONE_CELL = """
+    import json, sys
+    import rankwise
+    from tests.process.faults import Fault, job, strategy_with
+
+    who, how, when, rendezvous, stamp = json.loads(sys.argv[1])
+    fault = Fault(who, how, when, stamp)
+    strategy_with(fault, "popen", rendezvous).launch(job, fault)
+    print("went on")
+"""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """With no `except`, the script ends with 1, and stderr holds the failing rank's traceback once."""
+    cell = json.dumps([who, "raise", "step", "private", str(tmp_path / "stamp")])
+    result = run_script(ONE_CELL, cell, env=with_tests())
+    assert result.returncode == 1
+    assert "went on" not in result.stdout
+    assert result.stderr.count("in happen") == 1, result
+    assert result.stderr.count("WorkerRaisedError") == 1
+    assert f"Worker global_rank={who} " in result.stderr
+
+
+@pytest.mark.parametrize(("how", "code"), [("kill", -signal.SIGKILL), ("_exit", 3)])
+@pytest.mark.parametrize(
+    "when", ["step", pytest.param("sleep", marks=pytest.mark.soak), pytest.param("before", marks=pytest.mark.soak)]
+)
+def test_rank_zero_is_gone_at_once(
+    how: str, code: int, when: str, run_script: ScriptRunner, tmp_path: Path
+) -> None:
+    """Under ddp, where rank 0 is the main process, its sudden end is the script's, and its peer follows."""
+    cell = json.dumps([0, how, when, "private", str(tmp_path / "stamp")])
+    running = run_script.start(ONE_CELL, cell, env=with_tests())
+    result = running.finish(leftover_grace_s=1.0)
+    assert result.returncode == code
+
+
+def test_an_early_exit_of_zero_is_no_success(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """A sibling that calls sys.exit(0) in the middle of a job makes the script's exit code non-zero."""
+    cell = json.dumps([1, "exit", "step", "private", str(tmp_path / "stamp")])
+    result = run_script(ONE_CELL, cell, env=with_tests())
+    assert result.returncode == 1
+    assert "exited with code 0 before it had finished" in result.stderr
+
+
+# ------------------------------------------------------------------------------------------ the main process is killed
+
+BUSY = """
+    import os, sys, time
+    import rankwise
+    from rankwise.strategies import DDPStrategy
+    import torch, torch.distributed as dist
+
+    def job(strategy, what):
+        print("pid", os.getpid(), flush=True)
+        strategy.barrier()
+        print("busy", flush=True)
+        if what == "step" and strategy.global_rank == 1:
+            dist.all_reduce(torch.ones(2))
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("what", ["step", pytest.param("sleep", marks=pytest.mark.soak)])
+def test_workers_leave_with_the_main_process(start_method: str, what: str, run_script: ScriptRunner) -> None:
+    """SIGKILL of the main process: within a second nothing of the job is left, whatever it was doing."""
+    running = run_script.start(BUSY, start_method, what)
+    running.wait_for("busy", count=2)
+    running.send_signal(signal.SIGKILL)
+    assert running.finish(leftover_grace_s=1.0).returncode == -signal.SIGKILL
+
+
+# ------------------------------------------------------------------------------------------ which failure is reported
+
+
+def finish_then_fail(strategy: Strategy, who: int, how: str, stamp: str) -> str:
+    if strategy.global_rank == who:
+        time.sleep(0.3)
+        Fault(who, how, "", stamp).happen()
+    return "finished"
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", HOW)
+def test_one_that_finished_is_no_success(who: int, how: str, tmp_path: Path) -> None:
+    """A rank that has returned already does not make the run a success when the other fails."""
+    fault = Fault(who, how, "", str(tmp_path / "stamp"))
+    strategy = ddp("fork")
+    with pytest.raises(WorkerError) as caught:
+        strategy.launch(finish_then_fail, who, how, fault.stamp)
+    assert problems(fault, caught.value) == []
+    assert strategy.results == {}
+
+
+def both_fail(strategy: Strategy) -> NoReturn:
+    strategy.barrier()
+    time.sleep(0.3 * strategy.global_rank)
+    raise ValueError(f"failure of {strategy.global_rank}")
+
+
+def test_the_first_of_two_failures_is_named() -> None:
+    """When both ranks fail the exception is the first one's."""
+    with pytest.raises(WorkerRaisedError, match="failure of 0") as caught:
+        ddp("fork").launch(both_fail)
+    assert caught.value.global_rank == 0
+
+
+def fail_beside_collective(strategy: Strategy) -> None:
+    strategy.barrier()
+    if strategy.global_rank == 2:
+        time.sleep(0.1)
+        try:
+            raise KeyError("the cause")
+        finally:
+            dist.destroy_process_group()  # the peers' error comes before the report of this one
+            time.sleep(0.2)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_consequence_is_not_taken_for_the_cause() -> None:
+    """Peers that fail because a rank has left are consequences, even when they report first."""
+    with pytest.raises(WorkerRaisedError) as caught:
+        ddp("fork", devices=3).launch(fail_beside_collective)
+    assert (caught.value.global_rank, caught.value.exception_type) == (2, "KeyError")
+    assert caught.value.traceback_text.count("Traceback (most recent call last)") == 1
+
+
+class Unruly(Exception):
+    """An exception that cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def fail_oddly(strategy: Strategy, kind: str) -> None:
+    if strategy.global_rank == 0:
+        strategy.barrier()
+    if kind == "long":
+        raise ValueError("x" * 3_000_000)
+    if kind == "surrogate":
+        raise ValueError("caf\udce9 \ud800")
+    if kind == "unruly":
+        raise Unruly
+    if kind == "interrupt":
+        raise KeyboardInterrupt
+    if kind == "empty":
+        raise ValueError
+    if kind == "local":
+
+        class Local(Exception):
+            def __init__(self, one: int, two: int) -> None:
+                super().__init__(one)
+
+        raise Local(1, 2)
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise ValueError("outer") from error
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("long", "ValueError"),
+        ("surrogate", "ValueError"),
+        ("unruly", "Unruly"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("empty", "ValueError"),
+        ("local", "Local"),
+        ("chained", "ValueError"),
+    ],
+)
+def test_any_exception_is_reported(kind: str, name: str) -> None:
+    """Whatever is raised is named with its rank: long, undecodable, wordless, local or chained."""
+    with pytest.raises(WorkerRaisedError) as caught:
+        ddp("fork").launch(fail_oddly, kind)
+    assert (caught.value.global_rank, caught.value.exception_type) == (1, name)
+
+
+def test_a_chained_exception_keeps_its_chain() -> None:
+    """`raise ... from ...` in a rank shows both in the one traceback text."""
+    with pytest.raises(WorkerRaisedError) as caught:
+        ddp("fork").launch(fail_oddly, "chained")
+    text = caught.value.traceback_text
+    assert text.index("KeyError: 'inner'") < text.index("direct cause") < text.index("ValueError: outer")
+
+
+def test_the_traceback_starts_in_the_users_code() -> None:
+    """No frame of the launcher stands above the user's in the text."""
+    with pytest.raises(WorkerRaisedError) as caught:
+        ddp("fork").launch(both_fail)
+    lines = caught.value.traceback_text.splitlines()
+    assert "in both_fail" in lines[1]
+
+
+def abort(strategy: Strategy) -> None:
+    if strategy.global_rank == 1:
+        os.abort()
+    time.sleep(60)
+
+
+def test_a_crash_names_its_signal() -> None:
+    """A rank that native code ends is reported with the signal's name."""
+    with pytest.raises(WorkerKilledError, match="global_rank=1 .* was killed by SIGABRT"):
+        ddp("fork").launch(abort)
+
+
+def exit_with(strategy: Strategy, code: Any) -> None:
+    if strategy.global_rank == 1:
+        sys.exit(code)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (7, 7), ("a message", 1)])
+def test_an_exit_has_its_code(code: object, expected: int) -> None:
+    """`sys.exit` with any argument is reported with the code that it stands for."""
+    with pytest.raises(WorkerExitedError) as caught:
+        ddp("fork").launch(exit_with, code)
+    assert (caught.value.global_rank, caught.value.exit_code) == (1, expected)
+
+
+class FailsToArrive:
+    """Raises, or leaves, where it is unpickled."""
+
+    def __init__(self, action: str) -> None:
+        self.action = action
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return _arrive, (self.action,)
+
+
+def _arrive(action: str) -> None:
+    if action == "raise":
+        raise ValueError("it does not arrive")
+    os._exit(5)
+
+
+def take(strategy: Strategy, value: object) -> None:
+    """Take an argument."""
+
+
+@pytest.mark.parametrize(("action", "kind"), [("raise", WorkerRaisedError), ("leave", WorkerExitedError)])
+def test_arguments_that_do_not_arrive_are_reported(action: str, kind: type[WorkerError]) -> None:
+    """What goes wrong while a rank unpickles its arguments ends the job as any failure does."""
+    start = time.monotonic()
+    with pytest.raises(kind):
+        ddp("forkserver").launch(take, FailsToArrive(action))
+    assert time.monotonic() - start < LIMIT_S + 3  # the forkserver may have to start
+
+
+# ------------------------------------------------------------------------------------------ how the others leave
+
+
+def clean_up_slowly(strategy: Strategy, folder: str, seconds: float) -> None:
+    strategy.barrier()
+    if strategy.global_rank == 1:
+        time.sleep(0.1)
+        raise ValueError("the cause")
+    try:
+        time.sleep(60)
+    finally:
+        time.sleep(seconds)
+        Path(folder, "cleaned").touch()
+
+
+def test_finally_blocks_of_the_others_run(tmp_path: Path) -> None:
+    """A rank that is stopped runs its `finally` blocks, within the grace."""
+    with pytest.raises(WorkerRaisedError, match="the cause"):
+        ddp("fork").launch(clean_up_slowly, str(tmp_path), 0.2)
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_the_grace_has_an_end(tmp_path: Path) -> None:
+    """A rank that takes longer than `grace_period_s` to leave is killed."""
+    start = time.monotonic()
+    with pytest.raises(WorkerRaisedError, match="the cause"):
+        ddp("fork", grace_period_s=0.3).launch(clean_up_slowly, str(tmp_path), 30)
+    assert time.monotonic() - start < 2
+    assert not (tmp_path / "cleaned").exists()
+
+
+def catch_everything(strategy: Strategy) -> None:
+    strategy.barrier()
+    if strategy.global_rank == 1:
+        time.sleep(0.1)
+        raise ValueError("the cause")
+    while True:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except Exception:
+            time.sleep(0.01)
+
+
+def test_a_rank_that_catches_everything_is_ended() -> None:
+    """A stopped rank whose loop swallows every `Exception` does not hold up the end."""
+    start = time.monotonic()
+    with pytest.raises(WorkerRaisedError, match="the cause"):
+        ddp("fork").launch(catch_everything)
+    assert time.monotonic() - start < LIMIT_S
+
+
+def stop_yourself(strategy: Strategy) -> None:
+    strategy.barrier()
+    if strategy.global_rank == 1:
+        time.sleep(0.2)
+        raise ValueError("the cause")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_stopped_process_is_ended() -> None:
+    """A peer under SIGSTOP, which runs no handler, is killed."""
+    start = time.monotonic()
+    with pytest.raises(WorkerRaisedError, match="the cause"):
+        ddp("fork").launch(stop_yourself)
+    assert time.monotonic() - start < LIMIT_S + 0.2
+
+
+def total(strategy: Strategy) -> float:
+    return float(strategy.all_reduce(torch.ones(1), reduce_op="sum"))
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+@pytest.mark.parametrize("rendezvous", ["private", "tcp"])
+def test_the_next_launch_works(start_method: str, rendezvous: str) -> None:
+    """After a failure the same strategy launches again."""
+    strategy = ddp(start_method, rendezvous)
+    with pytest.raises(WorkerRaisedError):
+        strategy.launch(both_fail)
+    assert strategy.launch(total) == 2.0
+
+
+def test_what_a_failing_rank_printed_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    """Output that was still in a failing rank's buffer is written."""
+
+    def say_and_fail(strategy: Strategy) -> None:
+        print(f"last words of {strategy.global_rank}", end="")
+        raise ValueError("the cause")
+
+    with pytest.raises(WorkerRaisedError):
+        ddp("fork").launch(say_and_fail)
+    assert "last words of" in capfd.readouterr().out

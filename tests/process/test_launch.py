@@ -1,0 +1,498 @@
+"""`launch` from one process: values come back, ranks see their world, and nothing is left changed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rankwise.errors import LifecycleError, NotPicklableError
+from rankwise.ranks import rank_zero_only
+from rankwise.strategies import DDPForkStrategy, DDPSpawnStrategy, DDPStrategy, Strategy
+from tests.process.helpers import METHODS, RENDEZVOUS, WORLD, ddp
+
+MEGABYTE = 1 << 20
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+Facts = dict[str, Any]
+
+
+@rank_zero_only
+def only_on_rank_zero() -> str:
+    return "ran"
+
+
+def all_facts(strategy: Strategy, number: int) -> Facts:
+    """Return what a rank sees of its job."""
+    total = strategy.all_reduce(torch.tensor(float(strategy.global_rank + 1)), reduce_op="sum")
+    return {
+        "total": float(total),
+        "argument": number,
+        "ranks": strategy.ranks,
+        "pid": os.getpid(),
+        "rank_zero_only": only_on_rank_zero(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "backend": dist.get_backend(),
+        "group": (dist.get_rank(), dist.get_world_size()),
+        "device": strategy.root_device.type,
+        "given": os.environ.get("RANKWISE_TEST_GIVEN"),
+        "path": list(sys.path),
+    }
+
+
+class _Job:
+    """One launch of `all_facts`, and what the calling process was before and after."""
+
+    def __init__(self, start_method: str, rendezvous: str) -> None:
+        before = _caller()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RANKWISE_TEST_GIVEN", f"{start_method} {rendezvous}")
+            self.strategy = ddp(start_method, rendezvous)
+            self.value = cast(Facts, self.strategy.launch(all_facts, 7))
+        self.first = self.strategy.results
+        self.change = [(name, was, now) for (name, was), now in zip(before.items(), _caller().values(), strict=True)]
+        self.again = cast(Facts, self.strategy.launch(all_facts, number=8))
+
+
+def _caller() -> Facts:
+    return {
+        "environment": dict(os.environ),
+        "handlers": [signal.getsignal(number) for number in signal.valid_signals()],
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "wakeup_fd": _wakeup_fd(),
+        "threads": set(threading.enumerate()),
+        "excepthook": sys.excepthook,
+        "group": dist.is_initialized(),
+        "rank_zero_only": getattr(rank_zero_only, "rank", None),
+        "torch_threads": torch.get_num_threads(),
+        "gc": gc.isenabled(),
+        "gc_frozen": gc.get_freeze_count(),
+    }
+
+
+def _wakeup_fd() -> int:
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    return descriptor
+
+
+@pytest.fixture(scope="module", params=[(m, r) for m in METHODS for r in RENDEZVOUS], ids="-".join)
+def job(request: pytest.FixtureRequest) -> _Job:
+    """Launch twice, by each start method with each rendezvous."""
+    return _Job(*request.param)
+
+
+@pytest.fixture(params=["fork", "forkserver"])
+def start_method(request: pytest.FixtureRequest) -> str:
+    """A start method that is quick; spawn takes the same way as forkserver, and a test of its own below."""
+    return str(request.param)
+
+
+def test_rank_zeros_value_is_returned(job: _Job) -> None:
+    """`launch` returns what global rank 0 returned."""
+    assert job.value["ranks"].global_rank == 0
+
+
+def test_every_ranks_value_is_in_results(job: _Job) -> None:
+    """`strategy.results` holds each rank's value, by global rank."""
+    assert {rank: facts["ranks"].global_rank for rank, facts in job.first.items()} == {0: 0, 1: 1}
+
+
+def test_ranks_are_processes_of_their_own(job: _Job) -> None:
+    """Each rank is another process than the caller and than its peer."""
+    assert len({os.getpid(), *(facts["pid"] for facts in job.first.values())}) == WORLD + 1
+
+
+def test_ranks_reduce_together(job: _Job) -> None:
+    """A collective spans both ranks, on gloo, with a group of two."""
+    for rank, facts in job.first.items():
+        assert (facts["total"], facts["backend"], facts["group"]) == (3.0, "gloo", (rank, WORLD))
+
+
+def test_a_second_launch_works(job: _Job) -> None:
+    """The same strategy launches again, in new processes, with new arguments."""
+    assert (job.again["total"], job.again["argument"]) == (3.0, 8)
+    assert job.again["pid"] not in {facts["pid"] for facts in job.first.values()}
+
+
+def test_rank_zero_only_runs_on_rank_zero(job: _Job) -> None:
+    """`rank_zero_only` follows the rank within a job."""
+    assert [job.first[rank]["rank_zero_only"] for rank in range(WORLD)] == ["ran", None]
+
+
+def test_ranks_see_torchruns_variables(job: _Job) -> None:
+    """Each rank's environment is what torchrun would give it."""
+    for rank, facts in job.first.items():
+        seen = dict(facts["variables"])
+        is_tcp = job.strategy.rendezvous == "tcp"
+        assert seen.pop("MASTER_ADDR", None) == ("127.0.0.1" if is_tcp else None)
+        assert ("MASTER_PORT" in seen) is is_tcp
+        seen.pop("MASTER_PORT", None)
+        assert seen == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+        }
+
+
+def test_ranks_have_the_callers_environment(job: _Job) -> None:
+    """A variable set before the launch is seen by the ranks, even by those of a warm forkserver."""
+    expected = f"{job.strategy.start_method} {job.strategy.rendezvous}"
+    assert {facts["given"] for facts in job.first.values()} == {expected}
+
+
+def test_ranks_have_the_callers_import_path(job: _Job) -> None:
+    """What the caller can import, the ranks can."""
+    assert all(set(sys.path) <= set(facts["path"]) for facts in job.first.values())
+
+
+def test_the_caller_is_as_it_was(job: _Job) -> None:
+    """Environment, handlers, threads, excepthook, group and settings are what they were before."""
+    assert [(name, was, now) for name, was, now in job.change if was != now] == []
+
+
+def test_the_strategy_is_rank_zeros_in_the_caller(job: _Job) -> None:
+    """In the main process, which is no rank, the strategy stands for rank 0 and is bound."""
+    assert (job.strategy.is_bound, job.strategy.global_rank, job.strategy.world_size) == (True, 0, WORLD)
+    assert job.strategy.runs_in_caller is False
+
+
+# ------------------------------------------------------------------------------------------ big values
+
+
+def big_value(strategy: Strategy) -> tuple[torch.Tensor, bytes]:
+    count = 50 * MEGABYTE // 4
+    tensor = torch.full((count,), float(strategy.global_rank))
+    return tensor, bytes([strategy.global_rank]) * (50 * MEGABYTE)
+
+
+def test_fifty_megabytes_of_each_rank_come_back(start_method: str) -> None:
+    """A tensor and bytes of 50 MB each come back from every rank, whole."""
+    strategy = ddp(start_method)
+    tensor, raw = strategy.launch(big_value)
+    assert tensor.sum() == 0
+    assert raw == bytes(50 * MEGABYTE)
+    for rank, (tensor, raw) in strategy.results.items():
+        assert tensor.shape == (50 * MEGABYTE // 4,)
+        assert bool((tensor == rank).all())
+        assert raw.count(rank) == 50 * MEGABYTE
+
+
+def test_returned_tensors_can_be_written_to(start_method: str) -> None:
+    """A value is the caller's own: writing to it changes no other rank's, nor faults."""
+    strategy = ddp(start_method)
+    tensor, _ = strategy.launch(big_value)
+    tensor += 5
+    assert float(strategy.results[1][0][0]) == 1.0
+    assert float(tensor[-1]) == 5.0
+
+
+def nothing_in_particular(strategy: Strategy) -> None:
+    strategy.barrier()
+
+
+def test_no_value_is_a_value(start_method: str) -> None:
+    """A function that returns nothing gives None for every rank."""
+    strategy = ddp(start_method)
+    strategy.launch(nothing_in_particular)
+    assert strategy.results == {0: None, 1: None}
+
+
+def do_nothing(strategy: Strategy) -> None:
+    """Return at once, with no collective."""
+
+
+def late(strategy: Strategy) -> None:
+    if strategy.global_rank == 0:
+        time.sleep(0.3)
+        strategy.broadcast(1)
+    else:
+        strategy.broadcast(0)
+
+
+def test_a_job_without_a_collective() -> None:
+    """A rank that returns at once does not fail one that is still connecting; thirty jobs try."""
+    for _ in range(30):
+        ddp("fork", devices=4).launch(do_nothing)
+
+
+def test_a_late_rank_is_waited_for(start_method: str) -> None:
+    """A rank whose peers have finished already can still use the group."""
+    ddp(start_method).launch(late)
+
+
+def return_unpicklable(strategy: Strategy) -> Any:
+    return lambda: None
+
+
+def test_a_value_that_cannot_travel_is_an_error(start_method: str) -> None:
+    """A value that cannot be pickled ends the job with one exception that says so."""
+    with pytest.raises(RuntimeError, match="pickle"):
+        ddp(start_method).launch(return_unpicklable)
+
+
+# ------------------------------------------------------------------------------------------ arguments
+
+
+class Tied(nn.Module):
+    """Two names for one parameter, beside a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("count", torch.tensor(5))
+
+
+Special = dict[str, torch.Tensor]
+
+
+def special_tensors() -> Special:
+    base = torch.arange(12.0).reshape(3, 4)
+    return {
+        "bf16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "scalar": torch.tensor(3),
+        "transposed": base.t(),
+        "slice": base[1:, ::2],
+        "bool": torch.tensor([True, False]),
+        "complex": torch.tensor([1 + 2j]),
+        "empty": torch.empty(0, 4),
+        "expanded": torch.tensor([7.0]).expand(3),
+    }
+
+
+def echo(strategy: Strategy, tensors: Special, module: Tied) -> tuple[Special, bool, bool]:
+    is_tied = module.second.weight is module.first.weight
+    with torch.no_grad():
+        module.first.weight.fill_(strategy.global_rank + 1.0)
+    return tensors, is_tied, bool(module.second.weight.eq(module.first.weight).all())
+
+
+def test_tensors_travel_as_they_are(start_method: str) -> None:
+    """Of any dtype, shape and stride, tensors go to the ranks and come back with the same contents."""
+    strategy = ddp(start_method)
+    strategy.launch(echo, special_tensors(), Tied())
+    for tensors, _, _ in strategy.results.values():
+        for name, expected in special_tensors().items():
+            assert tensors[name].dtype == expected.dtype, name
+            assert torch.equal(tensors[name], expected), name
+        assert tensors["transposed"].stride() == (1, 4)
+
+
+def test_tied_parameters_stay_tied(start_method: str) -> None:
+    """A parameter under two names is one parameter in each rank too."""
+    strategy = ddp(start_method)
+    strategy.launch(echo, {}, Tied())
+    assert [value[1:] for value in strategy.results.values()] == [(True, True)] * WORLD
+
+
+def test_arguments_are_copies(start_method: str) -> None:
+    """What a rank does to its arguments does not reach the caller's, nor moves them to shared memory."""
+    module = Tied()
+    before = module.first.weight.detach().clone()
+    ddp(start_method).launch(echo, {}, module)
+    assert torch.equal(module.first.weight, before)
+    assert not module.first.weight.is_shared()
+
+
+def return_weights(strategy: Strategy, module: nn.Module) -> dict[str, torch.Tensor]:
+    return module.state_dict()
+
+
+def test_a_state_dict_comes_back(start_method: str) -> None:
+    """A state dict has its keys and values, buffers and tied weights included."""
+    module = Tied()
+    state = ddp(start_method).launch(return_weights, module)
+    assert list(state) == list(module.state_dict())
+    assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
+    assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
+
+
+# ------------------------------------------------------------------------------------------ the user's own group
+
+
+def own_group(strategy: Strategy) -> tuple[bool, float]:
+    was_initialized = dist.is_initialized()
+    dist.init_process_group("gloo", init_method="env://")
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return was_initialized, float(total)
+
+
+@pytest.mark.parametrize("rendezvous", ["auto", "tcp"])
+def test_the_user_makes_the_group(start_method: str, rendezvous: str) -> None:
+    """With `init_process_group=False` there is no group, and the user's own `env://` works."""
+    strategy = ddp(start_method, rendezvous)
+    strategy.launch(own_group, init_process_group=False)
+    assert strategy.results == {0: (False, 3.0), 1: (False, 3.0)}
+
+
+def test_the_user_makes_the_group_of_a_later_launch() -> None:
+    """The same works when the strategy, left to choose its rendezvous, was bound or launched before."""
+    strategy = ddp("fork", "auto")
+    strategy.launch(nothing_in_particular)
+    assert strategy.launch(own_group, init_process_group=False) == (False, 3.0)
+
+
+# ------------------------------------------------------------------------------------------ order of calls
+
+
+def launch_within(strategy: Strategy) -> Any:
+    try:
+        return strategy.launch(nothing_in_particular)
+    except LifecycleError as error:
+        return str(error)
+
+
+def test_a_nested_launch_is_refused(start_method: str) -> None:
+    """A launched function that launches the same strategy gets a `LifecycleError`."""
+    strategy = ddp(start_method)
+    strategy.launch(launch_within)
+    for text in strategy.results.values():
+        assert "launch() was called in state 'in a job'" in text
+
+
+def test_binding_twice_is_refused() -> None:
+    """A strategy is bound once."""
+    strategy = ddp("fork")
+    strategy.bind()
+    with pytest.raises(LifecycleError, match="bind"):
+        strategy.bind()
+
+
+def test_what_needs_a_job_says_so() -> None:
+    """Before `bind` and outside of a job, what needs them names them."""
+    strategy = ddp("fork")
+    with pytest.raises(LifecycleError, match="bound"):
+        strategy.world_size  # noqa: B018 -- the property raises
+    strategy.bind()
+    with pytest.raises(LifecycleError, match="in a job"):
+        strategy.seat  # noqa: B018 -- the property raises
+
+
+def test_a_lambda_is_refused_before_anything_starts() -> None:
+    """Under a start method that pickles, a lambda is refused at once, and named."""
+    start = time.monotonic()
+    with pytest.raises(NotPicklableError, match="the launched function"):
+        ddp("spawn").launch(lambda strategy: None)
+    assert time.monotonic() - start < 1
+
+
+class WithLambda(nn.Module):
+    """A module with an attribute that no pickle takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.inner[1].activation = lambda value: value
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_lambda_inside_a_model_is_named(start_method: str) -> None:
+    """The error gives the path to the attribute that cannot travel."""
+    with pytest.raises(NotPicklableError, match=r"argument 0 \(WithLambda\)\.inner\.1\.activation"):
+        ddp(start_method).launch(return_weights, WithLambda())
+
+
+def test_a_lambda_is_welcome_under_fork() -> None:
+    """Fork pickles nothing on the way in: closures and lambdas work."""
+    number = 41
+    assert ddp("fork").launch(lambda strategy: number + strategy.world_size) == 43
+
+
+def test_a_locked_object_is_welcome_under_fork() -> None:
+    """Objects that cannot be pickled at all reach the ranks under fork."""
+    lock = threading.Lock()
+    assert ddp("fork").launch(lambda strategy, lock: lock.acquire(timeout=1), lock) is True
+
+
+# ------------------------------------------------------------------------------------------ other shapes of a job
+
+
+@pytest.mark.parametrize("cls", [DDPSpawnStrategy, DDPForkStrategy])
+def test_subclasses_are_start_methods(cls: type[DDPStrategy]) -> None:
+    """`DDPSpawnStrategy` and `DDPForkStrategy` are `DDPStrategy` with their start method."""
+    assert cls().start_method == {"DDPSpawnStrategy": "spawn", "DDPForkStrategy": "fork"}[cls.__name__]
+
+
+def test_one_process_is_a_job_too() -> None:
+    """`devices=1` is one worker, with a group of one."""
+    facts = ddp("fork", devices=1).launch(all_facts, 1)
+    assert (facts["total"], facts["group"]) == (1.0, (0, 1))
+
+
+def test_five_processes_are_a_job_too() -> None:
+    """More processes than cores meet and reduce."""
+    strategy = ddp("fork", devices=5)
+    assert strategy.launch(all_facts, 1)["total"] == 15.0
+    assert sorted(strategy.results) == [0, 1, 2, 3, 4]
+
+
+def everything_at_once(strategy: Strategy, tensors: Special, module: Tied) -> Facts:
+    return {
+        "echo": echo(strategy, tensors, module),
+        "big": big_value(strategy),
+        "own_group": own_group(strategy),
+        "nested": launch_within(strategy),
+    }
+
+
+def test_spawn_does_the_same() -> None:
+    """Big values, tensors, ties, the user's own group and the refusal of a nested launch, under spawn."""
+    strategy = ddp("spawn", "tcp")
+    strategy.launch(everything_at_once, special_tensors(), Tied(), init_process_group=False)
+    for rank, facts in strategy.results.items():
+        tensors, *ties = facts["echo"]
+        assert ties == [True, True]
+        assert all(torch.equal(tensors[name], expected) for name, expected in special_tensors().items())
+        assert bool((facts["big"][0] == rank).all())
+        assert facts["big"][1].count(rank) == 50 * MEGABYTE
+        assert facts["own_group"] == (False, 3.0)
+        assert "launch() was called in state 'in a job'" in facts["nested"]
+
+
+def test_a_launch_from_another_thread_works() -> None:
+    """A thread that is not the main one can launch."""
+    values: list[Facts] = []
+    thread = threading.Thread(target=lambda: values.append(ddp("fork").launch(all_facts, 1)))
+    thread.start()
+    thread.join()
+    assert values[0]["total"] == 3.0
+
+
+def test_strategies_take_turns(start_method: str) -> None:
+    """Two strategies of one process launch one after the other."""
+    first, second = ddp(start_method), ddp("fork", devices=3)
+    assert second.launch(all_facts, 1)["total"] == 6.0
+    assert first.launch(all_facts, 1)["total"] == 3.0
+    assert second.launch(all_facts, 1)["total"] == 6.0
+
+
+def test_output_of_ranks_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    """What a rank prints is there when `launch` returns, though a fork leaves without Python's exit."""
+    ddp("fork").launch(lambda strategy: print(f"rank {strategy.global_rank} was here"))
+    out = capfd.readouterr().out
+    assert sorted(out.split("\n"))[-2:] == ["rank 0 was here", "rank 1 was here"]

@@ -1,0 +1,385 @@
+"""Strategy `ddp`: the script is run again, faithfully, for each other rank; or refused at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankwise.errors import LaunchRefusedError
+from rankwise.strategies import DDPStrategy
+from tests.helpers.scripts import ScriptResult, ScriptRunner
+from tests.process.helpers import ddp
+
+pytestmark = pytest.mark.timeout(60)
+
+# Every rank tells what it is; rank 0's launch gives the facts of both to the main process.
+TELL = """
+import json, os, sys
+import rankwise
+from rankwise.strategies import DDPStrategy
+
+def facts(strategy):
+    return {
+        "argv": sys.argv,
+        "orig_argv": sys.orig_argv[1:],
+        "utf8": sys.flags.utf8_mode,
+        "optimize": sys.flags.optimize,
+        "warnings": sys.warnoptions,
+        "cwd": os.getcwd(),
+        "pid": os.getpid(),
+        "rank": strategy.global_rank,
+        "name": __name__,
+        "package": __package__,
+        "total": float(strategy.all_reduce(__import__("torch").tensor(1.0), reduce_op="sum")),
+    }
+
+def main():
+    strategy = DDPStrategy(accelerator="cpu", devices=2)
+    strategy.launch(facts)
+    if strategy.is_global_zero:
+        print(json.dumps(strategy.results))
+"""
+MAIN = TELL + '\nif __name__ == "__main__":\n    main()\n'
+
+
+def told(result: ScriptResult) -> tuple[dict[str, object], dict[str, object]]:
+    """Return rank 0's and rank 1's facts; see that the job went well."""
+    assert result.returncode == 0, result
+    first, second = json.loads(result.stdout).values()
+    assert (first["rank"], second["rank"], first["total"], second["total"]) == (0, 1, 2.0, 2.0)
+    assert first["pid"] != second["pid"]
+    return first, second
+
+
+def test_flags_and_arguments_survive(run_script: ScriptRunner) -> None:
+    """`python -X utf8 -O -W ... script.py --flag "a b"` is run again with all of it."""
+    python_args = ("-X", "utf8", "-O", "-W", "ignore::UserWarning")
+    _, other = told(run_script(MAIN, "--flag", "a b", python_args=python_args))
+    assert other["argv"] == [str(run_script.folder / "script.py"), "--flag", "a b"]
+    assert (other["utf8"], other["optimize"], other["warnings"]) == (1, 1, ["ignore::UserWarning"])
+
+
+def test_a_module_is_run_again_as_a_module(run_script: ScriptRunner) -> None:
+    """`python -m package.train` is `-m package.train` in the other rank too."""
+    run_script.write("", "package/__init__.py")
+    run_script.write(MAIN, "package/train.py")
+    command = [sys.executable, "-m", "package.train", "--lr", "0.1"]
+    _, other = told(run_script.command(command, cwd=run_script.folder))
+    assert other["orig_argv"] == ["-m", "package.train", "--lr", "0.1"]
+    assert (other["name"], other["package"]) == ("__main__", "package")
+
+
+def test_code_on_the_command_line_is_run_again(run_script: ScriptRunner) -> None:
+    """`python -c ...` is run again with its code and arguments."""
+    _, other = told(run_script.command([sys.executable, "-c", MAIN, "one", "two"]))
+    assert other["argv"] == ["-c", "one", "two"]
+
+
+def test_flags_in_a_cluster_survive(run_script: ScriptRunner) -> None:
+    """`python -OBc ...`, short flags written together, is run again."""
+    _, other = told(run_script.command([sys.executable, "-OBc", MAIN]))
+    assert (other["optimize"], other["argv"]) == (1, ["-c"])
+
+
+def test_a_changed_argv_does_not_matter(run_script: ScriptRunner) -> None:
+    """What the script does to `sys.argv` before the launch does not change the re-run's."""
+    source = MAIN.replace("    main()", "    before = list(sys.argv)\n    sys.argv[:] = ['other', '--gone']\n    main()")
+    _, other = told(run_script(source, "--kept"))
+    assert other["argv"] == ["other", "--gone"]  # it does the same to its own
+    assert other["orig_argv"] == [str(run_script.folder / "script.py"), "--kept"]
+
+
+def test_a_changed_directory_does_not_matter(run_script: ScriptRunner) -> None:
+    """A script given by a relative path that changes its directory first is found again."""
+    (run_script.folder / "elsewhere").mkdir()
+    run_script.write("import os; os.chdir('elsewhere')\n" + MAIN)
+    first, other = told(run_script.command([sys.executable, "script.py"], cwd=run_script.folder))
+    assert first["cwd"] == other["cwd"] == str(run_script.folder / "elsewhere")
+
+
+def test_a_changed_directory_does_not_matter_to_a_module(run_script: ScriptRunner) -> None:
+    """The same under `-m`, when the directory changes after rankwise was imported."""
+    (run_script.folder / "elsewhere").mkdir()
+    run_script.write(MAIN.replace("    main()", "    os.chdir('elsewhere')\n    main()"), "train.py")
+    first, other = told(run_script.command([sys.executable, "-m", "train"], cwd=run_script.folder))
+    assert first["cwd"] == other["cwd"] == str(run_script.folder / "elsewhere")
+
+
+def test_a_command_of_ones_own_is_run(run_script: ScriptRunner) -> None:
+    """`command=` is run instead of the process's own command line."""
+    source = MAIN.replace(
+        "devices=2", "devices=2, command=[sys.executable, '-X', 'utf8', sys.argv[0], '--sibling']"
+    )
+    first, other = told(run_script(source))
+    assert (len(first["argv"]), other["argv"][1:], other["utf8"]) == (1, ["--sibling"], 1)  # type: ignore[arg-type,index]  # lists
+
+
+# ------------------------------------------------------------------------------------------ refused at once
+
+REFUSED = """
+import os, time
+from rankwise.errors import LaunchRefusedError
+import rankwise.launchers.script as script
+import subprocess
+from rankwise.strategies import DDPStrategy
+
+def never(strategy):
+    print("LAUNCHED")
+
+def no_process(*args, **kwargs):
+    print("STARTED")
+
+subprocess.Popen = no_process
+start = time.monotonic()
+try:
+    DDPStrategy(accelerator="cpu", devices=2).launch(never)
+except LaunchRefusedError as error:
+    print("REFUSED", time.monotonic() - start < 0.5, error)
+"""
+
+
+def test_stdin_is_refused(run_script: ScriptRunner) -> None:
+    """A script that came through stdin cannot be run again: said at once, with what to use instead."""
+    result = run_script.command([sys.executable, "-"], stdin=REFUSED)
+    assert "REFUSED True" in result.stdout, result
+    assert "through stdin" in result.stdout
+    assert 'strategy="ddp_spawn"' in result.stdout
+    assert "STARTED" not in result.stdout
+
+
+def test_piped_stdin_without_a_dash_is_refused(run_script: ScriptRunner) -> None:
+    """`python < script.py` is stdin too."""
+    result = run_script.command([sys.executable], stdin=REFUSED)
+    assert "REFUSED True" in result.stdout, result
+
+
+def test_an_interactive_shell_is_refused(run_script: ScriptRunner) -> None:
+    """`python -i`, and the prompt: refused, and the shell goes on."""
+    source = "exec(" + repr(REFUSED) + ")\nprint('still here')\n"
+    result = run_script.command([sys.executable, "-i", "-q"], stdin=source)
+    assert "REFUSED True" in result.stdout, result
+    assert "interactive shell" in result.stdout
+    assert "still here" in result.stdout
+    assert "STARTED" not in result.stdout
+
+
+def never(strategy: object) -> None:
+    """Must not be run."""
+    raise AssertionError
+
+
+def test_pytest_is_refused() -> None:
+    """Inside pytest the command line would run all tests again: refused, with what to use instead."""
+    with pytest.raises(LaunchRefusedError, match=r"(?s)inside pytest.*ddp_spawn"):
+        ddp("popen").launch(never)
+
+
+def test_a_daemon_is_refused(run_script: ScriptRunner) -> None:
+    """A process that multiprocessing has started has no command line of its own."""
+    source = """
+        import multiprocessing
+        from rankwise.errors import LaunchRefusedError
+        from rankwise.strategies import DDPStrategy
+
+        def job():
+            try:
+                DDPStrategy(accelerator="cpu", devices=2).launch(print)
+            except LaunchRefusedError as error:
+                print(error)
+
+        if __name__ == "__main__":
+            process = multiprocessing.get_context("fork").Process(target=job)
+            process.start()
+            process.join()
+    """
+    result = run_script(source)
+    assert "in a process that multiprocessing started" in result.stdout, result
+
+
+# ------------------------------------------------------------------------------------------ several launches
+
+THRICE = """
+import os, sys, atexit
+import rankwise
+from rankwise.errors import LaunchRefusedError
+from rankwise.strategies import DDPStrategy
+
+def job(strategy, number):
+    strategy.barrier()
+    return number, os.getpid()
+
+before = dict(os.environ)
+for number, kind in enumerate(["auto", "auto", "private"] if len(sys.argv) == 1 else sys.argv[1:]):
+    strategy = DDPStrategy(accelerator="cpu", devices=2, rendezvous=kind)
+    value = strategy.launch(job, number)
+    print(strategy.global_rank, number, value[0], value[1] == os.getpid(), sorted(strategy.results), flush=True)
+    if strategy.is_global_zero:
+        print("pids", [pid for _, pid in strategy.results.values()], flush=True)
+assert dict(os.environ) == before
+atexit.register(print, "end", strategy.global_rank, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kinds", [(), ("tcp", "tcp", "tcp")], ids=["private", "tcp"])
+def test_later_launches_use_the_same_processes(kinds: tuple[str, ...], run_script: ScriptRunner) -> None:
+    """Three jobs, one pair of processes, one exit: code 0, every rank to the end of the script."""
+    result = run_script(THRICE, *kinds)
+    assert (result.returncode, result.stderr) == (0, ""), result
+    lines = result.stdout.splitlines()
+    pids = {line for line in lines if line.startswith("pids")}
+    assert len(pids) == 1
+    assert [line for line in lines if line.startswith("0 ")] == [f"0 {n} {n} True [0, 1]" for n in range(3)]
+    assert [line for line in lines if line.startswith("1 ")] == [f"1 {n} {n} True [1]" for n in range(3)]
+    assert sorted(line for line in lines if line.startswith("end")) == ["end 0", "end 1"]
+
+
+def test_another_size_is_refused_later(run_script: ScriptRunner) -> None:
+    """A script that runs as two processes cannot go on as three; both numbers are named."""
+    source = """
+        import rankwise
+        from rankwise.errors import LaunchRefusedError
+        from rankwise.strategies import DDPStrategy
+        job = lambda strategy: strategy.barrier()
+        DDPStrategy(accelerator="cpu", devices=2).launch(job)
+        try:
+            DDPStrategy(accelerator="cpu", devices=3).launch(job)
+        except LaunchRefusedError as error:
+            print(error, flush=True)
+    """
+    result = run_script(source)
+    assert result.returncode == 0, result
+    assert result.stdout.count("already runs as 2 processes; it cannot go on as 3") == 2
+
+
+def test_values_that_cannot_travel_stay(run_script: ScriptRunner) -> None:
+    """Each rank has its own value, which may be anything; what can be pickled reaches the main process."""
+    source = """
+        import rankwise
+        from rankwise.strategies import DDPStrategy
+        strategy = DDPStrategy(accelerator="cpu", devices=2)
+        value = strategy.launch(lambda s: (lambda: s.global_rank) if s.global_rank else (lambda: "zero"))
+        print(strategy.global_rank, value(), sorted(strategy.results), flush=True)
+    """
+    result = run_script(source)
+    assert sorted(result.stdout.splitlines()) == ["0 zero [0]", "1 1 [1]"], result
+
+
+def test_big_values_come_back(run_script: ScriptRunner) -> None:
+    """50 MB of rank 1 reach the main script, and the next job's value replaces it."""
+    source = """
+        import torch
+        import rankwise
+        from rankwise.strategies import DDPStrategy
+
+        def job(strategy, megabytes):
+            return torch.full((megabytes << 18,), float(strategy.global_rank)), bytes(megabytes << 20)
+
+        strategy = DDPStrategy(accelerator="cpu", devices=2)
+        for megabytes in (50, 1):
+            strategy.launch(job, megabytes)
+            if strategy.is_global_zero:
+                for rank, (tensor, raw) in strategy.results.items():
+                    print(rank, tensor.numel() >> 18, bool((tensor == rank).all()), len(raw) >> 20)
+    """
+    result = run_script(source)
+    assert result.stdout.splitlines() == ["0 50 True 50", "1 50 True 50", "0 1 True 1", "1 1 True 1"], result
+
+
+AFTER = """
+    import os, sys, time
+    import rankwise
+    from rankwise.strategies import DDPStrategy
+    strategy = DDPStrategy(accelerator="cpu", devices=2)
+    strategy.launch(lambda s: s.barrier())
+    {code}
+    print("end", strategy.global_rank, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "text"),
+    [
+        ("if strategy.global_rank == 1: raise ValueError('too late')", 1, "ValueError: too late"),
+        ("if strategy.global_rank == 1: sys.exit(4)", 1, "exited with code 4"),
+        ("if strategy.global_rank == 1: os.kill(os.getpid(), 9)", 1, "was killed by SIGKILL"),
+        ("if strategy.global_rank == 0: raise ValueError('in main')", 1, "ValueError: in main"),
+        ("if strategy.global_rank == 0: sys.exit(4)", 4, ""),
+    ],
+    ids=["raise-1", "exit-1", "kill-1", "raise-0", "exit-0"],
+)
+def test_a_failure_after_the_last_job_is_one(
+    code: str, expected: int, text: str, run_script: ScriptRunner
+) -> None:
+    """An error in the rest of the script, in any rank, makes the exit code non-zero."""
+    result = run_script(AFTER.format(code=code))
+    assert result.returncode == expected, result
+    assert text in result.stderr
+    assert result.stderr.count("Traceback (most recent call last)") == ("raise" in code)
+
+
+def test_a_slow_sibling_is_waited_for(run_script: ScriptRunner) -> None:
+    """The main script does not end before its sibling has come to the end of the script."""
+    result = run_script(AFTER.format(code="if strategy.global_rank == 1: time.sleep(1)"))
+    assert result.returncode == 0, result
+    assert sorted(result.stdout.split("\n")) == ["", "end 0", "end 1"]
+
+
+def test_a_script_without_a_launch_starts_nothing(run_script: ScriptRunner) -> None:
+    """Creating and binding a strategy starts no process."""
+    source = """
+        import os
+        import rankwise
+        from rankwise.strategies import DDPStrategy
+        strategy = DDPStrategy(accelerator="cpu", devices=2)
+        strategy.bind()
+        print(len(os.listdir("/proc/self/task")) < 64, os.path.exists("/proc/self/task/%d/children" % os.getpid()) and
+              open("/proc/self/task/%d/children" % os.getpid()).read() == "")
+    """
+    result = run_script(source)
+    assert result.stdout == "True True\n", result
+
+
+def test_a_sibling_that_does_not_start_is_an_error(run_script: ScriptRunner) -> None:
+    """A command that ends before it has joined is named, and the script fails."""
+    source = MAIN.replace("devices=2", "devices=2, command=[sys.executable, '-c', 'print(1/0)']")
+    result = run_script(source)
+    assert result.returncode == 1
+    assert "WorkerExitedError" in result.stderr
+    assert "exited with code 1 before it had started" in result.stderr
+
+
+def test_a_sibling_that_goes_another_way_is_an_error(run_script: ScriptRunner) -> None:
+    """A sibling that comes to the end of the script without joining the job fails it, rather than hang."""
+    source = MAIN.replace("    main()", "    import rankwise.launchers.script as s\n    s.script_ranks() or main()")
+    result = run_script(source)
+    assert result.returncode == 1, result
+    assert "exited with code 0 before it had finished" in result.stderr
+
+
+def test_the_working_directory_of_the_tests_is_not_needed(run_script: ScriptRunner) -> None:
+    """An executable script with a `..` in its path is found again."""
+    (run_script.folder / "deep").mkdir()
+    run_script.write(MAIN)
+    command = [sys.executable, os.path.join("..", "script.py")]
+    told(run_script.command(command, cwd=run_script.folder / "deep"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="symbolic links need rights on Windows")
+def test_a_linked_script_is_found_again(run_script: ScriptRunner) -> None:
+    """A script that is called through a symbolic link is run again through it."""
+    run_script.write(MAIN, "real/script.py")
+    link = run_script.folder / "link.py"
+    link.symlink_to(run_script.folder / "real" / "script.py")
+    _, other = told(run_script.command([sys.executable, str(link)]))
+    assert other["argv"] == [str(link)]
+
+
+def test_command_must_be_words() -> None:
+    """`command=` that is a string, empty, or holds no strings is refused by the constructor."""
+    for command in ("python train.py", [], [Path("python")], [1]):
+        with pytest.raises((TypeError, ValueError), match="command"):
+            DDPStrategy(command=command)  # type: ignore[arg-type]  # wrong on purpose
