@@ -42,7 +42,7 @@ class DigitClassifier(TrainingModule):
             print_once(f"global_rank {rank} trained on {count} samples")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
 @rank_zero_only
@@ -71,7 +71,7 @@ def main() -> None:
         strategy=arguments.strategy,
         devices=arguments.devices,
         num_nodes=arguments.num_nodes or "auto",
-        max_epochs=12,
+        max_epochs=15,
         enable_checkpointing=False,
         logger=False,
     )

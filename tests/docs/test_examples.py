@@ -16,10 +16,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 def check_digits(stdout: str) -> None:
-    """Both ranks saw half of the samples in each of 12 epochs, and the model has learnt."""
+    """Both ranks saw half of the samples in each of 15 epochs, and the model has learnt."""
     seen = [int(count) for count in re.findall(r"trained on (\d+) samples", stdout)]
     assert len(seen) == 2, stdout
-    assert seen[0] == seen[1] == 12 * 719, stdout
+    assert seen[0] == seen[1] == 15 * 719, stdout
     found = re.search(r"world size 2, test accuracy ([\d.]+)%", stdout)
     assert found is not None, stdout
     assert float(found[1]) > 95, stdout

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Strategy"]
 
 T = TypeVar("T")
+# torch sets this one when the first optimizer or wrapper imports its compiler.
+_SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 Devices = int | str | list[int] | tuple[int, ...]
 
 
@@ -476,7 +478,7 @@ def _check_world(
 
 @contextmanager
 def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ.get(name) for name in (*variables, _SET_BY_TORCH)}
     os.environ.update(variables)
     try:
         yield

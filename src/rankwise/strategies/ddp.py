@@ -18,7 +18,6 @@ from typing_extensions import final
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
 from rankwise.launchers import Launcher
-from rankwise.launchers._dynamo import import_dynamo
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
 from rankwise.launchers.script import ScriptLauncher, can_rerun, script_ranks
@@ -223,7 +222,6 @@ class DDPStrategy(Strategy):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             self._plain_modules.add(module)
             return module
-        import_dynamo()
         with self._wrapping_stream():
             wrapped = self.configure_ddp(module, self.determine_ddp_device_ids())
         if not isinstance(wrapped, DistributedDataParallel):
