@@ -89,7 +89,7 @@ class ModelCheckpoint(MonitoringCallback):
         self.kth_best_model_path = ""
         self.last_model_path = ""
         self.current_score: Tensor | None = None
-        self._last_step_saved = -1
+        self._last_step_saved = 0
 
     # ------------------------------------------------------------------ state
 
@@ -122,6 +122,9 @@ class ModelCheckpoint(MonitoringCallback):
         if stage == "fit":
             folder = self.dirpath or str(Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
             self.dirpath = trainer.strategy.broadcast(folder)
+
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        self._last_step_saved = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int

@@ -1,0 +1,82 @@
+"""When training stops early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.callbacks import EarlyStopping
+from rankwise.errors import ConfigurationError, InvalidArgumentError
+from tests.unit.callbacks.test_model_checkpoint import Scripted
+from tests.unit.trainer.helpers import loader, trainer
+
+
+def epochs_with(folder: Path, stopping: EarlyStopping, *scores: float, **options: Any) -> int:
+    """Return how many epochs run with these scores."""
+    train = trainer(folder, callbacks=stopping, max_epochs=len(scores), **options)
+    train.fit(Scripted(*scores), loader(), loader())
+    return train.current_epoch
+
+
+def test_patience(tmp_path: Path) -> None:
+    """Training stops after that many epochs without a better value."""
+    stopping = EarlyStopping("score", patience=2)
+    assert epochs_with(tmp_path, stopping, 3, 2, 2, 2.5, 1) == 4
+    assert (stopping.best_score, stopping.wait_count, stopping.stopped_epoch) == (2, 2, 3)
+
+
+def test_improvement_resets_patience(tmp_path: Path) -> None:
+    """A better value starts the count again."""
+    assert epochs_with(tmp_path, EarlyStopping("score", patience=2), 3, 4, 2, 4, 1) == 5
+
+
+def test_mode(tmp_path: Path) -> None:
+    """With mode "max", more is better."""
+    assert epochs_with(tmp_path, EarlyStopping("score", patience=1, mode="max"), 1, 2, 3, 2, 9) == 4
+
+
+def test_min_delta(tmp_path: Path) -> None:
+    """A value that is hardly better does not count."""
+    assert epochs_with(tmp_path, EarlyStopping("score", patience=1, min_delta=0.5), 3, 2.8, 1) == 2
+
+
+def test_not_finite(tmp_path: Path) -> None:
+    """A NaN stops training at once, unless told otherwise."""
+    scores = (1, float("nan"), 0.5)
+    assert epochs_with(tmp_path, EarlyStopping("score"), *scores) == 2
+    assert epochs_with(tmp_path, EarlyStopping("score", check_finite=False), *scores) == 3
+
+
+def test_thresholds(tmp_path: Path) -> None:
+    """A value that is good enough, or hopelessly bad, stops training at once."""
+    assert epochs_with(tmp_path, EarlyStopping("score", stopping_threshold=0.1), 1, 0.05, 0.01) == 2
+    assert epochs_with(tmp_path, EarlyStopping("score", divergence_threshold=10), 1, 20, 1) == 2
+
+
+def test_min_epochs(tmp_path: Path) -> None:
+    """The trainer's min_epochs come first."""
+    assert epochs_with(tmp_path, EarlyStopping("score", patience=0), 1, 2, 3, 4, min_epochs=3) == 3
+
+
+def test_missing_metric(tmp_path: Path) -> None:
+    """A metric that nobody logs is an error, or is waited for."""
+    with pytest.raises(ConfigurationError, match="finds no such metric"):
+        epochs_with(tmp_path, EarlyStopping("other"), 1)
+    assert epochs_with(tmp_path, EarlyStopping("other", strict=False), 1) == 1
+
+
+def test_state_round_trip() -> None:
+    """The state brings the best score and the count along."""
+    stopping, resumed = EarlyStopping("score"), EarlyStopping("score")
+    stopping.best_score, stopping.wait_count = 0.5, 2
+    resumed.load_state_dict(stopping.state_dict())
+    assert (resumed.best_score, resumed.wait_count) == (0.5, 2)
+
+
+@pytest.mark.parametrize("options", [{"mode": "best"}, {"patience": -1}, {"min_delta": -0.1}])
+def test_wrong_values(options: dict[str, Any]) -> None:
+    """Values that cannot work are refused in the constructor."""
+    with pytest.raises(InvalidArgumentError):
+        EarlyStopping("score", **options)

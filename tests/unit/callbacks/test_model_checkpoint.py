@@ -1,0 +1,159 @@
+"""When checkpoints are saved, which are kept, and what they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.callbacks import ModelCheckpoint
+from rankwise.errors import ConfigurationError, InvalidArgumentError
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class Scripted(Line):
+    """Logs given validation scores, one per epoch."""
+
+    def __init__(self, *scores: float) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.scores[self.current_epoch])
+
+
+def fit(folder: Path, saving: ModelCheckpoint, *scores: float, **options: Any) -> list[str]:
+    """Train as many epochs as there are scores; return the names of the files that are left."""
+    train = trainer(
+        folder,
+        callbacks=saving,
+        enable_checkpointing=True,
+        **{"max_epochs": len(scores), **options},
+    )
+    train.fit(Scripted(*scores), loader(), loader())
+    return sorted(path.name for path in Path(saving.dirpath or "").iterdir())
+
+
+def test_latest_is_kept(tmp_path: Path) -> None:
+    """Without a metric the latest checkpoint is kept, under its epoch and step."""
+    saving = ModelCheckpoint(tmp_path)
+    assert fit(tmp_path, saving, 1, 1) == ["epoch=1-step=8.ckpt"]
+    assert saving.best_model_path == str(tmp_path / "epoch=1-step=8.ckpt")
+    assert saving.best_model_score is None
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 0.2), ("max", 0.9)])
+def test_best_is_kept(tmp_path: Path, mode: str, best: float) -> None:
+    """With a metric the best one is kept, and its path and score are known."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}-{score:.1f}", monitor="score", mode=mode)
+    scores = (0.5, 0.2, 0.9, 0.4)
+    name = f"epoch={scores.index(best)}-score={best}.ckpt"
+    assert fit(tmp_path, saving, *scores) == [name]
+    assert saving.best_model_path == str(tmp_path / name)
+    assert float(saving.best_model_score or 0) == pytest.approx(best)
+
+
+def test_best_two_are_kept(tmp_path: Path) -> None:
+    """With save_top_k=2 the two best stay, and the worse of them is known."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
+    assert fit(tmp_path, saving, 0.5, 0.2, 0.9, 0.4) == ["epoch=1.ckpt", "epoch=3.ckpt"]
+    assert saving.kth_best_model_path == str(tmp_path / "epoch=3.ckpt")
+
+
+def test_all_are_kept(tmp_path: Path) -> None:
+    """With save_top_k=-1 nothing is removed."""
+    assert len(fit(tmp_path, ModelCheckpoint(tmp_path, save_top_k=-1), 1, 1, 1)) == 3
+
+
+def test_not_a_number_is_no_best(tmp_path: Path) -> None:
+    """A NaN gives way to any number."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score")
+    assert fit(tmp_path, saving, float("nan"), 0.5, float("nan")) == ["epoch=1.ckpt"]
+
+
+def test_last(tmp_path: Path) -> None:
+    """save_last writes last.ckpt too; save_top_k=0 writes nothing else."""
+    saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
+    assert fit(tmp_path, saving, 1, 1) == ["last.ckpt"]
+    assert saving.last_model_path == str(tmp_path / "last.ckpt")
+
+
+def test_every_n_epochs(tmp_path: Path) -> None:
+    """Only every second epoch is saved."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, every_n_epochs=2)
+    assert fit(tmp_path, saving, 1, 1, 1, 1) == ["epoch=1.ckpt", "epoch=3.ckpt"]
+
+
+def test_every_n_train_steps(tmp_path: Path) -> None:
+    """Steps are counted over epochs, once per optimizer step even when gradients are accumulated."""
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3)
+    files = fit(tmp_path, saving, 1, 1, 1, accumulate_grad_batches=2)
+    assert files == ["step=3.ckpt", "step=6.ckpt"]
+
+
+def test_other_runs_files_are_left(tmp_path: Path) -> None:
+    """A file of another run is not overwritten: the new one gets a version."""
+    (tmp_path / "model.ckpt").write_text("precious")
+    saving = ModelCheckpoint(tmp_path, "model")
+    assert fit(tmp_path, saving, 1, 1) == ["model-v1.ckpt", "model.ckpt"]
+    assert (tmp_path / "model.ckpt").read_text() == "precious"
+
+
+def test_only_validated_epochs_compete(tmp_path: Path) -> None:
+    """An epoch without validation is not saved under the score of an earlier one."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
+    assert fit(tmp_path, saving, 0.3, 0.2, 0.1, check_val_every_n_epoch=2) == ["epoch=1.ckpt"]
+
+
+def test_validation_within_an_epoch(tmp_path: Path) -> None:
+    """A validation in the middle of an epoch is a chance to save."""
+    saving = ModelCheckpoint(tmp_path, "{step}", monitor="score", save_top_k=-1)
+    assert fit(tmp_path, saving, 1, val_check_interval=0.5) == ["step=2.ckpt", "step=4.ckpt"]
+
+
+def test_default_folder(tmp_path: Path) -> None:
+    """Checkpoints lie in the logger's folder."""
+    saving = ModelCheckpoint()
+    fit(tmp_path, saving, 1, logger=True)
+    assert saving.dirpath == str(tmp_path / "rankwise_logs" / "version_0" / "checkpoints")
+
+
+def test_missing_metric(tmp_path: Path) -> None:
+    """A metric that nobody logs is an error that says what was logged."""
+    with pytest.raises(ConfigurationError, match=r"monitor='accuracy'.*\n.*'loss', 'score'"):
+        fit(tmp_path, ModelCheckpoint(tmp_path, monitor="accuracy"), 1)
+
+
+def test_state_round_trip(tmp_path: Path) -> None:
+    """A resumed run with the same folder goes on with its files; one with another folder does not."""
+    saving = ModelCheckpoint(tmp_path, monitor="score")
+    fit(tmp_path, saving, 0.5)
+    same, other = ModelCheckpoint(tmp_path), ModelCheckpoint(tmp_path / "other")
+    for resumed in (same, other):
+        resumed.load_state_dict(saving.state_dict())
+    assert same.best_k_models == saving.best_k_models
+    assert other.best_model_path == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "best"},
+        {"save_top_k": -2},
+        {"every_n_epochs": 0},
+        {"every_n_train_steps": 0},
+        {"filename": "{epoch:.2q}"},
+    ],
+)
+def test_wrong_values(options: dict[str, Any]) -> None:
+    """Values that cannot work are refused in the constructor."""
+    with pytest.raises(InvalidArgumentError):
+        ModelCheckpoint(**options)
+
+
+@pytest.mark.parametrize("options", [{"save_top_k": 2}, {"every_n_epochs": 1, "every_n_train_steps": 1}])
+def test_contradictions(options: dict[str, Any]) -> None:
+    """Values that contradict each other are refused in the constructor."""
+    with pytest.raises(ConfigurationError):
+        ModelCheckpoint(**options)

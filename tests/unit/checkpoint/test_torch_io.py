@@ -1,0 +1,147 @@
+"""Checkpoint files: whole or not there, and refused by name when damaged or hostile."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.errors import CheckpointError
+
+
+class Hostile:
+    """Runs a command when it is unpickled the usual way."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/rankwise-was-here",)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint that was saved."""
+    path = tmp_path / "some" / "model.ckpt"
+    TorchCheckpointIO().save_checkpoint({"weights": torch.ones(1000), "epoch": 3}, path)
+    return path
+
+
+def test_round_trip(path: Path) -> None:
+    """What was saved is loaded, and its folder was made."""
+    loaded = TorchCheckpointIO().load_checkpoint(path)
+    assert loaded["epoch"] == 3
+    assert torch.equal(loaded["weights"], torch.ones(1000))
+
+
+def test_failure_leaves_the_old_file(path: Path) -> None:
+    """A checkpoint that cannot be written leaves the one before it whole, and no temporary file."""
+    with pytest.raises(CheckpointError, match="could not be written") as caught:
+        TorchCheckpointIO().save_checkpoint({"epoch": 4, "bad": lambda: None}, path)
+    assert caught.value.path == str(path)
+    assert TorchCheckpointIO().load_checkpoint(path)["epoch"] == 3
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_interruption_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while writing leaves the file before it whole, and no temporary file."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        TorchCheckpointIO().save_checkpoint({"epoch": 4}, path)
+    assert TorchCheckpointIO().load_checkpoint(path)["epoch"] == 3
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_link_stays_a_link(path: Path) -> None:
+    """A checkpoint written through a symbolic link lands in the link's target."""
+    link = path.with_name("last.ckpt")
+    link.symlink_to(path)
+    TorchCheckpointIO().save_checkpoint({"epoch": 4}, link)
+    assert link.is_symlink()
+    assert TorchCheckpointIO().load_checkpoint(path)["epoch"] == 4
+
+
+def test_permissions_follow_the_umask(path: Path) -> None:
+    """The file is as readable as any other that the user writes, although a temporary one came first."""
+    other = path.with_name("other")
+    other.touch()
+    assert path.stat().st_mode == other.stat().st_mode
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    """A missing file is said to be missing."""
+    with pytest.raises(CheckpointError, match=r"no\.ckpt.*does not exist"):
+        TorchCheckpointIO().load_checkpoint(tmp_path / "no.ckpt")
+
+
+def test_folder(tmp_path: Path) -> None:
+    """A folder is no checkpoint."""
+    with pytest.raises(CheckpointError, match="is a folder"):
+        TorchCheckpointIO().load_checkpoint(tmp_path)
+
+
+def test_unwritable_place(path: Path) -> None:
+    """A path below a file cannot be written to, and the error says why."""
+    with pytest.raises(CheckpointError, match=r"could not be written: \w+Error"):
+        TorchCheckpointIO().save_checkpoint({}, path / "below.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("contents", "problem"),
+    [
+        (b"", "is empty"),
+        (b"hello, this is text", "is not a file of torch.save"),
+        (pickle.dumps({"epoch": 3}), "is not a file of torch.save"),
+        (pickle.dumps(Hostile()), "is not a file of torch.save"),
+    ],
+)
+def test_foreign_files(path: Path, contents: bytes, problem: str) -> None:
+    """What torch.save did not write is refused before anything is unpickled."""
+    path.write_bytes(contents)
+    with pytest.raises(CheckpointError, match=problem):
+        TorchCheckpointIO().load_checkpoint(path)
+
+
+@pytest.mark.parametrize("kept", [0.01, 0.5, 0.99])
+def test_truncated_file(path: Path, kept: float) -> None:
+    """A file that was cut off is refused."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(CheckpointError, match="is cut off"):
+        TorchCheckpointIO().load_checkpoint(path)
+
+
+def test_changed_tensor(path: Path) -> None:
+    """A changed byte in the middle of a tensor is noticed, which torch itself does not."""
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 0xFF
+    path.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="is damaged: the checksum of its record 'archive/data/0'"):
+        TorchCheckpointIO().load_checkpoint(path)
+
+
+def test_hostile_file(path: Path) -> None:
+    """A checkpoint that would run code is refused, naming what it would have called."""
+    torch.save({"weights": Hostile()}, path)
+    with pytest.raises(CheckpointError, match=r"holds posix\.system, which weights_only=True does not load"):
+        TorchCheckpointIO().load_checkpoint(path)
+
+
+def test_no_dictionary(path: Path) -> None:
+    """A file that holds something else than a dictionary is no checkpoint."""
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match="holds a list"):
+        TorchCheckpointIO().load_checkpoint(path)
+
+
+def test_remove(path: Path) -> None:
+    """Removing works, also where there is nothing."""
+    for _ in range(2):
+        TorchCheckpointIO().remove_checkpoint(path)
+    assert not path.exists()

@@ -1,0 +1,128 @@
+"""One rank's part of a stream of indices."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+
+from rankwise.data import ShardedSampler
+from rankwise.data.sampler import Uneven
+
+
+def shards(sampler: Any, world_size: int, uneven: Uneven, **options: Any) -> list[list[Any]]:
+    return [
+        list(ShardedSampler(sampler, world_size, rank, uneven=uneven, **options))
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("uneven", "expected"),
+    [
+        ("keep", [[0, 3, 6], [1, 4], [2, 5]]),
+        ("drop", [[0, 3], [1, 4], [2, 5]]),
+        ("pad", [[0, 3, 6], [1, 4, 0], [2, 5, 1]]),
+    ],
+)
+def test_uneven_streams(uneven: Uneven, expected: list[list[int]]) -> None:
+    """Seven items over three ranks are kept, dropped or repeated from the beginning."""
+    assert shards(SequentialSampler(range(7)), 3, uneven) == expected
+
+
+@pytest.mark.parametrize("uneven", ["keep", "drop", "pad"])
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 7, 8])
+def test_length(uneven: Uneven, length: int) -> None:
+    """The length is the number of items that come."""
+    for rank in range(4):
+        sampler = ShardedSampler(SequentialSampler(range(length)), 4, rank, uneven=uneven)
+        assert len(sampler) == len(list(sampler))
+
+
+def test_padding_goes_round_more_than_once() -> None:
+    """One item over four ranks is the same item four times."""
+    assert shards([5], 4, "pad") == [[5]] * 4
+
+
+def test_ranks_share_one_shuffled_order() -> None:
+    """Ranks whose random states differ still split one permutation among them."""
+    parts = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        parts += list(ShardedSampler(RandomSampler(range(12)), 3, rank, seed=1))
+    assert sorted(parts) == list(range(12))
+
+
+def test_order_depends_on_epoch_and_seed() -> None:
+    """Another epoch or another seed is another order; the same ones are the same."""
+    sampler = ShardedSampler(RandomSampler(range(50)), 1, 0, seed=1)
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    assert list(ShardedSampler(RandomSampler(range(50)), 1, 0, seed=2)) == list(sampler)  # seed + epoch
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_own_generators_agree(is_nested: bool) -> None:
+    """Base samplers with generators in different states, nested too, still split one permutation."""
+    parts: list[Any] = []
+    for rank in range(3):
+        random_sampler = RandomSampler(range(12), generator=torch.Generator().manual_seed(rank))
+        sampler = BatchSampler(random_sampler, 1, drop_last=False) if is_nested else random_sampler
+        parts += list(ShardedSampler(sampler, 3, rank))
+    assert sorted(torch.tensor(parts).flatten().tolist()) == list(range(12))
+
+
+def test_random_states_are_left_alone() -> None:
+    """Drawing the order changes no random state: not torch's, Python's, NumPy's, nor the generator's own."""
+    generator = torch.Generator()
+
+    def states() -> list[Any]:
+        numpy_state = np.random.get_state(legacy=False)
+        return [
+            torch.get_rng_state().tolist(),
+            generator.get_state().tolist(),
+            random.getstate(),
+            str(numpy_state),
+        ]
+
+    before = states()
+    list(ShardedSampler(RandomSampler(range(10), generator=generator), 2, 0))
+    assert states() == before
+
+
+def test_any_source_of_chance_agrees() -> None:
+    """A sampler that draws from Python's or NumPy's random numbers gives the same order on every rank."""
+
+    class Mixed(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            order = list(range(6))
+            random.shuffle(order)
+            return iter(np.random.permutation(order).tolist())
+
+    assert sorted(index for part in zip(*shards(Mixed(), 2, "keep"), strict=True) for index in part) == list(
+        range(6)
+    )
+
+
+def test_epoch_is_passed_on() -> None:
+    """A base sampler that has epochs of its own is told."""
+
+    class WithEpochs(Sampler[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([self.epoch] * 2)
+
+    sampler = ShardedSampler(WithEpochs(), 2, 0)
+    sampler.set_epoch(7)
+    assert list(sampler) == [7]

@@ -1,0 +1,141 @@
+"""Loaders split over ranks, on their index stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from rankwise.data import (
+    check_shardable,
+    shard_for_evaluation,
+    shard_for_prediction,
+    shard_for_training,
+)
+from rankwise.errors import UnshardableLoaderError
+
+DATA: Any = list(range(7))
+
+
+def batches(shard: Any, world_size: int, loader: Any, **options: Any) -> list[list[Any]]:
+    """Return each rank's batches, as lists."""
+    parts = [shard(loader, world_size, rank, **options) for rank in range(world_size)]
+    return [[batch.tolist() if torch.is_tensor(batch) else batch for batch in part] for part in parts]
+
+
+def test_training_shards_are_equal() -> None:
+    """Samples are dealt out by number, and repeated until all ranks have as many."""
+    assert batches(shard_for_training, 2, DataLoader(DATA, 2)) == [[[0, 2], [4, 6]], [[1, 3], [5, 0]]]
+
+
+def test_training_drops_what_the_loader_drops() -> None:
+    """With drop_last, nothing is repeated: samples that do not divide evenly are left out."""
+    loader = DataLoader(DATA, 3, drop_last=True)
+    assert batches(shard_for_training, 2, loader) == [[[0, 2, 4]], [[1, 3, 5]]]
+
+
+def test_evaluation_counts_each_sample_once() -> None:
+    """Nothing is repeated in evaluation, so shards may differ by one sample."""
+    assert batches(shard_for_evaluation, 2, DataLoader(DATA, 2)) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+
+
+def test_prediction_deals_out_whole_batches() -> None:
+    """Prediction has the loader's own batches, in turn."""
+    assert batches(shard_for_prediction, 2, DataLoader(DATA, 2)) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+
+
+@pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation, shard_for_prediction])
+def test_shuffled_loaders_stay_shuffled(shard: Any) -> None:
+    """The ranks split one permutation of all samples."""
+    data: Any = list(range(40))
+    parts = batches(shard, 2, DataLoader(data, 2, shuffle=True), seed=3)
+    first, second = ([index for batch in part for index in batch] for part in parts)
+    assert sorted(first + second) == list(range(40))
+    assert first != sorted(first)
+
+
+@pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation, shard_for_prediction])
+def test_loaders_without_batches(shard: Any) -> None:
+    """A loader with batch_size=None is split by its samples."""
+    first, second = batches(shard, 2, DataLoader(DATA, batch_size=None))
+    assert first == [0, 2, 4, 6]
+    assert second[:3] == [1, 3, 5]
+
+
+def test_own_batch_sampler_is_dealt_out() -> None:
+    """Batches of the user's own sampler stay whole; training repeats the first ones."""
+    loader: Any = DataLoader(DATA, batch_sampler=[[0], [1, 2], [3, 4, 5]])
+    assert batches(shard_for_training, 2, loader) == [[[0], [3, 4, 5]], [[1, 2], [0]]]
+    assert batches(shard_for_evaluation, 2, loader) == [[[0], [3, 4, 5]], [[1, 2]]]
+
+
+def test_subclassed_batch_sampler_is_dealt_out() -> None:
+    """A subclass of torch's BatchSampler may do anything, so its batches stay whole."""
+
+    class Reversed(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter(list(super().__iter__())[::-1])
+
+    loader = DataLoader(DATA, batch_sampler=Reversed(SequentialSampler(DATA), 3, False))
+    assert batches(shard_for_evaluation, 2, loader) == [[[6], [0, 1, 2]], [[3, 4, 5]]]
+
+
+def test_custom_sampler_is_split() -> None:
+    """A sampler that draws with weights is split like any other."""
+    loader = DataLoader(DATA, 2, sampler=WeightedRandomSampler([0, 1, 0, 1, 0, 1, 0], 8))
+    drawn = torch.tensor(batches(shard_for_training, 2, loader))
+    assert drawn.shape == (2, 2, 2)
+    assert set(drawn.flatten().tolist()) <= {1, 3, 5}
+
+
+def test_subclass_keeps_its_own_arguments() -> None:
+    """A loader class that torch does not know is copied with all that it has, and never constructed again."""
+
+    class Own(DataLoader[int]):
+        def __init__(self, colour: str) -> None:
+            super().__init__(DATA, batch_size=2, collate_fn=list)
+            self.colour = colour
+
+    loader = Own("red")
+    shard = shard_for_training(loader, 2, 1)
+    assert (type(shard), shard.colour, shard.collate_fn) == (Own, "red", list)
+    assert len(loader) == 4  # the user's own is as it was
+    assert len(shard) == 2
+
+
+@pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation, shard_for_prediction])
+def test_loaders_that_are_split_are_left(shard: Any) -> None:
+    """A loader with a DistributedSampler, or one that was split already, is used as it is."""
+    loader = DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0))
+    assert shard(loader, 2, 0) is loader
+    split = shard(DataLoader(DATA), 2, 0)
+    assert shard(split, 2, 0) is split
+
+
+def test_iterable_dataset() -> None:
+    """A data set without indices cannot be split; the error says where the user can."""
+
+    class Numbers(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(DATA)
+
+    with pytest.raises(UnshardableLoaderError, match="Numbers") as caught:
+        check_shardable(DataLoader(Numbers()))
+    assert "Numbers.__iter__" in caught.value.remedy
+    assert "use_distributed_sampler=False" in caught.value.remedy
+
+
+def test_other_iterables() -> None:
+    """A list of batches is no loader."""
+    with pytest.raises(UnshardableLoaderError, match="list cannot be split"):
+        shard_for_training([1, 2], 2, 0)  # type: ignore[type-var]  # that is the point

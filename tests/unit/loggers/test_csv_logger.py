@@ -1,0 +1,86 @@
+"""Metrics in CSV files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from rankwise.errors import InvalidArgumentError
+from rankwise.loggers import CSVLogger
+
+
+def lines(logger: CSVLogger) -> list[dict[str, str]]:
+    with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_lines(tmp_path: Path) -> None:
+    """Each call is a line, with its step."""
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 0.5}, step=3)
+    logger.save()
+    assert lines(logger) == [{"loss": "0.5", "step": "3"}]
+
+
+def test_new_columns(tmp_path: Path) -> None:
+    """A metric that comes later becomes a column, empty in the lines before."""
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.save()
+    logger.log_metrics({"accuracy": 0.9}, step=2)
+    logger.finalize("success")
+    assert lines(logger) == [
+        {"loss": "0.5", "step": "1", "accuracy": ""},
+        {"loss": "", "step": "2", "accuracy": "0.9"},
+    ]
+
+
+def test_lines_are_collected(tmp_path: Path) -> None:
+    """Lines are written once there are enough of them."""
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=2)
+    logger.log_metrics({"loss": 1.0})
+    assert not Path(logger.log_dir).exists()
+    logger.log_metrics({"loss": 2.0})
+    assert len(lines(logger)) == 2
+
+
+def test_versions_count_up(tmp_path: Path) -> None:
+    """A run takes the number after the highest that is there, and keeps it."""
+    (tmp_path / "rankwise_logs" / "version_9").mkdir(parents=True)
+    (tmp_path / "rankwise_logs" / "version_best").mkdir()
+    logger = CSVLogger(tmp_path)
+    assert logger.version == 10
+    assert logger.log_dir == str(tmp_path / "rankwise_logs" / "version_10")
+    (tmp_path / "rankwise_logs" / "version_10").mkdir()
+    assert logger.version == 10
+
+
+def test_version_travels(tmp_path: Path) -> None:
+    """Another process that loads the state writes to the same folder."""
+    (tmp_path / "rankwise_logs" / "version_4").mkdir(parents=True)
+    logger, other = CSVLogger(tmp_path), CSVLogger(tmp_path)
+    state = logger.state_dict()
+    Path(logger.log_dir).mkdir()
+    other.load_state_dict(state)
+    assert other.log_dir == logger.log_dir
+
+
+def test_named_version(tmp_path: Path) -> None:
+    """A version may have a name."""
+    assert CSVLogger(tmp_path, name="runs", version="first").log_dir == str(tmp_path / "runs" / "first")
+
+
+def test_hyper_parameters(tmp_path: Path) -> None:
+    """Hyper parameters become JSON, whatever they are."""
+    logger = CSVLogger(tmp_path)
+    logger.log_hyperparams({"lr": 0.1, "data": Path("here")})
+    assert json.loads((Path(logger.log_dir) / "hparams.json").read_text()) == {"lr": 0.1, "data": "here"}
+
+
+def test_flush_interval_is_checked(tmp_path: Path) -> None:
+    """Flushing after less than one line is refused."""
+    with pytest.raises(InvalidArgumentError, match="flush_logs_every_n_steps"):
+        CSVLogger(tmp_path, flush_logs_every_n_steps=0)

@@ -1,0 +1,68 @@
+"""The default precision, and precisions by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rankwise.errors import UnknownNameError
+from rankwise.precision import Precision, create_precision
+
+
+def optimizer_with_gradients(*gradients: float) -> torch.optim.SGD:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = torch.tensor([gradient])
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [parameter.grad.item() for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@pytest.mark.parametrize("name", [32, "32", "32-true", "32-TRUE"])
+def test_spellings(name: str | int) -> None:
+    """Every spelling of 32 bits gives the default precision."""
+    assert create_precision(name).name == "32-true"
+
+
+def test_unknown_name() -> None:
+    """An unknown precision is refused, and the nearest one suggested."""
+    with pytest.raises(UnknownNameError, match="Did you mean '32-true'"):
+        create_precision("32-tru")
+
+
+def test_norm_is_clipped_over_all_parameters() -> None:
+    """All gradients together get the norm that was asked for; the old norm is returned."""
+    optimizer = optimizer_with_gradients(3.0, 4.0)
+    assert Precision().clip_gradients_norm(optimizer, 1.0).item() == pytest.approx(5.0)
+    assert gradients_of(optimizer) == pytest.approx([0.6, 0.8], rel=1e-4)
+
+
+def test_infinity_norm() -> None:
+    """Any p-norm works, the infinity norm too."""
+    optimizer = optimizer_with_gradients(3.0, -4.0)
+    Precision().clip_gradients_norm(optimizer, 2.0, norm_type=float("inf"))
+    assert gradients_of(optimizer) == pytest.approx([1.5, -2.0], rel=1e-4)
+
+
+def test_values_are_clamped() -> None:
+    """Each gradient is clamped by itself."""
+    optimizer = optimizer_with_gradients(3.0, -0.5)
+    Precision().clip_gradients_value(optimizer, 1.0)
+    assert gradients_of(optimizer) == [1.0, -0.5]
+
+
+def test_closure_is_handed_on() -> None:
+    """An optimizer that calls its loss again gets the closure."""
+    optimizer = optimizer_with_gradients(1.0)
+    assert Precision().optimizer_step(optimizer, lambda: 7.0) == 7.0
+
+
+def test_nothing_is_converted() -> None:
+    """The default leaves modules and batches as they are, and has no state."""
+    precision, module, batch = Precision(), nn.Linear(1, 1).double(), object()
+    assert precision.convert_module(module) is module
+    assert precision.convert_input(batch) is batch
+    assert precision.state_dict() == {}

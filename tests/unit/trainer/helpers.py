@@ -1,0 +1,111 @@
+"""Small modules and data to train in this process, and a strategy with a second rank made up by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from rankwise.environments import ClusterEnvironment
+from rankwise.launchers import Launcher
+from rankwise.launchers.inline import InlineLauncher
+from rankwise.ranks import RankInfo
+from rankwise.strategies import Strategy
+from rankwise.trainer import Trainer, TrainingModule
+
+
+class Line(TrainingModule):
+    """Fits y = sum(x) and notes, in `seen`, which hooks and steps ran."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, 1)
+        self.lr = lr
+        self.seen: list[str] = []
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(f"train {batch_idx}")
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(f"validate {batch_idx}")
+        self.log("val_loss", self.loss(batch))
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first: Tensor = batch[0][:, 0]
+        return first
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def samples(count: int = 8) -> TensorDataset:
+    """Return `count` samples; the first feature is the sample's number."""
+    x = torch.stack([torch.arange(count, dtype=torch.float32), torch.ones(count)], dim=1) / count
+    return TensorDataset(x, x.sum(dim=1, keepdim=True))
+
+
+def loader(count: int = 8, batch_size: int = 2, **options: Any) -> DataLoader[tuple[Tensor, ...]]:
+    """Return a loader of `samples(count)`."""
+    return DataLoader(samples(count), batch_size=batch_size, **options)
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    """Return a trainer for this process alone that logs and saves nothing unless told."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "strategy": "single_device",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "default_root_dir": folder,
+    }
+    return Trainer(**{**defaults, **options})
+
+
+class WithSecondRank(Strategy):
+    """Rank 0 of two, in this process; what the other contributes is `other(what rank 0 does)`."""
+
+    def __init__(self, other: Callable[[Any], Any]) -> None:
+        super().__init__(accelerator="cpu", devices=2)
+        self.other = other
+
+    @override
+    def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
+        return RankInfo(0, 0, 0, 2, 2, 1)
+
+    @override
+    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
+        return InlineLauncher(self.ranks)
+
+    @override
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [obj, self.other(obj)]
+
+
+def with_second_rank(other: Callable[[Any], Any]) -> WithSecondRank:
+    """Return such a strategy, bound."""
+    strategy = WithSecondRank(other)
+    strategy.bind()
+    return strategy

@@ -1,0 +1,174 @@
+"""Checkpoints of a fit, and going on from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from rankwise.callbacks import EarlyStopping, ModelCheckpoint
+from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.errors import CheckpointError, ConfigurationError, LifecycleError
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class WithMomentum(Line):
+    """Has an optimizer with state and a scheduler with a function in it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        return [optimizer], [LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
+
+
+def saved(folder: Path, model: Line, **options: Any) -> str:
+    """Train, save, and return the path."""
+    path = str(folder / "model.ckpt")
+    train = trainer(folder, **options)
+    train.fit(model, loader(), loader())
+    train.save_checkpoint(path)
+    return path
+
+
+def test_contents(tmp_path: Path) -> None:
+    """A checkpoint says where training was, in plain types."""
+    model = Line()
+    model.hparams = {"lr": 0.1, "data": Path("here"), "width": np.int64(3)}
+    checkpoint = TorchCheckpointIO().load_checkpoint(saved(tmp_path, model))
+    assert (checkpoint["epoch"], checkpoint["global_step"]) == (1, 4)
+    assert list(checkpoint["state_dict"]) == ["layer.weight", "layer.bias"]
+    assert checkpoint["hyper_parameters"] == {"lr": 0.1, "data": "here", "width": 3}
+
+
+def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Two epochs, saved and resumed for two more, end with the weights of four."""
+    whole, resumed = WithMomentum(), WithMomentum()
+    trainer(tmp_path, max_epochs=4).fit(whole, loader())
+    path = saved(tmp_path, WithMomentum(), max_epochs=2)
+    train = trainer(tmp_path, max_epochs=4)
+    train.fit(resumed, loader(), ckpt_path=path)
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    assert (train.current_epoch, train.global_step) == (4, 16)
+
+
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_checkpoint_at_the_end_of_an_epoch(tmp_path: Path, which: str) -> None:
+    """A checkpoint that ModelCheckpoint wrote at the end of an epoch goes on with the next."""
+    whole = WithMomentum()
+    trainer(tmp_path, max_epochs=3).fit(whole, loader())
+    first = trainer(
+        tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=ModelCheckpoint(tmp_path, save_last=True)
+    )
+    model = WithMomentum()
+    first.fit(model, loader())
+    first.max_epochs = 3
+    first.fit(model, loader(), ckpt_path=which)
+    assert torch.equal(model.layer.weight, whole.layer.weight)
+
+
+def test_epoch_that_was_cut_short_begins_again(tmp_path: Path) -> None:
+    """A checkpoint from within an epoch goes on at the beginning of that epoch."""
+    path = saved(tmp_path, Line(), max_steps=6, max_epochs=-1)
+    train = trainer(tmp_path, max_epochs=2)
+    train.fit(Line(), loader(), ckpt_path=path)
+    assert (train.current_epoch, train.global_step) == (2, 10)
+
+
+def test_callbacks_are_restored(tmp_path: Path) -> None:
+    """A callback goes on with the state that it had."""
+    path = saved(tmp_path, Line(), callbacks=EarlyStopping("val_loss", patience=9))
+    stopping = EarlyStopping("val_loss", patience=9)
+    with pytest.warns(UserWarning, match="Nothing to train"):
+        trainer(tmp_path, callbacks=stopping).fit(Line(), loader(), ckpt_path=path)
+    assert stopping.best_score < float("inf")
+
+
+def test_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
+    """Evaluating with ckpt_path uses the weights of the file."""
+    trained, fresh = Line(), Line()
+    path = saved(tmp_path, trained)
+    train = trainer(tmp_path)
+    assert train.test(fresh, loader(), ckpt_path=path) == train.test(trained, loader())
+    assert train.ckpt_path is None
+
+
+def test_hooks_see_the_checkpoint(tmp_path: Path) -> None:
+    """A module may add to a checkpoint, and take its own back."""
+
+    class Adding(Line):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["extra"] = "mine"
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.seen.append(checkpoint["extra"])
+
+    path, model = saved(tmp_path, Adding()), Adding()
+    trainer(tmp_path).test(model, loader(), ckpt_path=path)
+    assert model.seen == ["mine"]
+
+
+def test_no_best(tmp_path: Path) -> None:
+    """Without a saved checkpoint there is no best one."""
+    with pytest.raises(ConfigurationError, match='ckpt_path="best" finds no checkpoint'):
+        trainer(tmp_path).test(Line(), loader(), ckpt_path="best")
+
+
+def test_no_last_yet(tmp_path: Path) -> None:
+    """The first run of a script that says ckpt_path="last" begins at the beginning."""
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    for max_epochs in (1, 2):
+        train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=max_epochs)
+        train.fit(Line(), loader(), ckpt_path="last")
+        assert train.global_step == 4 * max_epochs
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    """A path that does not exist is an error before anything starts."""
+    with pytest.raises(CheckpointError, match="does not exist"):
+        trainer(tmp_path).fit(Line(), loader(), ckpt_path=tmp_path / "no.ckpt")
+
+
+def test_other_module(tmp_path: Path) -> None:
+    """Weights of another module are refused, naming what does not fit."""
+
+    class Wider(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 1)
+
+    path = saved(tmp_path, Line())
+    with pytest.raises(CheckpointError, match=r"does not fit Wider: .*\n.*layer\.weight"):
+        trainer(tmp_path).test(Wider(), loader(), ckpt_path=path)
+
+
+def test_other_optimizer(tmp_path: Path) -> None:
+    """Optimizer states that do not fit are refused."""
+
+    class Fixed(Line):
+        def configure_optimizers(self) -> None:
+            return None
+
+    path = saved(tmp_path, Line())
+    with pytest.raises(CheckpointError, match="does not fit the optimizers"):
+        trainer(tmp_path).fit(Fixed(), loader(), ckpt_path=path)
+
+
+@pytest.mark.parametrize(
+    ("contents", "problem"),
+    [({"weights": 1}, "holds no 'state_dict'"), ({"state_dict": Line().state_dict()}, "holds no .*loops")],
+)
+def test_files_of_other_programs(tmp_path: Path, contents: dict[str, Any], problem: str) -> None:
+    """A file that torch.save wrote, but that is no checkpoint of a fit, is refused."""
+    path = tmp_path / "other.ckpt"
+    TorchCheckpointIO().save_checkpoint(contents, path)
+    with pytest.raises(CheckpointError, match=problem):
+        trainer(tmp_path).fit(Line(), loader(), ckpt_path=path)
+
+
+def test_nothing_to_save(tmp_path: Path) -> None:
+    """Before a fit there is nothing to save."""
+    with pytest.raises(LifecycleError, match="save_checkpoint"):
+        trainer(tmp_path).save_checkpoint(tmp_path / "x.ckpt")
