@@ -19,6 +19,8 @@ from rankwise import Trainer, TrainingModule, rank_zero_only, seed_everything
 class DigitClassifier(TrainingModule):
     """Two layers over 8 x 8 pixels; counts the samples that this rank has trained on."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -26,7 +28,7 @@ class DigitClassifier(TrainingModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        self.seen += len(labels)
+        self.seen.add_(len(labels))
         loss = nn.functional.cross_entropy(self.net(images), labels)
         self.log("train_loss", loss, prog_bar=True)
         return loss
@@ -47,7 +49,6 @@ class DigitClassifier(TrainingModule):
 
 @rank_zero_only
 def print_once(text: str) -> None:
-    """Print on global rank zero."""
     print(text)
 
 
@@ -64,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--num-nodes", type=int, default=None, help="default: as many as there are")
+    parser.add_argument("--num-nodes", type=int, help="default: as many as there are")
     arguments = parser.parse_args()
     seed_everything(7)
     trainer = Trainer(

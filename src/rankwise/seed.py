@@ -1,4 +1,4 @@
-"""Seed everything that draws random numbers, and remember the seed for samplers."""
+"""Seed everything that draws random numbers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import sys
 
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = ["global_seed", "seed_everything"]
+__all__ = ["seed_everything"]
 
 _HIGHEST = 2**32 - 1  # NumPy's
-_seed: int | None = None
 
 
 def seed_everything(seed: int) -> int:
@@ -28,21 +27,14 @@ def seed_everything(seed: int) -> int:
         InvalidTypeError: when it is no whole number.
         InvalidArgumentError: when it is out of range.
     """
-    global _seed
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InvalidTypeError(argument="seed", value=seed, expected="a whole number")
     if not 0 <= seed <= _HIGHEST:
         raise InvalidArgumentError(argument="seed", value=seed, expected=f"a number from 0 to {_HIGHEST}")
     import torch
 
-    _seed = seed
     random.seed(seed)
     torch.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)
     return seed
-
-
-def global_seed() -> int | None:
-    """Return the seed that `seed_everything` was given last, or None."""
-    return _seed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,19 +43,32 @@ def test_digits_under_torchrun(strategy: str, run_script: ScriptRunner) -> None:
     check_digits(result.stdout)
 
 
-def test_digits_by_hand(run_script: ScriptRunner, free_port: int) -> None:
+def test_digits_by_hand(run_script: ScriptRunner) -> None:
     """The same file runs as two processes that somebody has started with RANK and the rest."""
-    running = [
-        run_script.start(EXAMPLES / "digits.py", env=variables(rank, free_port)) for rank in range(2)
-    ]
+    port = free_port()
+    running = [run_script.start(EXAMPLES / "digits.py", env=variables(rank, port)) for rank in range(2)]
     first, second = (each.finish(timeout=100) for each in running)
     assert (first.returncode, second.returncode) == (0, 0), (first, second)
     check_digits(first.stdout)
 
 
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def variables(rank: int, port: int) -> Mapping[str, str]:
     """Return what one of two processes is started with by hand."""
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
     return {name: str(value) for name, value in values.items()}
 
 

@@ -28,7 +28,7 @@ def fitted(strategy: str, devices: int, folder: Path, **arguments: Any) -> tuple
 
 @pytest.mark.parametrize("strategy", ELSEWHERE)
 def test_everything_comes_back(strategy: str, tmp_path: Path) -> None:
-    """Fit, fit again, test, predict: counters, optimizer, metrics, checkpoints and weights are in the caller."""
+    """After fit, fit, test, predict all counters, states, metrics and weights are in the caller."""
     expected, expected_module = fitted("single_device", 1, tmp_path / "one")
     trainer, module = fitted(strategy, 2, tmp_path / "two")
     parameters = list(module.parameters())
@@ -58,7 +58,8 @@ def check_optimizers(trainer: Trainer, expected: Trainer, module: Regression) ->
     assert all(left is right for left, right in zip(owned, module.parameters(), strict=True))
     assert mine.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"]) == pytest.approx(0.00125)
     my_states, their_states = mine.state_dict()["state"], theirs.state_dict()["state"]
-    assert my_states.keys() == their_states.keys() and my_states
+    assert my_states
+    assert my_states.keys() == their_states.keys()
     for key, their_state in their_states.items():
         assert float(my_states[key]["step"]) == 18
         torch.testing.assert_close(my_states[key]["exp_avg"], their_state["exp_avg"], rtol=0, atol=1e-6)
@@ -71,7 +72,8 @@ def check_checkpoint(trainer: Trainer, folder: Path) -> None:
     assert Path(callback.best_model_path).parent == folder
     saved = torch.load(callback.best_model_path, weights_only=True)
     assert set(saved["state_dict"]) == set(Regression().state_dict())
-    assert callback.best_model_score is not None and float(callback.best_model_score) > 0
+    assert callback.best_model_score is not None
+    assert float(callback.best_model_score) > 0
 
 
 def check_evaluation(trainer: Trainer, module: Regression, expected: Trainer, other: Regression) -> None:

@@ -37,7 +37,9 @@ def _problem(command: Sequence[str]) -> str | None:
         return "in a notebook"
     if "ps1" in sys.__dict__ or sys.flags.interactive:
         return "in an interactive shell"
-    if "PYTEST_CURRENT_TEST" in os.environ:
+    if (
+        "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules
+    ):  # a script that a test starts has no pytest
         return "inside pytest"
     if multiprocessing.process.parent_process() is not None:
         return "in a process that multiprocessing started"

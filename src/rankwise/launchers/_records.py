@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -27,9 +28,7 @@ _CONSEQUENCE_TEXTS = (
     "store: ",
     "socket closed",
 )
-_PACKAGE = Path(__file__).resolve().parent.parent
-# Where a rank's work begins: frames that lead from there to the user's code say nothing about it.
-_WAY_IN = (str(_PACKAGE / "launchers"), str(_PACKAGE / "strategies" / "_job.py"))
+_LINE_LENGTH = 160
 
 
 @final
@@ -88,11 +87,11 @@ class FailureRecord:
 
     def line(self) -> str:
         """Return the record in one line."""
+        if not self.exception_type:
+            return f"global_rank {self.global_rank} ended with status {self.exit_status}"
         what = f"{self.exception_type}: {self.exception_message}".partition("\n")[0]
-        return f"global_rank {self.global_rank} raised {what}" if self.exception_type else self._exit_line()
-
-    def _exit_line(self) -> str:
-        return f"global_rank {self.global_rank} ended with status {self.exit_status}"
+        shortened = what if len(what) <= _LINE_LENGTH else f"{what[: _LINE_LENGTH - 3]}..."
+        return f"global_rank {self.global_rank} raised {shortened}"
 
     def to_error(
         self, started_s: float, stopped: Sequence[int], others: Sequence[FailureRecord]
@@ -141,8 +140,18 @@ def _exit_code(error: BaseException) -> int | None:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """Return the traceback from the user's code on: the frames of the launcher above it say nothing."""
+    """Return the traceback from the user's code on; all of it where none of the user's code is in it."""
     report = traceback.TracebackException.from_exception(error)
-    while len(report.stack) > 1 and str(Path(report.stack[0].filename).resolve()).startswith(_WAY_IN):
-        del report.stack[0]
+    folders = _folders_on_the_way()
+    is_way_in = [str(Path(frame.filename).resolve()).startswith(folders) for frame in report.stack]
+    if not all(is_way_in):
+        del report.stack[: is_way_in.index(False)]
     return "".join(report.format())
+
+
+def _folders_on_the_way() -> tuple[str, ...]:
+    """Return where the code lies that leads to the user's: rankwise, and torch where it is loaded."""
+    folders = [Path(__file__).resolve().parents[1]]
+    if torch := sys.modules.get("torch"):
+        folders.append(Path(str(torch.__file__)).resolve().parent)
+    return tuple(f"{folder}{os.sep}" for folder in folders)

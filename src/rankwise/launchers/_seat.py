@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final
@@ -31,6 +32,7 @@ class Seat:
         address: host and port of the store, or None where it is private (or not needed).
         hosts_store: whether this rank has to host the store itself.
         channel: to the supervisor; None where nothing was launched (`inline`).
+        on_stop: called from another thread when this rank has to leave, before it is interrupted.
         job: counts the jobs of this group of processes, from 1; keeps their keys apart in the store.
     """
 
@@ -40,6 +42,7 @@ class Seat:
     hosts_store: bool = False
     channel: RankChannel | None = None
     job: int = 1
+    on_stop: Callable[[], None] | None = None
     _has_reported: bool = False
     _store: Store | None = None  # a group uses the store for as long as it lives, but does not keep it
 
@@ -73,7 +76,7 @@ class Seat:
             raise ValueError("this seat has no channel: nobody supervises it")
         try:
             with Interruptible() as block:
-                self.channel.call_on_stop(block.interrupt)
+                self.channel.call_on_stop(partial(self._leave, block))
                 value = entry(self)
                 finish(value)
                 return value
@@ -82,6 +85,11 @@ class Seat:
             raise
         finally:
             self.channel.call_on_stop(None)
+
+    def _leave(self, block: Interruptible) -> None:
+        if self.on_stop is not None:
+            self.on_stop()
+        block.interrupt()
 
 
 def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None, run_id: str) -> dict[str, str]:

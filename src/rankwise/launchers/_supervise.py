@@ -15,13 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 
 from typing_extensions import final
 
 from rankwise.errors import WorkerError
 from rankwise.launchers import _at_fork
-from rankwise.launchers._channel import FrameReader, Kind, frame, split_id, with_id
+from rankwise.launchers._channel import Kind, frame, split_id, with_id
+from rankwise.launchers._member import Member
 from rankwise.launchers._processes import StartedProcess
 from rankwise.launchers._records import FailureRecord, first_cause
 from rankwise.process_group.private_store import StoreTable
@@ -32,21 +32,6 @@ _CHUNK = 1 << 16
 _SETTLE_S = 0.5
 # How long a worker that has finished may take to leave its interpreter.
 EXIT_TIMEOUT_S = 30.0
-
-
-@dataclass(eq=False)
-class _Member:
-    """One local rank: its channel, and its process where it has one of its own."""
-
-    ranks: RankInfo
-    sock: socket.socket
-    process: StartedProcess | None
-    reader: FrameReader = field(default_factory=FrameReader)
-    outgoing: bytearray = field(default_factory=bytearray)
-    has_started: bool = False
-    has_failed: bool = False
-    has_ended: bool = False
-    jobs_done: int = 0
 
 
 @final
@@ -68,13 +53,14 @@ class Supervisor:
         self._wake_write.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         _at_fork.close_in_child(self._wake_read, self._wake_write, self._selector)
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         self._table = StoreTable()
         self._failures: list[FailureRecord] = []
         self._stopped: list[int] = []
         self._started_s = time.monotonic()
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self.was_interrupted = False
+        self._crash: BaseException | None = None
         self._is_stopping = False
         self._is_closed = False
         self._next_wakeup = -1
@@ -92,7 +78,7 @@ class Supervisor:
         """
         sock.setblocking(False)
         _at_fork.close_in_child(sock)
-        self._members.append(_Member(ranks, sock, process))
+        self._members.append(Member(ranks, sock, process))
 
     def start(self) -> None:
         """Begin to watch."""
@@ -121,6 +107,10 @@ class Supervisor:
             WorkerError: when a rank failed; by then no started process is left.
         """
         self._settled.wait()
+        if self._crash is not None:
+            raise RuntimeError(
+                "the supervisor of the job failed, which is a defect of rankwise"
+            ) from self._crash
         if error := self.error():
             raise error
 
@@ -146,6 +136,8 @@ class Supervisor:
 
     def end_all(self) -> None:
         """End all ranks: the word, the grace, SIGKILL; wait until they are gone. A Ctrl-C skips the grace."""
+        if self._crash is not None:
+            return
         if not self._thread.is_alive():
             self.start()
         self._settled.clear()
@@ -218,6 +210,18 @@ class Supervisor:
         self._is_closed = True
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # noqa: BLE001  a job without a supervisor must not go on, nor wait
+            self._crash = error
+            self._is_stopping = True
+            for member in self._members:
+                if member.process is not None and not member.has_ended:
+                    member.process.kill()
+                    member.process.wait()
+            self._settled.set()
+
+    def _serve(self) -> None:
         while not self._is_closed:
             for key, events in self._selector.select(self._time_left()):
                 self._dispatch(key, events)
@@ -233,7 +237,7 @@ class Supervisor:
         self._deadline = (time.monotonic() + seconds, action)
 
     def _dispatch(self, key: selectors.SelectorKey, events: int) -> None:
-        member: _Member | None = key.data
+        member: Member | None = key.data
         if member is None:
             self._on_signals(self._wake_read.recv(_CHUNK).replace(b"\0", b""))
             while self._wishes:
@@ -257,7 +261,7 @@ class Supervisor:
             else:
                 self._stop_all()
 
-    def _read(self, member: _Member) -> None:
+    def _read(self, member: Member) -> None:
         try:
             data = member.sock.recv(_CHUNK)
         except BlockingIOError:
@@ -271,7 +275,7 @@ class Supervisor:
         for kind, payload in member.reader.feed(data):
             self._receive(member, kind, payload)
 
-    def _receive(self, member: _Member, kind: Kind, payload: bytes) -> None:
+    def _receive(self, member: Member, kind: Kind, payload: bytes) -> None:
         if kind is Kind.HELLO:
             member.has_started = True
         elif kind is Kind.DONE:
@@ -286,11 +290,11 @@ class Supervisor:
                 request, lambda answer: self._send(member, Kind.STORE_REPLY, with_id(request_id, answer))
             )
 
-    def _send(self, member: _Member, kind: Kind, payload: bytes) -> None:
+    def _send(self, member: Member, kind: Kind, payload: bytes) -> None:
         member.outgoing += frame(kind, payload)
         self._flush(member)
 
-    def _flush(self, member: _Member) -> None:
+    def _flush(self, member: Member) -> None:
         """Write what the channel takes now; the rest when it is writable, so that no rank can block us."""
         if member.sock not in self._selector.get_map():
             return
@@ -306,12 +310,12 @@ class Supervisor:
 
     # ------------------------------------------------------------------ ends and failures
 
-    def _on_process_end(self, member: _Member) -> None:
+    def _on_process_end(self, member: Member) -> None:
         process = member.process
         if process is None:
             return
         self._selector.unregister(process)
-        while member.sock in self._selector.get_map() and self._has_data(member):
+        while member.sock in self._selector.get_map() and member.has_data():
             self._read(member)
         status = process.wait()
         member.has_ended = True
@@ -319,15 +323,9 @@ class Supervisor:
         if (status != 0 or is_in_job) and not member.has_failed and not self._is_stopping:
             member.has_failed = True
             self._on_failure(
-                FailureRecord.of_exit(member.ranks, process.pid, status, _phase(member, is_in_job))
+                FailureRecord.of_exit(member.ranks, process.pid, status, member.phase(is_in_job))
             )
         self._check()
-
-    def _has_data(self, member: _Member) -> bool:
-        try:
-            return bool(member.sock.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
 
     def _on_failure(self, record: FailureRecord) -> None:
         self._failures.append(record)
@@ -346,11 +344,11 @@ class Supervisor:
         self._check()
 
     def _say_stop(self) -> None:
-        reason = self._failures[0].line().encode() if self._failures else b"the main process was interrupted"
+        reason = self._failures[0].line() if self._failures else "the main process was interrupted"
         for member in self._members:
             if not member.has_failed and not member.has_ended and member.jobs_done < max(1, self._job):
                 self._stopped.append(member.ranks.global_rank)
-            self._send(member, Kind.STOP, reason)
+            self._send(member, Kind.STOP, reason.encode(errors="backslashreplace"))
         self._set_deadline(self._grace_period_s, self._kill_all)
 
     def _kill_all(self) -> None:
@@ -380,7 +378,7 @@ class Supervisor:
             elif self._deadline is None:
                 self._set_deadline(EXIT_TIMEOUT_S, self._kill_all)
 
-    def _has_left(self, member: _Member) -> bool:
+    def _has_left(self, member: Member) -> bool:
         if member.process is not None:
             return member.has_ended
         return member.has_failed or member.jobs_done >= self._job
@@ -388,9 +386,3 @@ class Supervisor:
     def _settle(self) -> None:
         self._deadline = None
         self._settled.set()
-
-
-def _phase(member: _Member, is_in_job: bool) -> str:
-    if not member.has_started:
-        return "before it had started (what it printed is above)"
-    return "before it had finished" if is_in_job else "after it had finished its part"

@@ -166,7 +166,14 @@ class _ScriptGroup:
         self._jobs += 1
         ranks = self.seats[0]
         variables = torchrun_variables(ranks, self.address, self._run_id)
-        seat = Seat(ranks, variables, self.address, channel=self._channel, job=self._jobs)
+        seat = Seat(
+            ranks,
+            variables,
+            self.address,
+            channel=self._channel,
+            job=self._jobs,
+            on_stop=self._drop_store,
+        )
         self._supervisor.begin_job(until_exit=False)
         try:
             with self._supervisor.hearing_interrupts():
@@ -224,7 +231,11 @@ class _ScriptGroup:
                 os.close(descriptor)
             if self.address is not None:
                 forget_store(self.address)
-            self._store = None
+            self._drop_store()
+
+    def _drop_store(self) -> None:
+        # Without its host this process's own wait in the store, which is in C++ and hears no signal, ends.
+        self._store = None
 
     def _finish_script(self) -> None:
         """Let the other ranks come to the end of the script too; a failure there is one here."""

@@ -62,6 +62,7 @@ def init_process_group(
         _check_existing(ranks, backend)
         return
     hook = sys.excepthook  # torch wraps it each time and never unwraps it
+    groups = _group_count()
     try:
         dist.init_process_group(
             backend,
@@ -72,8 +73,22 @@ def init_process_group(
             device_id=device if backend == "nccl" else None,
         )
         _wait_until_connected(store, ranks, timeout)
+    except BaseException:
+        _group_count(groups)
+        raise
     finally:
         sys.excepthook = hook
+
+
+def _group_count(restored: int | None = None) -> int | None:
+    """Return (or put back) torch's count of groups: it names a group's keys, so the ranks must agree on it.
+
+    torch counts a group before it is made, and does not take it back when that fails.
+    """
+    world = getattr(dist.distributed_c10d, "_world", None)
+    if world is not None and restored is not None:
+        world.group_count = restored
+    return getattr(world, "group_count", None)
 
 
 def _wait_until_connected(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -14,30 +14,25 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.environments import ClusterEnvironment, create_environment, detect_environment
-from rankwise.environments.local import LocalEnvironment
-from rankwise.errors import InvalidTypeError, LifecycleError, WorldSizeMismatchError
+from rankwise.environments import ClusterEnvironment
+from rankwise.errors import LifecycleError
 from rankwise.launchers import Launcher
 from rankwise.launchers._seat import Seat
-from rankwise.launchers.script import script_ranks
 from rankwise.precision import Precision
-from rankwise.process_group import collectives
-from rankwise.ranks import RankInfo, set_rank_zero_only
+from rankwise.ranks import RankInfo
+from rankwise.strategies._binding import check_environment, check_world, find_environment
 from rankwise.strategies._devices import check_devices, check_num_nodes, device_type, local_devices
 from rankwise.strategies._job import RankEntry
 from rankwise.strategies._redirect import call_through
+from rankwise.strategies._scopes import rank_zero_set, variables_set
+from rankwise.strategies._together import Together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
 __all__ = ["Strategy"]
 
 T = TypeVar("T")
-# torch sets this one when the first optimizer or wrapper imports its compiler.
-_SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 Devices = int | str | list[int] | tuple[int, ...]
 
 
@@ -47,7 +42,7 @@ class _State(Enum):
     IN_JOB = "in a job"
 
 
-class Strategy(ABC):
+class Strategy(Together):
     """Start the processes, connect them, wrap the model, synchronise, clean up.
 
     A strategy is plain configuration until `bind` gives it devices, nodes and an environment, once. Then
@@ -83,7 +78,7 @@ class Strategy(ABC):
         self._accelerator = accelerator
         self._devices = devices
         self._num_nodes = num_nodes
-        self._wanted_environment = _check_environment(cluster_environment)
+        self._wanted_environment = check_environment(cluster_environment)
         self._state = _State.CONFIGURED
         self._environment: ClusterEnvironment | None = None
         self._ranks: RankInfo | None = None
@@ -126,7 +121,7 @@ class Strategy(ABC):
         kind = device_type(self._accelerator if accelerator == "auto" else accelerator)
         wanted_devices = check_devices(self._devices if devices == "auto" else devices)
         wanted_nodes = check_num_nodes(self._num_nodes if num_nodes == "auto" else num_nodes)
-        found, how = _find_environment(_check_environment(environment) or self._wanted_environment)
+        found, how = find_environment(check_environment(environment) or self._wanted_environment)
         started = found.ranks.local_world_size if found.creates_processes_externally else None
         self._local_devices = local_devices(kind, wanted_devices, started)
         self._environment = found
@@ -134,7 +129,7 @@ class Strategy(ABC):
             self._ranks = self._place_locally(len(self._local_devices), wanted_nodes or 1)
         else:
             self._ranks = found.ranks
-            _check_world(
+            check_world(
                 found, how, None if wanted_devices is None else len(self._local_devices), wanted_nodes
             )
         found.validate_settings(self._ranks.local_world_size, self._ranks.num_nodes)
@@ -286,8 +281,8 @@ class Strategy(ABC):
 
         Mutates: `os.environ`, until `teardown`.
         """
-        self._job.enter_context(_variables(self.seat.variables))
-        self._job.enter_context(_rank_zero(self.ranks.global_rank))
+        self._job.enter_context(variables_set(self.seat.variables))
+        self._job.enter_context(rank_zero_set(self.ranks.global_rank))
         if self.root_device.type == "cuda":
             torch.cuda.set_device(self.root_device)
 
@@ -348,42 +343,6 @@ class Strategy(ABC):
         """Return a context in which backward passes leave gradients as they are, on this rank."""
         return nullcontext()
 
-    # ------------------------------------------------------------------ all ranks together
-
-    def all_reduce(self, tensor: T, group: ProcessGroup | None = None, reduce_op: str = "mean") -> T:
-        """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
-        return collectives.all_reduce(tensor, group, reduce_op)
-
-    def all_gather(
-        self, tensor: torch.Tensor, group: ProcessGroup | None = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
-        return collectives.all_gather(tensor, group, sync_grads)
-
-    def all_gather_object(self, obj: T) -> list[T]:
-        """Gather anything picklable from every rank, in rank order."""
-        return collectives.all_gather_object(obj)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank is here; `name` is for the reader.
-
-        Collective: every rank must call this, in the same order.
-        """
-        collectives.barrier()
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return rank `src`'s value on every rank."""
-        return collectives.broadcast(obj, src)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
-        """Return whether all ranks (or, with `all=False`, any) decided yes; the same on every rank.
-
-        Collective: every rank must call this, in the same order.
-        """
-        votes = torch.tensor(int(decision), device=self.root_device)
-        count = int(collectives.all_reduce(votes, reduce_op_name="sum"))
-        return count == self.world_size if all else count > 0
-
     # ------------------------------------------------------------------ state
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -439,61 +398,3 @@ class Strategy(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._ranks if self.is_bound else self._state.value})"
-
-
-def _check_environment(given: object) -> ClusterEnvironment | str | None:
-    if given is None or isinstance(given, (str, ClusterEnvironment)):
-        return given
-    raise InvalidTypeError(
-        argument="cluster_environment", value=given, expected="a ClusterEnvironment instance or a name"
-    )
-
-
-def _find_environment(wanted: ClusterEnvironment | str | None) -> tuple[ClusterEnvironment, str]:
-    if isinstance(wanted, ClusterEnvironment):
-        return wanted, "it was given"
-    if isinstance(wanted, str):
-        return create_environment(wanted), "it was named"
-    if script_ranks() is not None:
-        return LocalEnvironment(), "this script runs under strategy 'ddp' already"
-    detection = detect_environment()
-    return detection.environment, str(detection)
-
-
-def _check_world(
-    environment: ClusterEnvironment, how: str, devices: int | None, num_nodes: int | None
-) -> None:
-    ranks = environment.ranks
-    is_right = devices in (None, ranks.local_world_size) and num_nodes in (None, ranks.num_nodes)
-    if not is_right:
-        raise WorldSizeMismatchError(
-            devices=devices or ranks.local_world_size,
-            num_nodes=num_nodes or ranks.num_nodes,
-            launched_by=environment.name,
-            world_size=ranks.world_size,
-            variables=environment.seen(),
-            detection=how,
-        )
-
-
-@contextmanager
-def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in (*variables, _SET_BY_TORCH)}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _rank_zero(global_rank: int) -> Iterator[None]:
-    before = set_rank_zero_only(global_rank)
-    try:
-        yield
-    finally:
-        set_rank_zero_only(before)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +31,7 @@ from rankwise.strategies._arguments import (
     check_grace_period,
     check_timeout,
 )
+from rankwise.strategies._scopes import threads_shared_by
 from rankwise.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class DDPStrategy(Strategy):
         Collective: every rank must call this.
         """
         super().setup_environment()
-        self._job.enter_context(_threads_shared_by(self.local_world_size))
+        self._job.enter_context(threads_shared_by(self.local_world_size))
         if self.ranks.is_one_node:
             self._job.enter_context(gloo_on_loopback())
         if self._is_group_wanted:
@@ -346,21 +347,3 @@ def _check_platform(start_method: str) -> None:
             message=f"start_method={start_method!r} does not exist on Windows.",
             remedy='use strategy="ddp" or "ddp_spawn".',
         )
-
-
-def _usable_cores() -> int:
-    if "sched_getaffinity" in os.__dict__:  # Linux; elsewhere a process cannot be kept to some of the cores
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@contextmanager
-def _threads_shared_by(local_world_size: int) -> Iterator[None]:
-    """Share this machine's cores between the local ranks, unless `OMP_NUM_THREADS` says otherwise."""
-    before = torch.get_num_threads()
-    if local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(before, _usable_cores() // local_world_size)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,0 +1,41 @@
+"""One local rank in the supervisor's book."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+from typing_extensions import final
+
+from rankwise.launchers._channel import FrameReader
+from rankwise.launchers._processes import StartedProcess
+from rankwise.ranks import RankInfo
+
+
+@final
+@dataclass(eq=False)
+class Member:
+    """A rank: its channel, its process where it has one of its own, and how far it is."""
+
+    ranks: RankInfo
+    sock: socket.socket
+    process: StartedProcess | None
+    reader: FrameReader = field(default_factory=FrameReader)
+    outgoing: bytearray = field(default_factory=bytearray)
+    has_started: bool = False
+    has_failed: bool = False
+    has_ended: bool = False
+    jobs_done: int = 0
+
+    def has_data(self) -> bool:
+        """Whether something that the rank has sent is still unread."""
+        try:
+            return bool(self.sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def phase(self, is_in_job: bool) -> str:
+        """Return, for a rank that has left, when it did."""
+        if not self.has_started:
+            return "before it had started (what it printed is above)"
+        return "before it had finished" if is_in_job else "after it had finished its part"

@@ -1,0 +1,74 @@
+"""Ranks that do not meet, and groups that are there already."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankwise import DDPStrategy, Strategy
+from rankwise.environments import PlainEnvironment
+from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
+from rankwise.process_group import init_process_group
+
+
+def second_of_two(port: int) -> PlainEnvironment:
+    """Return the environment of a rank whose rank 0 should be at `port`."""
+    values = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    return PlainEnvironment({**values, "MASTER_PORT": str(port)})
+
+
+def test_nobody_at_the_main_address() -> None:
+    """A rank that cannot reach rank 0 says where it looked, after init_timeout."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    strategy = DDPStrategy(cluster_environment=second_of_two(port), devices=2, init_timeout=1)
+    with pytest.raises(RendezvousTimeoutError, match=f"127.0.0.1:{port}"):
+        strategy.launch(world_size)
+
+
+def world_size(strategy: Strategy) -> int:
+    """Return the group's size."""
+    return dist.get_world_size()
+
+
+def in_a_group_of_one(strategy: Strategy, world: int) -> int:
+    """Make a group before the strategy does, then let another strategy use it, which asks for `world` ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        environment = PlainEnvironment(
+            {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": "1",
+            }
+        )
+        inner = DDPStrategy(cluster_environment=environment)
+        inner.bind()
+        init_process_group(
+            dist.HashStore(), inner.ranks, "gloo", torch.device("cpu"), timeout=timedelta(seconds=5)
+        )
+        return dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_fits_is_used() -> None:
+    """A default group with the same ranks and back end is taken as it is."""
+    strategy = DDPStrategy(start_method="fork", devices=1)
+    assert strategy.launch(in_a_group_of_one, 1, init_process_group=False) == 1
+
+
+def test_a_group_that_does_not_fit_is_refused() -> None:
+    """A default group with another size is an error that says both sizes."""
+    strategy = DDPStrategy(start_method="fork", devices=1)
+    with pytest.raises(RuntimeError, match=ProcessGroupError.__name__) as caught:
+        strategy.launch(in_a_group_of_one, 2, init_process_group=False)
+    assert "rank 0 of 1" in str(caught.value)
+    assert "global_rank 0 of 2" in str(caught.value)
