@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -481,6 +482,12 @@ def test_a_launch_from_another_thread_works() -> None:
     thread.start()
     thread.join()
     assert values[0]["total"] == 3.0
+
+
+def test_a_launch_from_a_pool_works() -> None:
+    """So can a thread of a ThreadPoolExecutor, which every exit of Python joins."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ddp("fork").launch, all_facts, 1).result()["total"] == 3.0
 
 
 def test_strategies_take_turns(start_method: str) -> None:

@@ -37,7 +37,7 @@ def world_size(strategy: Strategy) -> int:
 
 
 def in_a_group_of_one(strategy: Strategy, world: int) -> int:
-    """Make a group before the strategy does, then let another strategy use it, which asks for `world` ranks."""
+    """Make a group, then let another strategy use it, which asks for `world` ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         environment = PlainEnvironment(

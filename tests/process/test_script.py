@@ -74,31 +74,20 @@ def test_a_module_is_run_again_as_a_module(run_script: ScriptRunner) -> None:
 
 
 def test_code_on_the_command_line_is_run_again(run_script: ScriptRunner) -> None:
-    """`python -c ...` is run again with its code and arguments."""
-    _, other = told(run_script.command([sys.executable, "-c", MAIN, "one", "two"]))
-    assert other["argv"] == ["-c", "one", "two"]
+    """`python -OBc ...`, its flags in one word, is run again with its code and arguments."""
+    _, other = told(run_script.command([sys.executable, "-OBc", MAIN, "one", "two"]))
+    assert (other["optimize"], other["argv"]) == (1, ["-c", "one", "two"])
 
 
-def test_flags_in_a_cluster_survive(run_script: ScriptRunner) -> None:
-    """`python -OBc ...`, short flags written together, is run again."""
-    _, other = told(run_script.command([sys.executable, "-OBc", MAIN]))
-    assert (other["optimize"], other["argv"]) == (1, ["-c"])
-
-
-def test_a_changed_argv_does_not_matter(run_script: ScriptRunner) -> None:
-    """What the script does to `sys.argv` before the launch does not change the re-run's."""
-    source = MAIN.replace("    main()", "    before = list(sys.argv)\n    sys.argv[:] = ['other', '--gone']\n    main()")
-    _, other = told(run_script(source, "--kept"))
-    assert other["argv"] == ["other", "--gone"]  # it does the same to its own
-    assert other["orig_argv"] == [str(run_script.folder / "script.py"), "--kept"]
-
-
-def test_a_changed_directory_does_not_matter(run_script: ScriptRunner) -> None:
-    """A script given by a relative path that changes its directory first is found again."""
+def test_a_changed_argv_and_directory_do_not_matter(run_script: ScriptRunner) -> None:
+    """A script given by a relative path that first changes its directory and `sys.argv` is found again."""
     (run_script.folder / "elsewhere").mkdir()
-    run_script.write("import os; os.chdir('elsewhere')\n" + MAIN)
-    first, other = told(run_script.command([sys.executable, "script.py"], cwd=run_script.folder))
+    run_script.write("import os, sys\nos.chdir('elsewhere')\nsys.argv[:] = ['other', '--gone']\n" + MAIN)
+    command = [sys.executable, "script.py", "--kept"]
+    first, other = told(run_script.command(command, cwd=run_script.folder))
     assert first["cwd"] == other["cwd"] == str(run_script.folder / "elsewhere")
+    assert other["argv"] == ["other", "--gone"]  # it does the same to its own
+    assert other["orig_argv"] == ["script.py", "--kept"]
 
 
 def test_a_changed_directory_does_not_matter_to_a_module(run_script: ScriptRunner) -> None:
@@ -205,6 +194,11 @@ def test_a_daemon_is_refused(run_script: ScriptRunner) -> None:
 THRICE = """
 import os, sys, atexit
 import rankwise
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # one write, which no other rank's can cut
+    sys.stdout.flush()
+
 from rankwise.errors import LaunchRefusedError
 from rankwise.strategies import DDPStrategy
 
@@ -216,11 +210,11 @@ before = dict(os.environ)
 for number, kind in enumerate(["auto", "auto", "private"] if len(sys.argv) == 1 else sys.argv[1:]):
     strategy = DDPStrategy(accelerator="cpu", devices=2, rendezvous=kind)
     value = strategy.launch(job, number)
-    print(strategy.global_rank, number, value[0], value[1] == os.getpid(), sorted(strategy.results), flush=True)
+    say(strategy.global_rank, number, value[0], value[1] == os.getpid(), sorted(strategy.results))
     if strategy.is_global_zero:
-        print("pids", [pid for _, pid in strategy.results.values()], flush=True)
+        say("pids", [pid for _, pid in strategy.results.values()])
 assert dict(os.environ) == before
-atexit.register(print, "end", strategy.global_rank, flush=True)
+atexit.register(say, "end", strategy.global_rank)
 """
 
 
@@ -262,7 +256,8 @@ def test_values_that_cannot_travel_stay(run_script: ScriptRunner) -> None:
         from rankwise.strategies import DDPStrategy
         strategy = DDPStrategy(accelerator="cpu", devices=2)
         value = strategy.launch(lambda s: (lambda: s.global_rank) if s.global_rank else (lambda: "zero"))
-        print(strategy.global_rank, value(), sorted(strategy.results), flush=True)
+        import sys
+        sys.stdout.write(f"{strategy.global_rank} {value()} {sorted(strategy.results)}\\n")
     """
     result = run_script(source)
     assert sorted(result.stdout.splitlines()) == ["0 zero [0]", "1 1 [1]"], result
@@ -296,7 +291,7 @@ AFTER = """
     strategy = DDPStrategy(accelerator="cpu", devices=2)
     strategy.launch(lambda s: s.barrier())
     {code}
-    print("end", strategy.global_rank, flush=True)
+    sys.stdout.write(f"end {{strategy.global_rank}}\\n")
 """
 
 

@@ -1,0 +1,142 @@
+"""Under a launcher that has started the processes already: torchrun for real, or variables set by hand."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.scripts import ScriptResult, ScriptRunner
+
+pytestmark = pytest.mark.timeout(90)
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable)
+
+# Several strategies in one run: starting torchrun is what takes time.
+SCRIPT = """
+import os, sys
+import rankwise
+from rankwise.errors import WorldSizeMismatchError
+from rankwise.registry import StrategyRegistry
+import torch
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
+def job(strategy, pid, number):
+    total = strategy.all_reduce(torch.tensor(float(strategy.global_rank + 1)), reduce_op="sum")
+    return float(total), os.getpid() == pid, number
+
+if __name__ == "__main__":
+    before = dict(os.environ)
+    for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "auto"):
+        strategy = StrategyRegistry.create(name, accelerator="cpu")
+        value = strategy.launch(job, os.getpid(), 1)
+        again = strategy.launch(job, os.getpid(), 2)
+        say(name, strategy.global_rank, strategy.world_size, value, again, strategy.environment.name)
+    try:
+        StrategyRegistry.create("ddp", accelerator="cpu", devices=3).bind()
+    except WorldSizeMismatchError as error:
+        say("mismatch", error)
+    try:
+        StrategyRegistry.create("single_device", accelerator="cpu").bind()
+    except ValueError as error:
+        say("single", error)
+    assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+    say("end")
+"""
+NAMES = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "auto")
+
+
+def _torchrun(run_script: ScriptRunner, source: str, *args: str) -> ScriptResult:
+    script = run_script.write(source)
+    return run_script.command([*TORCHRUN, str(script), *args], timeout=60)
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> ScriptResult:
+    """Run the script under torchrun, on two processes."""
+    runner = ScriptRunner(tmp_path_factory.mktemp("torchrun"))
+    try:
+        return _torchrun(runner, SCRIPT)
+    finally:
+        runner.abandon_all()
+
+
+def test_torchruns_run_succeeds(under_torchrun: ScriptResult) -> None:
+    """Both processes come to the end, with the environment as it was."""
+    assert under_torchrun.returncode == 0, under_torchrun
+    assert under_torchrun.stdout.splitlines().count("end") == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torchruns_processes_are_the_ranks(name: str, under_torchrun: ScriptResult) -> None:
+    """No strategy starts further processes; it runs, twice, in those that are there."""
+    lines = [line for line in under_torchrun.stdout.splitlines() if line.startswith(f"{name} ")]
+    assert sorted(lines) == [
+        f"{name} {rank} 2 (3.0, True, 1) (3.0, True, 2) torchelastic" for rank in range(2)
+    ], under_torchrun
+
+
+def test_another_number_of_devices_names_both(under_torchrun: ScriptResult) -> None:
+    """`devices=3` under torchrun's 2 is an error that says both numbers, and who started them."""
+    text = "mismatch 3 processes were asked for (devices=3 x num_nodes=1), but torchelastic started 2."
+    assert under_torchrun.stdout.count(text) == 2, under_torchrun
+
+
+def test_single_device_is_refused_under_torchrun(under_torchrun: ScriptResult) -> None:
+    """Training the same thing twice side by side is surely not what was meant."""
+    assert under_torchrun.stdout.count("torchelastic has started 2 processes") == 2
+
+
+FAILING = """
+    import rankwise
+    from rankwise.strategies import DDPStrategy
+    import time
+
+    def job(strategy):
+        strategy.barrier()
+        if strategy.global_rank == 1:
+            raise ValueError("the cause is here")
+        time.sleep(60)
+
+    DDPStrategy(accelerator="cpu").launch(job)
+"""
+
+
+def test_a_failure_is_in_torchruns_summary(run_script: ScriptRunner) -> None:
+    """torchrun's own report names the rank and its exception, from the error file that it asks for."""
+    result = _torchrun(run_script, FAILING)
+    assert result.returncode == 1, result
+    summary = result.stderr.partition("Root Cause")[2]
+    assert "rank      : 1 " in summary, result
+    assert "ValueError: the cause is here" in summary, result
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _by_hand(run_script: ScriptRunner, variables: dict[str, str]) -> list[ScriptResult]:
+    path: Path = run_script.write(SCRIPT)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+    running = [
+        run_script.start(path, env={**common, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    return [program.finish(timeout=50) for program in running]
+
+
+def test_variables_set_by_hand(run_script: ScriptRunner) -> None:
+    """Two shells with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` are a job."""
+    for rank, result in enumerate(_by_hand(run_script, {})):
+        assert result.returncode == 0, result
+        for name in NAMES:
+            assert f"{name} {rank} 2 (3.0, True, 1) (3.0, True, 2) plain" in result.stdout, result
+        assert "(devices=3 x num_nodes=1), but plain started 2." in result.stdout

@@ -1,0 +1,187 @@
+"""Forking a process that has worked with many threads; and what a rank forks leaves with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from rankwise.errors import WorkerKilledError
+from rankwise.strategies import Strategy
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import ddp
+
+pytestmark = pytest.mark.timeout(40)
+
+HEAVY = """
+    import os, sys, threading, time
+    import torch
+    from rankwise.strategies import DDPStrategy
+    from torch import nn
+
+    def work():
+        left, right = torch.randn(600, 600), torch.randn(600, 600)
+        for _ in range(20):
+            left = torch.relu(left @ right) / 600
+        model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+        model(torch.randn(512, 256)).sum().backward()
+        return float(left.sum())
+
+    def job(strategy):
+        work()
+        model = strategy.setup_module(nn.Linear(512, 512))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(512, 512)).square().mean().backward()
+            optimizer.step()
+        seen = len(os.listdir("/proc/self/task"))
+        return torch.get_num_threads(), torch.__config__.parallel_info().count("OpenMP"), seen
+
+    if __name__ == "__main__":
+        torch.set_num_threads(2)
+        work()
+        threads = [threading.Thread(target=work) for _ in range(2)]  # pools of other threads' own
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        for _ in range(2):
+            work()
+            strategy = DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2)
+            print("threads", strategy.launch(job)[0], flush=True)
+            work()  # the caller's own pool is whole again
+        print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
+def test_forking_after_parallel_work_trains(start_method: str, run_script: ScriptRunner) -> None:
+    """The parent has worked on two threads; its forked ranks train on two threads each, twice over."""
+    result = run_script(HEAVY, start_method, env={"OMP_NUM_THREADS": "2"}, timeout=30)
+    assert result.returncode == 0, result
+    assert result.stdout.splitlines() == ["threads 2", "threads 2", "2"]
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `OMP_NUM_THREADS` the ranks do not take more threads together than there are cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    strategy = ddp("fork")
+    strategy.launch(lambda strategy: torch.get_num_threads())
+    assert sum(strategy.results.values()) <= max(2, len(os.sched_getaffinity(0)))
+
+
+# ------------------------------------------------------------------------------------------ what a rank forks
+
+
+class SlowNumbers(torch.utils.data.Dataset[int]):
+    """Numbers, of which the later ones take their time; each worker process writes down its pid."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        Path(self.folder, f"worker-{os.getpid()}").touch()
+        if index >= 4:
+            time.sleep(30)
+        return index
+
+
+def load(strategy: Strategy, folder: str, ending: str) -> None:
+    loader = DataLoader(SlowNumbers(folder), num_workers=2)
+    for count, _ in enumerate(loader):
+        if count == 1:
+            strategy.barrier()
+            if ending == "kill" and strategy.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ending == "return":
+                return
+
+
+def loader_pids(folder: Path) -> list[int]:
+    return [int(path.name.partition("-")[2]) for path in folder.glob("worker-*")]
+
+
+def are_gone(pids: list[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_data_workers_leave_with_a_killed_rank(start_method: str, tmp_path: Path) -> None:
+    """A rank is killed while loader workers sleep: the job ends in time, its workers within a second."""
+    start = time.monotonic()
+    with pytest.raises(WorkerKilledError, match="global_rank=1"):
+        ddp(start_method).launch(load, str(tmp_path), "kill")
+    assert time.monotonic() - start < 8
+    pids = loader_pids(tmp_path)
+    assert len(pids) == 4
+    assert are_gone(pids, within_s=1.0)
+
+
+MAIN_KILLED = """
+    import sys
+    import rankwise
+    from rankwise.strategies import DDPStrategy
+    import os, pathlib, time, torch
+
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, index):
+            if index >= 4:
+                time.sleep(30)
+            return index
+
+    def job(strategy):
+        for count, _ in enumerate(torch.utils.data.DataLoader(Numbers(), num_workers=2)):
+            if count == 1:
+                sys.stdout.write("loading\\n")
+                sys.stdout.flush()
+
+    if __name__ == "__main__":
+        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
+"""
+
+
+@pytest.mark.parametrize(
+    "start_method", ["popen", "fork", *(pytest.param(m, marks=pytest.mark.soak) for m in ("spawn", "forkserver"))]
+)
+def test_data_workers_leave_with_the_main_process(start_method: str, run_script: ScriptRunner) -> None:
+    """SIGKILL of the main process: ranks and their sleeping loader workers are gone within a second."""
+    running = run_script.start(MAIN_KILLED, start_method)
+    running.wait_for("loading", count=2)
+    assert len(running.processes()) >= 6
+    running.send_signal(signal.SIGKILL)
+    assert running.finish(leftover_grace_s=1.0).returncode == -signal.SIGKILL
+
+
+def test_the_callers_own_data_workers_do_not_hold_ranks(run_script: ScriptRunner) -> None:
+    """Loader workers that the main process has forked do not keep the ranks alive when it is killed."""
+    source = MAIN_KILLED.replace(
+        "        DDPStrategy(",
+        "        iterator = iter(torch.utils.data.DataLoader(Numbers(), num_workers=1, persistent_workers=True))\n"
+        "        next(iterator)\n"
+        "        DDPStrategy(",
+    )
+    running = run_script.start(source, "fork")
+    running.wait_for("loading", count=2)
+    ranks = [p for p in psutil.Process(running.pid).children() if len(p.children()) == 2]
+    assert len(ranks) == 2
+    running.send_signal(signal.SIGKILL)
+    running.popen.wait(5)
+    assert are_gone([rank.pid for rank in ranks], within_s=1.0)
+    # the loader worker that is the user's own notices by itself, some seconds later: torch's way
+    running.finish(leftover_grace_s=10.0)

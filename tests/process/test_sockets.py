@@ -1,0 +1,142 @@
+"""What listens while a job runs: loopback only; with a private rendezvous no store. And ports never clash."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankwise.strategies import Strategy
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import ddp
+
+pytestmark = pytest.mark.timeout(60)
+
+JOB = """
+    import sys, time, pathlib
+    import rankwise
+    from rankwise.strategies import DDPStrategy
+    import torch, torch.distributed as dist
+
+    def job(strategy, stop):
+        dist.new_group([0, 1]).rank()
+        strategy.all_reduce(torch.ones(1))
+        sys.stdout.write("up\\n")
+        sys.stdout.flush()
+        while not pathlib.Path(stop).exists():
+            time.sleep(0.02)
+        strategy.barrier()
+
+    if __name__ == "__main__":
+        start_method, rendezvous, stop = sys.argv[1:]
+        strategy = DDPStrategy(
+            start_method=start_method, rendezvous=rendezvous, accelerator="cpu", devices=2
+        )
+        strategy.launch(job, stop)
+"""
+
+
+@pytest.fixture(scope="module")
+def namespace() -> Iterator[str]:
+    """Make a network namespace with an address beside loopback."""
+    if shutil.which("ip") is None or shutil.which("ss") is None:
+        pytest.skip("needs the commands ip and ss (iproute2)")
+    name = f"rankwise-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode != 0:
+        pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
+    try:
+        for command in (
+            "link set lo up",
+            "link add outside0 type veth peer name outside1",
+            "addr add 10.77.3.1/24 dev outside0",
+            "link set outside0 up",
+            "link set outside1 up",
+        ):
+            done = subprocess.run(["ip", "-n", name, *command.split()], capture_output=True, text=True)
+            if done.returncode != 0:
+                pytest.skip(f"`ip {command}` is not possible here: {done.stderr.strip()}")
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+def _listeners(namespace: str) -> list[str]:
+    """Return the address of each listening socket of the namespace."""
+    command = ["ip", "netns", "exec", namespace, "ss", "-H", "-l", "-t", "-n"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line.split()[3].rpartition(":")[0] for line in lines]
+
+
+@pytest.mark.parametrize("rendezvous", ["private", "tcp"])
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+def test_a_job_listens_on_loopback_only(
+    start_method: str, rendezvous: str, namespace: str, run_script: ScriptRunner, tmp_path: Path
+) -> None:
+    """Every listening socket is on 127.0.0.1; a store has one only with `rendezvous="tcp"`."""
+    stop = tmp_path / "stop"
+    script = run_script.write(JOB)
+    command = ["ip", "netns", "exec", namespace, sys.executable, str(script), start_method, rendezvous, str(stop)]
+    running = run_script.start_command(command)
+    running.wait_for("up", count=2)
+    listeners = _listeners(namespace)
+    stop.touch()
+    assert running.finish().returncode == 0
+    assert set(listeners) == {"127.0.0.1"}
+    of_gloo = 2 * 2  # one socket for each rank and group
+    assert len(listeners) == of_gloo + (rendezvous == "tcp")
+
+
+def test_gloos_interface_is_the_users_if_he_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `GLOO_SOCKET_IFNAME` of the user's own is left alone."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert ddp("fork").launch(lambda strategy: os.environ["GLOO_SOCKET_IFNAME"]) == "lo"
+
+
+ONE_OF_MANY = """
+    import sys
+    from rankwise.strategies import DDPStrategy
+    import torch
+
+    def job(strategy, value):
+        return float(strategy.all_reduce(torch.tensor(float(value)), reduce_op="sum"))
+
+    for number in range(int(sys.argv[1])):
+        strategy = DDPStrategy(start_method="fork", rendezvous="tcp", accelerator="cpu", devices=2)
+        assert strategy.launch(job, number) == 2.0 * number
+    print("all met")
+"""
+
+
+def test_fifty_jobs_meet_no_port_conflict(run_script: ScriptRunner) -> None:
+    """Fifty jobs, five programs of ten side by side, each with a TCP store of its own."""
+    script = run_script.write(ONE_OF_MANY)
+    programs = [run_script.start_command([sys.executable, str(script), "10"]) for _ in range(5)]
+    for running in programs:
+        result = running.finish(timeout=50)
+        assert result.stdout == "all met\n", result
+
+
+def _total(strategy: Strategy) -> float:
+    return float(strategy.all_reduce(torch.ones(1), reduce_op="sum"))
+
+
+@pytest.mark.parametrize("rendezvous", ["private", "tcp"])
+def test_jobs_of_one_process_side_by_side(rendezvous: str) -> None:
+    """Several jobs of one process at the same time, each from a thread of its own, do not meet."""
+    totals: list[float] = []
+    threads = [
+        threading.Thread(target=lambda: totals.append(ddp("fork", rendezvous).launch(_total))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals == [2.0] * 4
