@@ -66,6 +66,25 @@ def check_grace_period(value: object) -> float:
     return float(value)
 
 
+def check_command(value: object) -> tuple[str, ...] | None:
+    """Return a command as its words, or None.
+
+    Raises:
+        InvalidTypeError: for anything but a list of at least one string.
+    """
+    if value is None:
+        return None
+    words = tuple(value) if isinstance(value, (list, tuple)) else ()
+    if not words or not all(isinstance(word, str) for word in words):
+        raise InvalidTypeError(
+            argument="command",
+            value=value,
+            expected="a list of strings",
+            remedy='command=[sys.executable, "train.py"]',
+        )
+    return words
+
+
 def check_ddp_arguments(target: str, own: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords for `DistributedDataParallel`, as this version of torch takes them.
 

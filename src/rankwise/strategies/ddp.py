@@ -27,6 +27,7 @@ from rankwise.strategies._arguments import (
     RENDEZVOUS,
     START_METHODS,
     check_choice,
+    check_command,
     check_ddp_arguments,
     check_grace_period,
     check_timeout,
@@ -124,7 +125,7 @@ class DDPStrategy(Strategy):
         self.init_timeout = check_timeout("init_timeout", init_timeout)
         self.grace_period_s = check_grace_period(grace_period_s)
         self.ddp_kwargs = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
-        self._command = command
+        self._command = check_command(command)
         self._wanted_backend = process_group_backend and check_backend(process_group_backend)
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._plain_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()

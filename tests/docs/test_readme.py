@@ -1,0 +1,88 @@
+"""The README and the docs are true: their code runs, their output is what it prints, their links resolve."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.scripts import ScriptRunner
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text()
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+def blocks(language: str) -> list[str]:
+    """Return the README's code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_complete_file_prints_its_output(run_script: ScriptRunner) -> None:
+    """The complete file has at most 25 lines and prints what stands under it, once."""
+    source = blocks("python")[0]
+    assert len(source.splitlines()) <= 25
+    result = run_script(source)
+    assert result.returncode == 0, result
+    shown, printed = blocks("text")[0], result.stdout
+    number = re.compile(r"\d+\.\d+")  # the loss differs in its last digits between machines
+    assert number.sub("*", printed) == number.sub("*", shown)
+    assert [float(loss) for loss in number.findall(printed)] == pytest.approx(
+        [float(loss) for loss in number.findall(shown)], abs=0.05
+    )
+
+
+def test_the_failure_looks_like_that(run_script: ScriptRunner) -> None:
+    """The same file with a raise on rank 1 ends as shown: its words, its traceback last, exit code 1."""
+    line = "        loss = cross_entropy(self.net(batch[0]), batch[1])\n"
+    fault = (
+        '        if self.global_rank == 1 and batch_idx == 20:\n            raise ValueError("loss is nan")\n'
+    )
+    source = blocks("python")[0]
+    assert line in source
+    result = run_script(source.replace(line, line + fault))
+    assert result.returncode == 1, result
+    shown = blocks("text")[1].splitlines()
+    assert result.stderr.splitlines()[-1] == shown[-1] == "ValueError: loss is nan"
+    assert result.stderr.count("in training_step") == 1, result
+    first_words = shown[0].partition("pid")[0]
+    assert first_words in result.stderr, result
+
+
+def test_the_custom_strategy_runs(run_script: ScriptRunner) -> None:
+    """The class in the README is a strategy by its name, and its wrapper is used."""
+    source = blocks("python")[1]
+    assert len([line for line in source.splitlines() if line.strip()]) <= 12
+    use = """
+def train(strategy):
+    import torch
+    wrapped = strategy.setup_module(torch.nn.Linear(2, 1))
+    wrapped(torch.ones(1, 2)).sum().backward()
+    return type(wrapped).__name__, wrapped.calls
+
+if __name__ == "__main__":
+    strategy = StrategyRegistry.create("ddp_counting", devices=2)
+    value = strategy.launch(train)
+    if strategy.is_global_zero:
+        print(value)
+"""
+    result = run_script(source + use)
+    assert result.returncode == 0, result
+    assert result.stdout == "('Counting', 1)\n"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    """Every link to a file of the project leads to one."""
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_the_commands_are_one_line_each() -> None:
+    """The README has one command that trains on two processes, and one that passes the tests."""
+    commands = blocks("bash")[:2]
+    assert [len(command.splitlines()) for command in commands] == [1, 1]
+    assert "examples/digits.py" in commands[0]
+    assert "pytest" in commands[1]
