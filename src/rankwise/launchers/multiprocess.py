@@ -8,11 +8,12 @@ import multiprocessing.process
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import reduction
+from multiprocessing import reduction, util
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: _Descriptor) 
     """Be one rank: the function that every started process runs."""
     leave_interrupts_to_the_main_process()
     _at_fork.tie_children_to_this_process()
-    channel = RankChannel(sock, on_lost=_leave)
+    channel = RankChannel(sock, on_lost=_leave_at_once)
     channel.send(Kind.HELLO)
     multiprocessing.set_start_method(job.start_method, force=True)
     if job.environ is not None:
@@ -190,8 +191,10 @@ def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: _Descriptor) 
     try:
         seat.occupy(_entry_of(job), finish=lambda value: pack(value, values.number))
     except BaseException:  # noqa: BLE001  whatever ended it
-        _leave()  # told over the channel; the main process raises it
+        _leave(1)  # told over the channel; the main process raises it
     channel.send(Kind.DONE)
+    if job.entry is not None:
+        _end_fork()
     gc.freeze()  # what is left need not be searched for garbage: the process ends
 
 
@@ -208,13 +211,29 @@ def _entry_of(job: _Job) -> Entry:
     return unpack_and_run
 
 
-def _leave() -> None:
+def _end_fork() -> None:
+    """End a forked process as multiprocessing does, but for the exit hooks of threads.
+
+    These belong to the caller's threads, which do not exist here; one of a thread pool would raise.
+    """
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    util._exit_function()  # type: ignore[attr-defined]  # typeshed leaves it out
+    _leave(0)
+
+
+def _leave_at_once() -> None:
+    _leave(1)
+
+
+def _leave(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):
             continue  # closed, or nobody reads it any more
-    os._exit(1)
+    os._exit(code)
 
 
 # ---------------------------------------------------------------------------------------- before the start
