@@ -1,0 +1,415 @@
+"""Every environment keeps the same contract: typed facts from variables, or an error that names them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import ClassVar
+
+import pytest
+
+from rankwise.environments import (
+    ClusterEnvironment,
+    LocalEnvironment,
+    PlainEnvironment,
+    TorchElasticEnvironment,
+    create_environment,
+    detect_environment,
+)
+from rankwise.environments.detect import ENVIRONMENT_VARIABLE, environment_names
+from rankwise.errors import (
+    EnvironmentVariableError,
+    InvalidTypeError,
+    RankwiseError,
+    UnknownNameError,
+    WorldSizeMismatchError,
+)
+from rankwise.ranks import RankInfo
+from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
+
+Variables = Mapping[str, str]
+
+
+class OwnEnvironment(ClusterEnvironment):
+    """A user's own: a table of names."""
+
+    name = "own"
+    markers = ("OWN_JOB",)
+    variables: ClassVar[Mapping[str, str]] = {
+        "global_rank": "OWN_RANK",
+        "world_size": "OWN_SIZE",
+        "local_rank": "OWN_LOCAL_RANK",
+        "local_world_size": "OWN_LOCAL_SIZE",
+        "main_address": "OWN_HEAD",
+        "main_port": "OWN_PORT",
+    }
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+}
+PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}
+OWN = {
+    "OWN_JOB": "17",
+    "OWN_RANK": "3",
+    "OWN_SIZE": "4",
+    "OWN_LOCAL_RANK": "1",
+    "OWN_LOCAL_SIZE": "2",
+    "OWN_HEAD": "head",
+    "OWN_PORT": "1",
+}
+GOOD: dict[type[ClusterEnvironment], Variables] = {
+    TorchElasticEnvironment: TORCHRUN,
+    PlainEnvironment: PLAIN,
+    OwnEnvironment: OWN,
+}
+NUMBERS: dict[type[ClusterEnvironment], tuple[str, ...]] = {
+    TorchElasticEnvironment: (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+    ),
+    PlainEnvironment: ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    OwnEnvironment: ("OWN_RANK", "OWN_SIZE", "OWN_LOCAL_RANK", "OWN_LOCAL_SIZE"),
+}
+HOSTILE = (
+    "x",
+    "-1",
+    "+1",
+    "1.0",
+    "1e3",
+    "0x1",
+    "1_0",
+    "1 2",
+    "\u0661",  # ARABIC-INDIC DIGIT ONE
+    "\u00b2",  # SUPERSCRIPT TWO
+    "99999999999999999999999",
+    "1" * 5000,
+    "nan",
+    "None",
+    "${RANK}",
+    "\x00",
+)
+
+environments = pytest.mark.parametrize("cls", list(GOOD), ids=lambda cls: cls.name)
+each_number = pytest.mark.parametrize(
+    ("cls", "variable"),
+    [(cls, variable) for cls, names in NUMBERS.items() for variable in names],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+
+
+@environments
+def test_a_good_set_is_detected(cls: type[ClusterEnvironment]) -> None:
+    """A complete, coherent set is this environment's."""
+    assert cls.detect(GOOD[cls]) is True
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (TorchElasticEnvironment, RankInfo(5, 1, 1, 8, 4, 2)),
+        (PlainEnvironment, RankInfo(1, 1, 0, 2, 2, 1)),
+        (OwnEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
+        (LocalEnvironment, RankInfo(0, 0, 0, 1, 1, 1)),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_ranks(cls: type[ClusterEnvironment], expected: RankInfo) -> None:
+    """The facts of a good set, each for itself and all at once."""
+    environment = cls(GOOD.get(cls, {}))
+    assert environment.ranks == expected
+    for fact in ("global_rank", "local_rank", "node_rank", "world_size", "local_world_size", "num_nodes"):
+        assert getattr(environment, fact) == getattr(expected, fact)
+
+
+@pytest.mark.parametrize(
+    ("cls", "address"),
+    [(TorchElasticEnvironment, ("node0", 29400)), (PlainEnvironment, ("10.0.0.1", 5000)), (OwnEnvironment, ("head", 1))],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_meeting_place(cls: type[ClusterEnvironment], address: tuple[str, int]) -> None:
+    """Address and port come from their variables."""
+    environment = cls(GOOD[cls])
+    assert (environment.main_address, environment.main_port) == address
+
+
+@environments
+def test_an_empty_environment_is_not_it(cls: type[ClusterEnvironment]) -> None:
+    """With no variable set, nothing is detected and all that would be needed is named."""
+    assert cls.detect({}) is False
+    assert set(cls.missing({})) >= set(cls.variables.values())
+
+
+@environments
+def test_any_one_missing_is_no_silent_job_of_one(cls: type[ClusterEnvironment]) -> None:
+    """A set with a hole is an error that names the hole where a marker is set, and no match otherwise."""
+    for name in GOOD[cls]:
+        holed = {key: value for key, value in GOOD[cls].items() if key != name}
+        if cls.markers and name not in cls.markers:
+            with pytest.raises(EnvironmentVariableError, match=f"{name} is not set"):
+                cls.detect(holed)
+        else:
+            assert cls.detect(holed) is False
+
+
+@environments
+@pytest.mark.parametrize("blank", ["", "  ", "\t\n"])
+def test_blank_is_not_set(cls: type[ClusterEnvironment], blank: str) -> None:
+    """A variable of nothing but blanks counts as missing, marker or not."""
+    for name in GOOD[cls]:
+        set_to_blank = {**GOOD[cls], name: blank}
+        if cls.markers and name not in cls.markers:
+            with pytest.raises(EnvironmentVariableError, match=f"{name} is not set"):
+                cls.detect(set_to_blank)
+        else:
+            assert cls.detect(set_to_blank) is False
+
+
+@each_number
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:12])
+def test_hostile_numbers_are_refused(cls: type[ClusterEnvironment], variable: str, text: str) -> None:
+    """What is no plain number is an error that names the variable and its text, and nothing else."""
+    with pytest.raises(EnvironmentVariableError) as caught:
+        cls.detect({**GOOD[cls], variable: text})
+    assert variable in str(caught.value)
+    assert caught.value.environment == cls.name
+    assert text.strip() in caught.value.variables.values()
+
+
+@environments
+@pytest.mark.parametrize("port", ["65536", "-1", "x", "80.0", "9" * 30])
+def test_hostile_ports_are_refused(cls: type[ClusterEnvironment], port: str) -> None:
+    """A port that none can have is refused, naming its variable."""
+    variable = cls.variables["main_port"]
+    with pytest.raises(EnvironmentVariableError, match=variable):
+        cls({**GOOD[cls], variable: port}).main_port  # noqa: B018 -- the property raises
+
+
+@pytest.mark.parametrize(
+    ("cls", "changes"),
+    [
+        (TorchElasticEnvironment, {"RANK": "8"}),
+        (TorchElasticEnvironment, {"LOCAL_RANK": "4"}),
+        (TorchElasticEnvironment, {"GROUP_RANK": "2"}),
+        (TorchElasticEnvironment, {"WORLD_SIZE": "0"}),
+        (TorchElasticEnvironment, {"LOCAL_WORLD_SIZE": "0"}),
+        (TorchElasticEnvironment, {"GROUP_WORLD_SIZE": "0"}),
+        (TorchElasticEnvironment, {"LOCAL_WORLD_SIZE": "9"}),
+        (TorchElasticEnvironment, {"GROUP_WORLD_SIZE": "9", "GROUP_RANK": "8"}),
+        (PlainEnvironment, {"RANK": "2", "LOCAL_RANK": "2"}),
+        (PlainEnvironment, {"LOCAL_RANK": "0"}),
+        (PlainEnvironment, {"WORLD_SIZE": "0"}),
+        (PlainEnvironment, {"LOCAL_WORLD_SIZE": "0"}),
+        (PlainEnvironment, {"LOCAL_WORLD_SIZE": "3"}),
+        (PlainEnvironment, {"LOCAL_WORLD_SIZE": "x"}),
+        (PlainEnvironment, {"NODE_RANK": "1"}),
+        (PlainEnvironment, {"GROUP_RANK": "-1"}),
+        (OwnEnvironment, {"OWN_RANK": "4"}),
+        (OwnEnvironment, {"OWN_LOCAL_SIZE": "0"}),
+        (OwnEnvironment, {"OWN_LOCAL_SIZE": "1"}),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(cls: type[ClusterEnvironment], changes: Variables) -> None:
+    """Numbers that cannot all be true are an error with the variables as they are."""
+    with pytest.raises(EnvironmentVariableError) as caught:
+        cls.detect({**GOOD[cls], **changes})
+    for name, value in changes.items():
+        assert name in str(caught.value)
+        assert value in str(caught.value)
+
+
+def test_nothing_but_our_own_errors() -> None:
+    """However the variables are damaged, two at a time, only rankwise's errors come, never a bare one."""
+    damages = ("", "x", "-1", "0", "7", "99999999999999999999999", "\u0661")
+    for cls, numbers in NUMBERS.items():
+        for first, second in itertools.combinations(numbers, 2):
+            for one, two in itertools.product(damages, repeat=2):
+                try:
+                    cls.detect({**GOOD[cls], first: one, second: two})
+                except RankwiseError:
+                    continue
+
+
+@environments
+def test_reading_changes_nothing(cls: type[ClusterEnvironment]) -> None:
+    """The mapping that is read stays as it is, and later changes to it do not reach the environment."""
+    variables = dict(GOOD[cls])
+    environment = cls(variables)
+    assert variables == GOOD[cls]
+    variables[cls.variables["global_rank"]] = "0"
+    assert environment.global_rank != 0
+
+
+@environments
+def test_its_repr_says_what_it_read(cls: type[ClusterEnvironment]) -> None:
+    """The repr holds the class and each variable with its value."""
+    text = repr(cls(GOOD[cls]))
+    assert text.startswith(cls.__name__)
+    assert all(f"{name}={value}" in text for name, value in GOOD[cls].items())
+
+
+@environments
+def test_unrelated_variables_are_not_shown(cls: type[ClusterEnvironment]) -> None:
+    """Messages hold this environment's variables only: others may be secrets."""
+    environment = cls({**GOOD[cls], "AWS_SECRET": "hush"})
+    assert "hush" not in repr(environment)
+    assert set(environment.seen()) == set(GOOD[cls])
+
+
+# ------------------------------------------------------------------------------------------ detection
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "local"),
+        (PLAIN, "plain"),
+        (TORCHRUN, "torchelastic"),
+        ({**PLAIN, **TORCHRUN}, "torchelastic"),
+        ({"LOCAL_RANK": "0"}, "local"),
+        ({"NODE_RANK": "0", "LOCAL_RANK": "0"}, "local"),
+        ({"WORLD_SIZE": "2"}, "local"),
+        ({key: value for key, value in PLAIN.items() if key != "MASTER_PORT"}, "local"),
+    ],
+    ids=["nothing", "plain", "torchrun", "both", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "no port"],
+)
+def test_detection(variables: Variables, name: str) -> None:
+    """Who is nearest to the process wins; an incomplete set is nobody's."""
+    assert detect_environment(variables).environment.name == name
+
+
+def test_detection_explains_itself() -> None:
+    """The result says why this one, and why none of those before it."""
+    text = str(detect_environment({"RANK": "0"}))
+    assert text == (
+        "environment 'local': no launcher's variables are complete; "
+        "not 'torchelastic': TORCHELASTIC_RUN_ID, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, "
+        "GROUP_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; "
+        "not 'plain': WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"
+    )
+
+
+def test_a_damaged_torchrun_is_no_local_job() -> None:
+    """Where torchrun has surely been at work, damage is an error, not a job of one."""
+    with pytest.raises(EnvironmentVariableError, match="torchelastic.*WORLD_SIZE is not set"):
+        detect_environment({key: value for key, value in TORCHRUN.items() if key != "WORLD_SIZE"})
+
+
+def test_the_variable_beats_detection() -> None:
+    """`RANKWISE_ENVIRONMENT` decides, in any case, and is named as the reason."""
+    detection = detect_environment({**TORCHRUN, ENVIRONMENT_VARIABLE: "Local"})
+    assert detection.environment.name == "local"
+    assert detection.reason == "RANKWISE_ENVIRONMENT=Local"
+
+
+def test_the_variable_must_name_one() -> None:
+    """A name that is none suggests the nearest, and lists all."""
+    with pytest.raises(UnknownNameError, match="Did you mean 'torchelastic'") as caught:
+        detect_environment({ENVIRONMENT_VARIABLE: "torchelastc"})
+    assert set(caught.value.known) == set(environment_names())
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_blank_variable_names_none(blank: str) -> None:
+    """Set to nothing, the variable is as good as unset."""
+    assert detect_environment({ENVIRONMENT_VARIABLE: blank}).environment.name == "local"
+
+
+def test_a_named_environment_must_be_there() -> None:
+    """To name torchrun where it is not is an error that names what is missing."""
+    with pytest.raises(EnvironmentVariableError, match="RANK is not set"):
+        detect_environment({ENVIRONMENT_VARIABLE: "torchelastic"})
+
+
+@pytest.mark.parametrize("name", environment_names())
+def test_every_environment_has_a_name(name: str) -> None:
+    """Each name that is listed creates its environment."""
+    variables = {**PLAIN, **TORCHRUN}
+    assert create_environment(name, variables).name == name
+    assert create_environment(name.upper(), variables).name == name
+
+
+# ------------------------------------------------------------------------------------------ with a strategy
+
+
+def test_a_users_own_environment_is_used() -> None:
+    """An instance of a user's subclass gives the strategy its ranks."""
+    strategy = DDPStrategy(accelerator="cpu", cluster_environment=OwnEnvironment(OWN))
+    assert strategy.bind() == RankInfo(3, 1, 1, 4, 2, 2)
+    assert strategy.environment.name == "own"
+    assert strategy.runs_in_caller
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        ({"devices": 3}, ("6 processes", "devices=3 x num_nodes=2", "own started 4", "OWN_SIZE=4")),
+        ({"num_nodes": 3}, ("6 processes", "devices=2 x num_nodes=3", "own started 4")),
+        ({"devices": 4, "num_nodes": 1}, ("4 processes", "devices=4 x num_nodes=1", "own started 4")),
+    ],
+    ids=str,
+)
+def test_another_world_is_refused(arguments: dict[str, int], texts: tuple[str, ...]) -> None:
+    """What was asked for and what exists are both in the error, with the variables that say so."""
+    with pytest.raises(WorldSizeMismatchError) as caught:
+        DDPStrategy(accelerator="cpu", cluster_environment=OwnEnvironment(OWN), **arguments).bind()  # type: ignore[arg-type]  # devices and num_nodes
+    for text in texts:
+        assert text in str(caught.value)
+
+
+class Refusing(OwnEnvironment):
+    """Accepts one process for each node only."""
+
+    def validate_settings(self, devices: int, num_nodes: int) -> None:
+        raise RuntimeError(f"not {devices} on {num_nodes}")
+
+
+def test_an_environment_can_refuse() -> None:
+    """`validate_settings` is asked with the numbers that were found."""
+    with pytest.raises(RuntimeError, match="not 2 on 2"):
+        DDPStrategy(accelerator="cpu", cluster_environment=Refusing(OWN)).bind()
+
+
+@pytest.mark.parametrize("wrong", [OwnEnvironment, 3, object()], ids=["a class", "a number", "an object"])
+def test_what_is_no_environment_is_refused(wrong: object) -> None:
+    """A class instead of an instance, or anything else, is refused by the constructor."""
+    with pytest.raises(InvalidTypeError, match="cluster_environment"):
+        DDPStrategy(cluster_environment=wrong)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_an_unknown_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is none is refused when the strategy is bound."""
+    with pytest.raises(UnknownNameError, match="environment 'slurmm'"):
+        DDPStrategy(accelerator="cpu", cluster_environment="slurmm").bind()
+
+
+def test_single_device_refuses_a_world_of_several() -> None:
+    """One process, where a launcher has started four, is refused with their number."""
+    strategy = SingleDeviceStrategy(accelerator="cpu", cluster_environment=OwnEnvironment(OWN))
+    with pytest.raises(ValueError, match="own has started 4 processes"):
+        strategy.bind()
+
+
+class Bare(ClusterEnvironment):
+    """Names nothing at all."""
+
+    name = "bare"
+
+
+def test_a_fact_without_a_variable_says_so() -> None:
+    """A subclass that names no variable for a fact gets our error, not a KeyError."""
+    with pytest.raises(EnvironmentVariableError, match="no variable is known for global_rank"):
+        Bare({}).ranks  # noqa: B018 -- the property raises

@@ -1,0 +1,367 @@
+"""Every registered strategy keeps the same contract, on two ranks (`single_device`: on one)."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+from rankwise.errors import WorkerRaisedError
+from rankwise.registry import StrategyRegistry
+from rankwise.strategies import Strategy
+from tests.contract.rules import Facts, facts_of, trained_alone
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
+
+pytestmark = pytest.mark.timeout(60)
+
+NAMES = tuple(StrategyRegistry)
+RERUN = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
+
+# All strategies that re-run the script, in one script: each of its jobs uses the same two processes.
+SCRIPT = """
+    import sys
+    import rankwise
+    from rankwise.registry import StrategyRegistry
+    from tests.contract.rules import facts_of
+    import torch
+
+    for name in sys.argv[2:]:
+        strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)
+        strategy.launch(facts_of, sys.argv[1])
+        if strategy.is_global_zero:
+            torch.save(strategy.results, f"{name}.facts")
+"""
+
+
+class _Results:
+    """The facts of every strategy, collected when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._by_name: dict[str, dict[int, Facts]] = {}
+        self._tried: set[str] = set()
+
+    def of(self, name: str) -> dict[int, Facts]:
+        if name not in self._tried:
+            self._tried.add(name)
+            self._collect(name)
+        assert name in self._by_name, "its job failed: see the first test of this strategy"
+        return self._by_name[name]
+
+    def _collect(self, name: str) -> None:
+        if name in RERUN:
+            self._tried |= set(RERUN)
+            result = ScriptRunner(self._folder)(SCRIPT, str(self._folder), *RERUN, env=with_tests())
+            assert result.returncode == 0, result
+            for each in RERUN:
+                path = self._folder / f"{each}.facts"
+                self._by_name[each] = torch.load(path, weights_only=False)
+            return
+        strategy = StrategyRegistry.create(name, accelerator="cpu", devices=_size(name))
+        strategy.launch(facts_of, str(self._folder))
+        self._by_name[name] = cast(dict[int, Facts], strategy.results)
+
+
+def _size(name: str) -> int:
+    return 1 if name == "single_device" else 2
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> _Results:
+    return _Results(tmp_path_factory.mktemp("contract"))
+
+
+# Spawning takes seconds, and these differ from "ddp_spawn" as others do from theirs.
+SLOW = ("ddp_spawn_find_unused_parameters_false", "ddp_spawn_find_unused_parameters_true")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, marks=pytest.mark.soak if n in SLOW else ()) for n in NAMES]
+)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def size(name: str) -> int:
+    return _size(name)
+
+
+@pytest.fixture
+def ranks(name: str, size: int, results: _Results) -> list[Facts]:
+    """What each rank has seen, in rank order."""
+    found = results.of(name)
+    assert sorted(found) == list(range(size))
+    return [found[rank] for rank in range(size)]
+
+
+@pytest.fixture
+def total(size: int) -> float:
+    """The sum of rank + 1 over the ranks."""
+    return float(sum(range(1, size + 1)))
+
+
+def test_places(ranks: list[Facts], size: int) -> None:
+    """Ranks and world size are right, and the sampler's arguments follow them."""
+    for rank, facts in enumerate(ranks):
+        assert (facts["ranks"].global_rank, facts["ranks"].local_rank, facts["ranks"].world_size) == (
+            rank,
+            rank,
+            size,
+        )
+        assert facts["is_global_zero"] is (rank == 0)
+        assert facts["sampler"] == {"num_replicas": size, "rank": rank}
+
+
+def test_reductions(ranks: list[Facts], size: int, total: float) -> None:
+    """Each operation of `all_reduce`, by its name in any case, on every rank."""
+    mean = [total / size, 2.0]
+    expected = {
+        "sum": [total, 2.0 * size],
+        "SUM": [total, 2.0 * size],
+        "mean": mean,
+        "avg": mean,
+        "min": [1.0, 2.0],
+        "max": [float(size), 2.0],
+        "product": [float(size), 2.0**size],  # 1 * 2, 2 * 2
+    }
+    for facts in ranks:
+        assert facts["reduced"] == expected
+        assert facts["reduced_default"] == mean
+
+
+def test_reductions_leave_their_input(ranks: list[Facts]) -> None:
+    """The tensor that was given stays as it was."""
+    assert [facts["input_after"] for facts in ranks] == [[rank + 1.0, 2.0] for rank in range(len(ranks))]
+
+
+def test_the_mean_of_integers_is_a_fraction(ranks: list[Facts], size: int, total: float) -> None:
+    """The mean of whole numbers is not rounded; their sum stays whole."""
+    for facts in ranks:
+        assert facts["integers"] == [(size - 1) / 2, 3.0]
+        assert facts["integer_sum"] == int(total)
+        assert facts["integer_sum"].dtype == torch.int64
+
+
+def test_reduced_precision_is_kept(ranks: list[Facts]) -> None:
+    """bfloat16 goes in and comes out."""
+    for facts in ranks:
+        assert facts["half"].dtype == torch.bfloat16
+        assert facts["half"].tolist() == [0.5, 1.5]
+
+
+def test_what_is_no_tensor_comes_back(ranks: list[Facts]) -> None:
+    """`all_reduce` gives anything else back as it is."""
+    assert all(facts["non_tensors"] == [3, "text", None, [1]] for facts in ranks)
+
+
+def test_an_unknown_operation_is_refused(ranks: list[Facts]) -> None:
+    """A name that is no operation is an `UnknownNameError`, on one process too."""
+    assert all("UnknownNameError" in facts["bad_operation"] for facts in ranks)
+
+
+def test_gathering(ranks: list[Facts], size: int) -> None:
+    """`all_gather` stacks in rank order; with one process it is the identity."""
+    expected = [[[rank + 1.0, 5.0]] for rank in range(size)] if size > 1 else [[1.0, 5.0]]
+    assert all(facts["gathered"] == expected for facts in ranks)
+
+
+def test_gradients_flow_through_gathering(ranks: list[Facts], size: int) -> None:
+    """With `sync_grads` each rank's slice gets the gradient of every rank's use of it."""
+    assert [facts["gathered_gradient"] for facts in ranks] == [[size * (rank + 1.0)] for rank in range(size)]
+
+
+def test_gathering_objects(ranks: list[Facts], size: int) -> None:
+    """Anything picklable is gathered in rank order."""
+    assert all(facts["gathered_objects"] == [{"rank": rank} for rank in range(size)] for facts in ranks)
+
+
+def test_a_barrier_waits(ranks: list[Facts]) -> None:
+    """No rank passes before the slowest has come."""
+    assert all(facts["waited"] >= 0.09 for facts in ranks)
+
+
+def test_broadcasting(ranks: list[Facts], size: int) -> None:
+    """Every rank gets the source's value; a source that does not exist is refused."""
+    for facts in ranks:
+        assert facts["broadcast"] == {"from": 0}
+        assert facts["broadcast_last"] == ["from", size - 1]
+        assert "InvalidArgumentError" in facts["broadcast_bad"]
+
+
+def test_decisions(ranks: list[Facts], size: int) -> None:
+    """A decision of all, or of any, is the same on every rank, and a plain bool."""
+    expected = {
+        "all yes": True,
+        "all no": False,
+        "zero only, all": size == 1,
+        "zero only, any": True,
+        "last only, any": True,
+        "none, any": False,
+    }
+    for facts in ranks:
+        assert facts["decisions"] == expected
+        assert {type(value) for value in facts["decisions"].values()} == {bool}
+
+
+def test_wrapping(ranks: list[Facts], size: int) -> None:
+    """A module that trains is wrapped in DDP where there are several ranks; unwrapping gives it back."""
+    for facts in ranks:
+        assert facts["is_wrapped"] is (size > 1)
+        assert facts["unwrapped_is_own"]
+
+
+def test_a_frozen_module_is_not_wrapped(ranks: list[Facts]) -> None:
+    """One with nothing to train is returned as it is, and is no error in `no_backward_sync`."""
+    for facts in ranks:
+        assert facts["frozen_is_unwrapped"]
+        assert facts["no_sync_of_frozen"] == ""
+
+
+def test_parameters_start_as_rank_zeros(ranks: list[Facts]) -> None:
+    """After `setup_module` every rank has rank 0's weights."""
+    assert all(facts["bias"] == [0.0, 0.0] for facts in ranks)
+
+
+def test_state_has_no_prefix(ranks: list[Facts]) -> None:
+    """The keys of a state dict are the module's own, and loading writes into it."""
+    for facts in ranks:
+        assert facts["keys"] == facts["own_keys"]
+        assert "module.first.weight" not in facts["keys"]
+        assert facts["loaded"] == 0.0
+
+
+def test_other_methods_go_through_the_wrapper(ranks: list[Facts]) -> None:
+    """`call_method` runs as the wrapper's forward pass: the gradients are averaged, `forward` is back."""
+    assert all(facts["forward_is_restored"] for facts in ranks)
+    assert ranks[0]["gradient"] is not None
+    for facts in ranks[1:]:
+        assert facts["gradient"] == ranks[0]["gradient"]
+
+
+def test_no_backward_sync_needs_the_wrapped_module(ranks: list[Facts], size: int) -> None:
+    """The bare module, by mistake, is a TypeError where DDP is at work."""
+    assert all(("TypeError" in facts["no_sync_of_own"]) is (size > 1) for facts in ranks)
+
+
+def test_one_reduction_in_four(ranks: list[Facts], size: int) -> None:
+    """Under `no_backward_sync` three of four microbatches reduce nothing."""
+    expected = [0, 0, 0, 1, 1, 1, 1, 2] if size > 1 else [0] * 8
+    assert all(facts["reductions"] == expected for facts in ranks)
+
+
+def test_checkpoints(ranks: list[Facts]) -> None:
+    """Rank 0's checkpoint is what every rank reads; one that cannot be written is an error on all."""
+    for facts in ranks:
+        assert facts["checkpoint"] == (0, [0, 1, 2])
+        assert "CheckpointError" in facts["bad_checkpoint"]
+
+
+def test_batches_keep_their_shape(ranks: list[Facts]) -> None:
+    """Nested containers, named tuples and what is no tensor survive `batch_to_device`."""
+    assert all(facts["batch"] for facts in ranks)
+
+
+@pytest.mark.parametrize("kind", ["trained", "accumulated"])
+def test_training_equals_one_process(kind: str, ranks: list[Facts]) -> None:
+    """After 20 steps on the same global batches, split evenly, the weights are one process's to 1e-6."""
+    for facts in ranks:
+        for key, expected in trained_alone().items():
+            torch.testing.assert_close(facts[kind][key], expected, rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ the aliases differ
+
+
+class HalfUsed(nn.Module):
+    """One of its two layers takes no part, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(2, 2)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.used(inputs)
+        return outputs
+
+
+def train_half(strategy: Strategy) -> bool:
+    wrapped = strategy.setup_module(HalfUsed())
+    for _ in range(2):
+        wrapped(torch.ones(1, 2)).sum().backward()
+    unused = cast(HalfUsed, strategy.unwrap_module(wrapped)).unused
+    return unused.weight.grad is None or not bool(unused.weight.grad.any())
+
+
+def test_unused_parameters_are_allowed_by_name() -> None:
+    """`..._find_unused_parameters_true` trains a module of which a part takes no part."""
+    name = "ddp_fork_find_unused_parameters_true"
+    assert StrategyRegistry.create(name, accelerator="cpu", devices=2).launch(train_half) is True
+
+
+@pytest.mark.parametrize("name", ["ddp_fork", "ddp_fork_find_unused_parameters_false"])
+def test_unused_parameters_are_an_error_otherwise(name: str) -> None:
+    """Without it the second step fails in DDP's own words, with the rank."""
+    with pytest.raises(WorkerRaisedError, match="find_unused_parameters"):
+        StrategyRegistry.create(name, accelerator="cpu", devices=2).launch(train_half)
+
+
+def zero_state(strategy: Strategy) -> tuple[int, list[int]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = strategy.setup_module(nn.Linear(3, 3))
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.Adam, lr=0.1)
+    wrapped(torch.ones(1, 3)).sum().backward()
+    strategy.optimizer_step(optimizer)
+    state = strategy.get_optimizer_state(optimizer)
+    return len(state.get("state", {})), strategy.all_gather_object(len(state))
+
+
+def test_a_sharded_optimizer_is_consolidated() -> None:
+    """Rank 0's state of a `ZeroRedundancyOptimizer` is whole; the others' is empty."""
+    strategy = StrategyRegistry.create("ddp_fork", accelerator="cpu", devices=2)
+    entries, lengths = strategy.launch(zero_state)
+    assert entries == 2
+    assert lengths[0] > 0
+    assert lengths[1] == 0
+
+
+def closure_value(strategy: Strategy) -> tuple[float, float]:
+    model = strategy.setup_module(nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    inner = strategy.unwrap_module(model)
+    before = next(inner.parameters()).item()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(1, 1)).sum()
+        strategy.backward(loss)
+        return loss
+
+    value = strategy.optimizer_step(optimizer, closure)
+    return value.item() - before, next(inner.parameters()).item() - before
+
+
+@pytest.mark.parametrize(("name", "size"), [("single_device", 1), ("ddp_fork", 2)])
+def test_an_optimizers_closure_is_called(name: str, size: int) -> None:
+    """`optimizer_step` with a closure returns its loss, and steps by its gradient."""
+    loss, change = StrategyRegistry.create(name, accelerator="cpu", devices=size).launch(closure_value)
+    assert (loss, change) == (0.0, pytest.approx(-1.0))
+
+
+partial_job = partial(closure_value)
+
+
+def test_a_partial_function_is_launched() -> None:
+    """What is launched may be any callable that can travel."""
+    strategy = StrategyRegistry.create("ddp_forkserver", accelerator="cpu", devices=2)
+    assert strategy.launch(partial_job)[1] == pytest.approx(-1.0)
