@@ -38,6 +38,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         name: what the environment is called, in `Trainer(plugins=["name"])` and in messages.
         variables: fact to variable name. The facts are `global_rank`, `world_size`, `local_rank`,
             `local_world_size`, `node_rank`, `num_nodes`, `main_address` and `main_port`.
+        optional: variables that are read where they are set, for messages.
         markers: variables that only this launcher sets. With one of them present an incomplete or
             contradictory set is an error; without, an incomplete set means "not this environment".
         creates_processes_externally: whether the job's processes exist already.
@@ -45,6 +46,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     name: ClassVar[str] = ""
     variables: ClassVar[Mapping[str, str]] = {}
+    optional: ClassVar[tuple[str, ...]] = ()
     markers: ClassVar[tuple[str, ...]] = ()
     creates_processes_externally: ClassVar[bool] = True
 
@@ -102,7 +104,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         """The id of this node; derived from equal nodes where no variable says it."""
         if "node_rank" in self.variables:
             return self._number("node_rank")
-        return self.global_rank // self.local_world_size
+        return self.global_rank // max(1, self.local_world_size)
 
     @property
     def num_nodes(self) -> int:
@@ -162,5 +164,5 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     @classmethod
     def _shown(cls, environ: Mapping[str, str]) -> dict[str, str]:
-        names = dict.fromkeys([*cls.markers, *cls.variables.values()])
+        names = dict.fromkeys([*cls.markers, *cls.variables.values(), *cls.optional])
         return {name: environ[name] for name in names if name in environ}

@@ -72,7 +72,7 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
         EnvironmentVariableError: when a launcher has surely been at work but its variables are wrong.
     """
     environ = os.environ if environ is None else environ
-    if chosen := environ.get(ENVIRONMENT_VARIABLE):
+    if chosen := environ.get(ENVIRONMENT_VARIABLE, "").strip():
         return Detection(create_environment(chosen, environ), f"{ENVIRONMENT_VARIABLE}={chosen}", {})
     rejected: dict[str, str] = {}
     for cls in _ORDER[:-1]:

@@ -28,6 +28,7 @@ class PlainEnvironment(ClusterEnvironment):
         "main_address": "MASTER_ADDR",
         "main_port": "MASTER_PORT",
     }
+    optional = ("LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 
     @property
     def local_world_size(self) -> int:
