@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from rankwise import Trainer, TrainingModule, rank_zero_only, seed_everything
 
+print_once = rank_zero_only(print)
+
 
 class DigitClassifier(TrainingModule):
     """Two layers over 8 x 8 pixels; counts the samples that this rank has trained on."""
@@ -45,11 +47,6 @@ class DigitClassifier(TrainingModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=3e-3)
-
-
-@rank_zero_only
-def print_once(text: str) -> None:
-    print(text)
 
 
 def loaders() -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]:

@@ -58,7 +58,7 @@ class FailureRecord:
         return cls(
             **_place(ranks, os.getpid()),
             exception_type=type(error).__name__,
-            exception_message=str(error),
+            exception_message=_text(error),
             traceback_text=_own_traceback(error),
             exit_status=code,
         )
@@ -129,6 +129,13 @@ def _place(ranks: RankInfo, pid: int) -> dict[str, Any]:
         "pid": pid,
         "at_s": time.monotonic(),
     }
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  an exception's text is anybody's code
+        return "(its text could not be had)"
 
 
 def _exit_code(error: BaseException) -> int | None:
