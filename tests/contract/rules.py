@@ -114,7 +114,8 @@ class Model(nn.Module):
         return outputs
 
     def step(self, inputs: torch.Tensor, scale: float) -> torch.Tensor:
-        return self(inputs).square().mean() * scale
+        loss: torch.Tensor = self(inputs).square().mean() * scale
+        return loss
 
 
 def new_model() -> Model:
@@ -183,16 +184,23 @@ def _checkpoints(strategy: Strategy, folder: str) -> Facts:
 
 
 def _batch(strategy: Strategy) -> bool:
-    batch = {"pair": Pair(torch.ones(2), "text"), "list": [torch.zeros(1), 3, None], "tuple": (torch.ones(1),)}
+    batch: Any = {
+        "pair": Pair(torch.ones(2), "text"),
+        "list": [torch.zeros(1), 3, None],
+        "deep": ([{"a": (1,)}],),
+    }
     moved = strategy.batch_to_device(batch)
-    is_same = torch.equal(moved["pair"].left, torch.ones(2)) and moved["pair"].right == "text"  # type: ignore[attr-defined]  # a Pair
-    return is_same and type(moved["pair"]) is Pair and moved["list"][1:] == [3, None]  # type: ignore[index]  # a list
+    pair = moved["pair"]
+    is_same = torch.equal(pair.left, torch.ones(2)) and pair.right == "text" and type(pair) is Pair
+    return is_same and moved["list"][1:] == [3, None] and moved["deep"] == batch["deep"]
 
 
 def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the global batch of a step."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(GLOBAL_BATCH, 4, generator=generator), torch.randn(GLOBAL_BATCH, 2, generator=generator)
+    return torch.randn(GLOBAL_BATCH, 4, generator=generator), torch.randn(
+        GLOBAL_BATCH, 2, generator=generator
+    )
 
 
 def _trained(strategy: Strategy, microbatches: int) -> dict[str, torch.Tensor]:

@@ -136,7 +136,11 @@ def test_ranks(cls: type[ClusterEnvironment], expected: RankInfo) -> None:
 
 @pytest.mark.parametrize(
     ("cls", "address"),
-    [(TorchElasticEnvironment, ("node0", 29400)), (PlainEnvironment, ("10.0.0.1", 5000)), (OwnEnvironment, ("head", 1))],
+    [
+        (TorchElasticEnvironment, ("node0", 29400)),
+        (PlainEnvironment, ("10.0.0.1", 5000)),
+        (OwnEnvironment, ("head", 1)),
+    ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_the_meeting_place(cls: type[ClusterEnvironment], address: tuple[str, int]) -> None:
@@ -269,7 +273,7 @@ def test_unrelated_variables_are_not_shown(cls: type[ClusterEnvironment]) -> Non
     assert set(environment.seen()) == set(GOOD[cls])
 
 
-# ------------------------------------------------------------------------------------------ detection
+# ---------------------------------------------------------------------- detection
 
 
 @pytest.mark.parametrize(
@@ -304,7 +308,7 @@ def test_detection_explains_itself() -> None:
 
 def test_a_damaged_torchrun_is_no_local_job() -> None:
     """Where torchrun has surely been at work, damage is an error, not a job of one."""
-    with pytest.raises(EnvironmentVariableError, match="torchelastic.*WORLD_SIZE is not set"):
+    with pytest.raises(EnvironmentVariableError, match=r"torchelastic.*WORLD_SIZE is not set"):
         detect_environment({key: value for key, value in TORCHRUN.items() if key != "WORLD_SIZE"})
 
 
@@ -342,7 +346,7 @@ def test_every_environment_has_a_name(name: str) -> None:
     assert create_environment(name.upper(), variables).name == name
 
 
-# ------------------------------------------------------------------------------------------ with a strategy
+# ---------------------------------------------------------------------- with a strategy
 
 
 def test_a_users_own_environment_is_used() -> None:

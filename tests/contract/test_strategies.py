@@ -276,7 +276,7 @@ def test_training_equals_one_process(kind: str, ranks: list[Facts]) -> None:
             torch.testing.assert_close(facts[kind][key], expected, rtol=0, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------ the aliases differ
+# ---------------------------------------------------------------------- the aliases differ
 
 
 class HalfUsed(nn.Module):
@@ -355,7 +355,8 @@ def closure_value(strategy: Strategy) -> tuple[float, float]:
 def test_an_optimizers_closure_is_called(name: str, size: int) -> None:
     """`optimizer_step` with a closure returns its loss, and steps by its gradient."""
     loss, change = StrategyRegistry.create(name, accelerator="cpu", devices=size).launch(closure_value)
-    assert (loss, change) == (0.0, pytest.approx(-1.0))
+    assert loss == 0.0
+    assert change == pytest.approx(-1.0)
 
 
 partial_job = partial(closure_value)

@@ -12,7 +12,15 @@ from tests.helpers.scripts import ScriptResult, ScriptRunner
 
 pytestmark = pytest.mark.timeout(90)
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable)
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "--no-python",
+    sys.executable,
+)
 
 # Several strategies in one run: starting torchrun is what takes time.
 SCRIPT = """
@@ -108,7 +116,7 @@ FAILING = """
 
 
 def test_a_failure_is_in_torchruns_summary(run_script: ScriptRunner) -> None:
-    """torchrun's own report names the rank and its exception, from the error file that it asks for."""
+    """The launcher's own report names the rank and its exception, from the error file that it asks for."""
     result = _torchrun(run_script, FAILING)
     assert result.returncode == 1, result
     summary = result.stderr.partition("Root Cause")[2]

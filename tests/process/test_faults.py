@@ -26,7 +26,7 @@ Cell = tuple[int, str, str, str]
 CELLS: list[Cell] = list(itertools.product((0, 1), HOW, WHEN, ("private", "tcp")))
 
 
-def _table(quick: set[Cell], but: set[Cell] | None = None) -> Any:
+def _table(quick: set[Cell], but: set[Cell] | None = None) -> pytest.MarkDecorator:
     """Parametrize over all cells; those that are not `quick` are run by hand (`-m soak`)."""
     cells = [
         pytest.param(cell, id="-".join(map(str, cell)), marks=() if cell in quick else pytest.mark.soak)
@@ -37,14 +37,14 @@ def _table(quick: set[Cell], but: set[Cell] | None = None) -> Any:
 
 
 def _check(cell: Cell, start_method: str, folder: Path) -> None:
-    *where, rendezvous = cell
-    fault = Fault(*where, str(folder / "stamp"))  # type: ignore[arg-type]  # three of the cell's four
+    who, how, when, rendezvous = cell
+    fault = Fault(who, how, when, str(folder / "stamp"))
     with pytest.raises(WorkerError) as caught:
         strategy_with(fault, start_method, rendezvous).launch(job, fault)
     assert problems(fault, caught.value) == []
 
 
-# ------------------------------------------------------------------------------------------ the table
+# ---------------------------------------------------------------------- the table
 
 PRIVATE = {cell for cell in CELLS if cell[3] == "private"}
 OVER_TCP = {cell for cell in CELLS if cell[1] in ("raise", "kill") and cell[2] in ("before", "step", "store")}
@@ -116,7 +116,7 @@ RERUN_SCRIPT = """
 def rerun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, list[str]]:
     """Have all cells of `test_ddp` that are selected happen in one script; return the problems of each."""
     items = [item for item in request.session.items if item.name.startswith("test_ddp[")]
-    cells = [item.callspec.params["cell"] for item in items if isinstance(item, pytest.Function)]
+    cells: list[Cell] = [getattr(item, "callspec").params["cell"] for item in items]  # noqa: B009 -- pytest types no such item
     folder = tmp_path_factory.mktemp("rerun")
     texts = [json.dumps([*cell, str(folder / f"stamp{index}")]) for index, cell in enumerate(cells)]
     found = _in_one_script(ScriptRunner(folder), texts)
@@ -153,7 +153,7 @@ def test_ddp_launches_again_after_a_failed_start(run_script: ScriptRunner, tmp_p
     assert _in_one_script(run_script, texts) == {text: [] for text in texts}
 
 
-# ------------------------------------------------------------------------------------------ exit codes under ddp
+# ---------------------------------------------------------------------- exit codes under ddp
 
 ONE_CELL = """
     import json, sys
@@ -181,7 +181,8 @@ def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunne
 
 @pytest.mark.parametrize(("how", "code"), [("kill", -signal.SIGKILL), ("_exit", 3)])
 @pytest.mark.parametrize(
-    "when", ["step", pytest.param("sleep", marks=pytest.mark.soak), pytest.param("before", marks=pytest.mark.soak)]
+    "when",
+    ["step", pytest.param("sleep", marks=pytest.mark.soak), pytest.param("before", marks=pytest.mark.soak)],
 )
 def test_rank_zero_is_gone_at_once(
     how: str, code: int, when: str, run_script: ScriptRunner, tmp_path: Path
@@ -201,7 +202,7 @@ def test_an_early_exit_of_zero_is_no_success(run_script: ScriptRunner, tmp_path:
     assert "exited with code 0 before it had finished" in result.stderr
 
 
-# ------------------------------------------------------------------------------------------ the main process is killed
+# ---------------------------------------------------------------------- the main process is killed
 
 BUSY = """
     import os, sys, time
@@ -232,7 +233,7 @@ def test_workers_leave_with_the_main_process(start_method: str, what: str, run_s
     assert running.finish(leftover_grace_s=1.0).returncode == -signal.SIGKILL
 
 
-# ------------------------------------------------------------------------------------------ which failure is reported
+# ---------------------------------------------------------------------- which failure is reported
 
 
 def finish_then_fail(strategy: Strategy, who: int, how: str, stamp: str) -> str:
@@ -363,7 +364,7 @@ def abort(strategy: Strategy) -> None:
 
 def test_a_crash_names_its_signal() -> None:
     """A rank that native code ends is reported with the signal's name."""
-    with pytest.raises(WorkerKilledError, match="global_rank=1 .* was killed by SIGABRT"):
+    with pytest.raises(WorkerKilledError, match=r"global_rank=1 .* was killed by SIGABRT"):
         ddp("fork").launch(abort)
 
 
@@ -410,7 +411,7 @@ def test_arguments_that_do_not_arrive_are_reported(action: str, kind: type[Worke
     assert time.monotonic() - start < LIMIT_S + 3  # the forkserver may have to start
 
 
-# ------------------------------------------------------------------------------------------ how the others leave
+# ---------------------------------------------------------------------- how the others leave
 
 
 def clean_up_slowly(strategy: Strategy, folder: str, seconds: float) -> None:

@@ -75,7 +75,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(strategy.results.values()) <= max(2, len(os.sched_getaffinity(0)))
 
 
-# ------------------------------------------------------------------------------------------ what a rank forks
+# ---------------------------------------------------------------------- what a rank forks
 
 
 class SlowNumbers(torch.utils.data.Dataset[int]):
@@ -157,7 +157,8 @@ MAIN_KILLED = """
 
 
 @pytest.mark.parametrize(
-    "start_method", ["popen", "fork", *(pytest.param(m, marks=pytest.mark.soak) for m in ("spawn", "forkserver"))]
+    "start_method",
+    ["popen", "fork", *(pytest.param(m, marks=pytest.mark.soak) for m in ("spawn", "forkserver"))],
 )
 def test_data_workers_leave_with_the_main_process(start_method: str, run_script: ScriptRunner) -> None:
     """SIGKILL of the main process: ranks and their sleeping loader workers are gone within a second."""
@@ -172,7 +173,8 @@ def test_the_callers_own_data_workers_do_not_hold_ranks(run_script: ScriptRunner
     """Loader workers that the main process has forked do not keep the ranks alive when it is killed."""
     source = MAIN_KILLED.replace(
         "        DDPStrategy(",
-        "        iterator = iter(torch.utils.data.DataLoader(Numbers(), num_workers=1, persistent_workers=True))\n"
+        "        loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, persistent_workers=True)\n"
+        "        iterator = iter(loader)\n"
         "        next(iterator)\n"
         "        DDPStrategy(",
     )

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -67,10 +67,12 @@ class _Job:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RANKWISE_TEST_GIVEN", f"{start_method} {rendezvous}")
             self.strategy = ddp(start_method, rendezvous)
-            self.value = cast(Facts, self.strategy.launch(all_facts, 7))
+            self.value = self.strategy.launch(all_facts, 7)
         self.first = self.strategy.results
-        self.change = [(name, was, now) for (name, was), now in zip(before.items(), _caller().values(), strict=True)]
-        self.again = cast(Facts, self.strategy.launch(all_facts, number=8))
+        self.change = [
+            (name, was, now) for (name, was), now in zip(before.items(), _caller().values(), strict=True)
+        ]
+        self.again = self.strategy.launch(all_facts, number=8)
 
 
 def _caller() -> Facts:
@@ -179,7 +181,7 @@ def test_the_strategy_is_rank_zeros_in_the_caller(job: _Job) -> None:
     assert job.strategy.runs_in_caller is False
 
 
-# ------------------------------------------------------------------------------------------ big values
+# ---------------------------------------------------------------------- big values
 
 
 def big_value(strategy: Strategy) -> tuple[torch.Tensor, bytes]:
@@ -253,7 +255,7 @@ def test_a_value_that_cannot_travel_is_an_error(start_method: str) -> None:
         ddp(start_method).launch(return_unpicklable)
 
 
-# ------------------------------------------------------------------------------------------ arguments
+# ---------------------------------------------------------------------- arguments
 
 
 class Tied(nn.Module):
@@ -331,7 +333,7 @@ def test_a_state_dict_comes_back(start_method: str) -> None:
     assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
 
 
-# ------------------------------------------------------------------------------------------ the user's own group
+# ---------------------------------------------------------------------- the user's own group
 
 
 def own_group(strategy: Strategy) -> tuple[bool, float]:
@@ -358,7 +360,7 @@ def test_the_user_makes_the_group_of_a_later_launch() -> None:
     assert strategy.launch(own_group, init_process_group=False) == (False, 3.0)
 
 
-# ------------------------------------------------------------------------------------------ order of calls
+# ---------------------------------------------------------------------- order of calls
 
 
 def launch_within(strategy: Strategy) -> Any:
@@ -408,7 +410,7 @@ class WithLambda(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        self.inner[1].activation = lambda value: value
+        setattr(self.inner[1], "activation", lambda value: value)  # noqa: B010 -- mypy takes it for a module
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
@@ -430,7 +432,7 @@ def test_a_locked_object_is_welcome_under_fork() -> None:
     assert ddp("fork").launch(lambda strategy, lock: lock.acquire(timeout=1), lock) is True
 
 
-# ------------------------------------------------------------------------------------------ other shapes of a job
+# ---------------------------------------------------------------------- other shapes of a job
 
 
 @pytest.mark.parametrize("cls", [DDPSpawnStrategy, DDPForkStrategy])

@@ -109,7 +109,10 @@ def test_finally_blocks_run(start_method: str, run_script: ScriptRunner) -> None
     running.send_signal_to_group(signal.SIGINT)
     result = running.finish(timeout=10)
     assert result.returncode == INTERRUPTED
-    assert sorted(line for line in result.stdout.splitlines() if "cleaned" in line) == ["cleaned 0", "cleaned 1"]
+    assert sorted(line for line in result.stdout.splitlines() if "cleaned" in line) == [
+        "cleaned 0",
+        "cleaned 1",
+    ]
 
 
 def test_a_second_ctrl_c_skips_the_grace(run_script: ScriptRunner) -> None:

@@ -83,7 +83,17 @@ def test_a_job_listens_on_loopback_only(
     """Every listening socket is on 127.0.0.1; a store has one only with `rendezvous="tcp"`."""
     stop = tmp_path / "stop"
     script = run_script.write(JOB)
-    command = ["ip", "netns", "exec", namespace, sys.executable, str(script), start_method, rendezvous, str(stop)]
+    command = [
+        "ip",
+        "netns",
+        "exec",
+        namespace,
+        sys.executable,
+        str(script),
+        start_method,
+        rendezvous,
+        str(stop),
+    ]
     running = run_script.start_command(command)
     running.wait_for("up", count=2)
     listeners = _listeners(namespace)
@@ -133,7 +143,8 @@ def test_jobs_of_one_process_side_by_side(rendezvous: str) -> None:
     """Several jobs of one process at the same time, each from a thread of its own, do not meet."""
     totals: list[float] = []
     threads = [
-        threading.Thread(target=lambda: totals.append(ddp("fork", rendezvous).launch(_total))) for _ in range(4)
+        threading.Thread(target=lambda: totals.append(ddp("fork", rendezvous).launch(_total)))
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()

@@ -1,0 +1,148 @@
+"""Frames on a stream, and a rank's end of its channel."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rankwise.launchers._channel import FrameReader, Kind, RankChannel, frame, split_id, with_id
+
+MESSAGES = [
+    (Kind.HELLO, b""),
+    (Kind.FAILURE, b"x" * 70_000),
+    (Kind.DONE, b""),
+    (Kind.STORE_REPLY, b"\x00\xff"),
+]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 5, 6, 1000, 1 << 20])
+def test_frames_survive_any_cutting(chunk: int) -> None:
+    """Frames come out whole and in order, in whatever pieces the bytes come in."""
+    stream = b"".join(frame(kind, payload) for kind, payload in MESSAGES)
+    reader = FrameReader()
+    found: list[tuple[Kind, bytes]] = []
+    for start in range(0, len(stream), chunk):
+        found += reader.feed(stream[start : start + chunk])
+    assert found == MESSAGES
+
+
+def test_an_incomplete_frame_waits() -> None:
+    """Nothing is yielded before the last byte is there."""
+    reader = FrameReader()
+    data = frame(Kind.STOP, b"reason")
+    assert list(reader.feed(data[:-1])) == []
+    assert list(reader.feed(data[-1:])) == [(Kind.STOP, b"reason")]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2**63])
+def test_requests_carry_their_number(number: int) -> None:
+    """A store's message has its request's number before it."""
+    assert split_id(with_id(number, b"payload")) == (number, b"payload")
+
+
+class Ends:
+    """A rank's channel and the supervisor's end of it."""
+
+    def __init__(self) -> None:
+        self.ours, theirs = socket.socketpair()
+        self.ours.settimeout(5)
+        self.lost = threading.Event()
+        self.channel = RankChannel(theirs, on_lost=self.lost.set)
+        self._reader = FrameReader()
+
+    def receive(self) -> tuple[Kind, bytes]:
+        while True:
+            for message in self._reader.feed(self.ours.recv(1 << 16)):
+                return message
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.channel.close()
+    made.ours.close()
+
+
+def test_messages_reach_the_supervisor(ends: Ends) -> None:
+    """A frame and a record."""
+    ends.channel.send(Kind.HELLO)
+    assert ends.receive() == (Kind.HELLO, b"")
+    ends.channel.send_record(Kind.FAILURE, {"text": "caf\udce9"})
+    kind, payload = ends.receive()
+    assert kind is Kind.FAILURE
+    assert json.loads(payload) == {"text": "caf\udce9"}
+
+
+def test_a_question_is_answered(ends: Ends) -> None:
+    """The answer to one's own request is waited for, whatever the order of the answers."""
+    values: dict[str, bytes] = {}
+
+    def ask(name: str) -> None:
+        values[name] = ends.channel.ask_store(name.encode(), 5)
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ("one", "two")]
+    requests = []
+    for thread in threads:
+        thread.start()
+        requests.append(split_id(ends.receive()[1]))
+    for number, request in reversed(requests):
+        ends.ours.sendall(frame(Kind.STORE_REPLY, with_id(number, b"answer to " + request)))
+    for thread in threads:
+        thread.join(5)
+    assert values == {"one": b"answer to one", "two": b"answer to two"}
+
+
+def test_no_answer_is_a_timeout(ends: Ends) -> None:
+    """A question that nobody answers ends by its timeout; a late answer hurts nobody."""
+    with pytest.raises(TimeoutError):
+        ends.channel.ask_store(b"question", 0.05)
+    number, _ = split_id(ends.receive()[1])
+    ends.ours.sendall(frame(Kind.STORE_REPLY, with_id(number, b"late")))
+    ends.channel.send(Kind.DONE)
+    assert ends.receive() == (Kind.DONE, b"")
+
+
+def test_stop_releases_questions(ends: Ends) -> None:
+    """When the supervisor says stop, open questions end at once, and so do later ones."""
+    timer = threading.Timer(0.05, lambda: ends.ours.sendall(frame(Kind.STOP, b"reason")))
+    timer.start()
+    with pytest.raises(TimeoutError):
+        ends.channel.ask_store(b"question", 20)
+    assert ends.channel.is_stopping
+    with pytest.raises(TimeoutError):
+        ends.channel.ask_store(b"question", 20)
+    timer.join()
+
+
+def test_stop_calls_back(ends: Ends) -> None:
+    """What was asked to be called is called, once the word comes or if it has come already."""
+    called = threading.Event()
+    ends.channel.call_on_stop(called.set)
+    ends.ours.sendall(frame(Kind.STOP, b""))
+    assert called.wait(5)
+    late = threading.Event()
+    ends.channel.call_on_stop(late.set)
+    assert late.wait(5)
+
+
+def test_a_lost_supervisor_is_noticed(ends: Ends) -> None:
+    """End of file calls `on_lost`, releases questions, and makes sending silent."""
+    threading.Timer(0.05, ends.ours.close).start()
+    with pytest.raises(TimeoutError):
+        ends.channel.ask_store(b"question", 20)
+    assert ends.lost.wait(5)
+    ends.channel.send(Kind.DONE)
+
+
+def test_closing_is_no_loss() -> None:
+    """A channel that is closed from this side does not call `on_lost`, and ends its thread."""
+    ends = Ends()
+    ends.channel.close()
+    ends.ours.close()
+    assert not ends.lost.is_set()
+    assert "rankwise-channel" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,166 @@
+"""The private store's table: each operation, waiting, and what is no request."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from rankwise.process_group.private_store import PrivateStore, StoreTable
+from rankwise.process_group.wire import pack_fields, unpack_fields
+
+
+def ask(table: StoreTable, *fields: bytes) -> list[bytes]:
+    """Return the answers that a request has got so far."""
+    answers: list[bytes] = []
+    table.handle(pack_fields(fields), answers.append)
+    return answers
+
+
+def store_on(table: StoreTable, timeout: timedelta = timedelta(seconds=1)) -> PrivateStore:
+    """Return a store that asks the table directly."""
+
+    def request(data: bytes, limit_s: float) -> bytes:
+        answers: list[bytes] = []
+        table.handle(data, answers.append)
+        if not answers:
+            raise TimeoutError
+        return answers[0]
+
+    return PrivateStore(request, timeout)
+
+
+def test_set_and_get() -> None:
+    """A value is bytes of any kind, and the last one set counts."""
+    store = store_on(StoreTable())
+    store.set("key", b"\x00\xff")
+    assert store.get("key") == b"\x00\xff"
+    store.set("key", "text")
+    assert store.get("key") == b"text"
+    store.set("empty", "")
+    assert store.get("empty") == b""
+
+
+def test_add() -> None:
+    """A number starts at 0, and goes below it."""
+    store = store_on(StoreTable())
+    assert [store.add("count", amount) for amount in (2, 3, -10, 0)] == [2, 5, -5, -5]
+    assert store.get("count") == b"-5"
+
+
+def test_check() -> None:
+    """All of the keys must be there."""
+    store = store_on(StoreTable())
+    store.set("one", "")
+    assert (store.check(["one"]), store.check(["one", "two"]), store.check([])) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("before", "expected", "desired", "result", "after"),
+    [
+        (None, "", "new", b"new", b"new"),
+        (None, "other", "new", b"other", None),
+        ("old", "old", "new", b"new", b"new"),
+        ("old", "other", "new", b"old", b"old"),
+    ],
+)
+def test_compare_set(
+    before: str | None, expected: str, desired: str, result: bytes, after: bytes | None
+) -> None:
+    """It sets only what is as expected, and returns what is there; as torch's own stores do."""
+    stores: list[dist.Store] = [store_on(StoreTable()), dist.HashStore()]
+    for store in stores:
+        if before is not None:
+            store.set("key", before)
+        assert store.compare_set("key", expected, desired) == result
+        assert store.check(["key"]) is (after is not None)
+        if after is not None:
+            assert store.get("key") == after
+
+
+def test_delete_and_count() -> None:
+    """Deleting says whether there was something to delete."""
+    store = store_on(StoreTable())
+    store.set("key", "")
+    assert (store.num_keys(), store.delete_key("key"), store.delete_key("key"), store.num_keys()) == (
+        1,
+        True,
+        False,
+        0,
+    )
+
+
+def test_waiting_is_answered_when_all_is_there() -> None:
+    """A wait is answered once, by the request that sets its last key."""
+    table = StoreTable()
+    answers = ask(table, b"wait", b"one", b"two")
+    ask(table, b"set", b"one", b"")
+    assert answers == []
+    ask(table, b"add", b"two", b"1")
+    assert answers == [b""]
+    ask(table, b"set", b"two", b"")
+    assert answers == [b""]
+
+
+def test_several_wait_for_one_key() -> None:
+    """Every waiter is answered."""
+    table = StoreTable()
+    waiters = [ask(table, b"wait", b"key") for _ in range(3)]
+    ask(table, b"compare_set", b"key", b"", b"value")
+    assert waiters == [[b""]] * 3
+
+
+def test_waiting_for_what_is_there_is_answered_at_once() -> None:
+    """No further request is needed."""
+    table = StoreTable()
+    ask(table, b"set", b"key", b"")
+    assert ask(table, b"wait", b"key") == [b""]
+    assert ask(table, b"wait") == [b""]
+
+
+def test_a_wait_in_vain_is_torchs_error() -> None:
+    """When no answer comes in time the error is the one that torch's callers expect, naming the keys."""
+    store = store_on(StoreTable())
+    with pytest.raises(dist.DistStoreError, match=r"wait of key, other had no answer in 0\.25 s"):
+        store.wait(["key", "other"], timedelta(seconds=0.25))
+    with pytest.raises(dist.DistStoreError):
+        store.get("key")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [[b"unknown"], [b"set", b"key"], [b"set", b"a", b"b", b"c"], [b"add", b"key", b"x"], [b"get"], [b""], []],
+    ids=repr,
+)
+def test_what_is_no_request_is_a_value_error(fields: list[bytes]) -> None:
+    """A damaged request is refused and changes nothing."""
+    table = StoreTable()
+    with pytest.raises(ValueError):
+        ask(table, *fields)
+    assert ask(table, b"count") == [b"0"]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", b"\x00\x01", b"\x00\x01\x00\x00\x00\x05ab", b"\x00\x00extra"])
+def test_damaged_messages_are_refused(data: bytes) -> None:
+    """Bytes that are no message are a ValueError."""
+    with pytest.raises(ValueError, match="not a message of the store"):
+        unpack_fields(data)
+
+
+@pytest.mark.parametrize("fields", [[], [b""], [b"one"], [b"a" * 100_000, b"", b"\x00\xff"]])
+def test_messages_come_back(fields: list[bytes]) -> None:
+    """What was packed is unpacked."""
+    assert unpack_fields(pack_fields(fields)) == fields
+
+
+def test_torch_takes_it_for_a_store() -> None:
+    """The prefix store of torch, in C++, works on top of it."""
+    store = store_on(StoreTable(), timedelta(seconds=7))
+    inner = dist.PrefixStore("job", store)
+    inner.set("key", "value")
+    assert inner.get("key") == b"value"
+    assert inner.add("count", 2) == 2
+    assert store.check(["job/key"])
+    assert store.timeout == timedelta(seconds=7)
+    assert store.clone() is store

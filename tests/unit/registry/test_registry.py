@@ -1,0 +1,203 @@
+"""The table of names: what can be registered, found, replaced, removed; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownStrategyError
+from rankwise.registry import StrategyRegistry
+from rankwise.strategies import (
+    AutoStrategy,
+    DDPForkStrategy,
+    DDPSpawnStrategy,
+    DDPStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+
+
+class Own(DDPStrategy):
+    """A user's own strategy."""
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    before = set(StrategyRegistry)
+    yield
+    for name in set(StrategyRegistry) - before:
+        StrategyRegistry.remove(name)
+
+
+KINDS = ("ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver", "ddp_notebook")
+
+
+def test_all_names_are_there() -> None:
+    """The names of the documentation, aliases included, and no others."""
+    aliases = [f"{kind}_find_unused_parameters_{value}" for kind in KINDS for value in ("true", "false")]
+    assert set(StrategyRegistry) == {"auto", "single_device", *KINDS, *aliases}
+    assert len(StrategyRegistry) == 17
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "start_method"),
+    [
+        ("ddp", DDPStrategy, "popen"),
+        ("ddp_spawn", DDPSpawnStrategy, "spawn"),
+        ("ddp_fork", DDPForkStrategy, "fork"),
+        ("ddp_notebook", DDPForkStrategy, "fork"),
+        ("ddp_forkserver", DDPStrategy, "forkserver"),
+    ],
+)
+def test_names_are_configured_classes(name: str, cls: type[DDPStrategy], start_method: str) -> None:
+    """Each name gives its class with its start method; every call a new instance."""
+    strategy = StrategyRegistry.create(name)
+    assert type(strategy) is cls
+    assert strategy.start_method == start_method
+    assert StrategyRegistry.create(name) is not strategy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [True, False])
+def test_aliases_set_find_unused_parameters(kind: str, value: bool) -> None:
+    """The aliases differ from their names in `find_unused_parameters` only."""
+    strategy = StrategyRegistry.create(f"{kind}_find_unused_parameters_{str(value).lower()}")
+    plain = StrategyRegistry.create(kind)
+    assert isinstance(strategy, DDPStrategy)
+    assert isinstance(plain, DDPStrategy)
+    assert strategy.ddp_kwargs["find_unused_parameters"] is value
+    assert (type(strategy), strategy.start_method) == (type(plain), plain.start_method)
+
+
+def test_single_device_and_auto() -> None:
+    """The two that are no kind of DDP by name."""
+    assert type(StrategyRegistry.create("single_device")) is SingleDeviceStrategy
+    assert type(StrategyRegistry.create("auto")) is AutoStrategy
+
+
+@pytest.mark.parametrize("name", ["DDP", "Ddp", "ddp"])
+def test_case_does_not_matter(name: str) -> None:
+    """Names are the same in any case, for finding and for asking."""
+    assert name in StrategyRegistry
+    assert type(StrategyRegistry.create(name)) is DDPStrategy
+
+
+def test_overrides_beat_what_was_registered() -> None:
+    """Keywords to `create` win over the registered ones, which stay."""
+    StrategyRegistry.register("own", Own, start_method="fork", grace_period_s=3.0)
+    strategy = StrategyRegistry.create("own", grace_period_s=5.0)
+    assert isinstance(strategy, Own)
+    assert (strategy.start_method, strategy.grace_period_s) == ("fork", 5.0)
+    again = StrategyRegistry.create("own")
+    assert isinstance(again, Own)
+    assert again.grace_period_s == 3.0
+
+
+def test_a_decorator_registers() -> None:
+    """Without a class `register` decorates one, and gives it back."""
+
+    @StrategyRegistry.register("decorated", description="one line", start_method="fork")
+    class Decorated(DDPStrategy):
+        pass
+
+    assert isinstance(Decorated, type)
+    assert type(StrategyRegistry.create("Decorated")) is Decorated
+    assert StrategyRegistry.describe("decorated") == "one line"
+
+
+def test_a_duplicate_is_refused() -> None:
+    """A taken name is refused in any case, and what it stood for stays."""
+    with pytest.raises(DuplicateNameError, match="'ddp' is registered already") as caught:
+        StrategyRegistry.register("DDP", Own)
+    assert "override=True" in str(caught.value)
+    assert type(StrategyRegistry.create("ddp")) is DDPStrategy
+
+
+def test_an_override_replaces() -> None:
+    """With `override=True` the name stands for the new class."""
+    StrategyRegistry.register("own", Own)
+    StrategyRegistry.register("own", SingleDeviceStrategy, override=True)
+    assert type(StrategyRegistry.create("own")) is SingleDeviceStrategy
+
+
+def test_a_decorator_refuses_a_duplicate_at_once() -> None:
+    """The taken name is told where it is given, before a class is."""
+    with pytest.raises(DuplicateNameError):
+        StrategyRegistry.register("ddp")
+
+
+@pytest.mark.parametrize(
+    "wrong", [int, object, DDPStrategy(), "ddp", 3], ids=["int", "object", "instance", "name", "number"]
+)
+def test_what_is_no_strategy_class_is_refused(wrong: object) -> None:
+    """Anything but a subclass of `Strategy` is a TypeError."""
+    with pytest.raises(InvalidTypeError, match="subclass of Strategy"):
+        StrategyRegistry.register("wrong", wrong)
+    assert "wrong" not in StrategyRegistry
+
+
+def test_none_as_a_strategy_is_refused() -> None:
+    """`register(name, None)`, by mistake, does not pass for a decorator."""
+    with pytest.raises(InvalidTypeError):
+        StrategyRegistry.register("nothing", None)
+    assert "nothing" not in StrategyRegistry
+
+
+def test_a_decorated_class_must_be_a_strategy() -> None:
+    """The decorator checks what it is put on."""
+    decorate = StrategyRegistry.register("wrong")
+    assert decorate is not None
+    with pytest.raises(InvalidTypeError):
+        decorate(int)  # type: ignore[type-var]  # wrong on purpose
+    assert "wrong" not in StrategyRegistry
+
+
+@pytest.mark.parametrize("name", [None, 3, "", b"ddp", ["ddp"]], ids=repr)
+def test_a_name_is_a_string(name: object) -> None:
+    """A name that is none is refused, for registering and for creating."""
+    with pytest.raises((InvalidTypeError, UnknownStrategyError)):
+        StrategyRegistry.register(name, Own)
+    with pytest.raises((InvalidTypeError, UnknownStrategyError)):
+        StrategyRegistry.create(name)  # type: ignore[arg-type]  # wrong on purpose
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("dpp", "ddp"), ("ddp_spwan", "ddp_spawn"), ("DDP_FROK", "ddp_fork"), ("sigle_device", "single_device")],
+)
+def test_a_typo_is_answered(typo: str, meant: str) -> None:
+    """An unknown name is a KeyError and a ValueError that suggests the nearest and lists all."""
+    with pytest.raises(UnknownStrategyError, match=f"Did you mean '{meant}'") as caught:
+        StrategyRegistry.create(typo)
+    assert isinstance(caught.value, KeyError)
+    assert isinstance(caught.value, ValueError)
+    assert "'ddp_notebook'" in str(caught.value)
+
+
+def test_removing() -> None:
+    """A removed name is gone, and removing it twice is an error."""
+    StrategyRegistry.register("own", Own)
+    StrategyRegistry.remove("OWN")
+    assert "own" not in StrategyRegistry
+    with pytest.raises(UnknownStrategyError):
+        StrategyRegistry.remove("own")
+
+
+def test_iterating_is_sorted() -> None:
+    """The names come in order, and the repr holds them."""
+    assert list(StrategyRegistry) == sorted(StrategyRegistry)
+    assert repr(StrategyRegistry).startswith("StrategyRegistry(auto, ddp, ")
+
+
+@pytest.mark.parametrize("name", list(StrategyRegistry))
+def test_every_name_is_described(name: str) -> None:
+    """Each built-in name has a line that says what it is."""
+    assert StrategyRegistry.describe(name)
+    assert isinstance(StrategyRegistry.create(name), Strategy)
+
+
+@pytest.mark.parametrize("thing", [None, 3, ("ddp",)])
+def test_what_is_no_name_is_not_in_it(thing: object) -> None:
+    """`in` takes anything."""
+    assert thing not in StrategyRegistry
