@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from rankwise.errors import ConfigurationError, UnknownNameError
+from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
 
 __all__ = ["check_backend", "default_backend"]
 
 _BUILT_IN = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
-def check_backend(name: str) -> str:
+def check_backend(name: object) -> str:
     """Return a back end's name in torch's spelling.
 
     Raises:
+        InvalidTypeError: when it is no string.
         UnknownNameError: when neither torch nor a plug-in of it knows the name.
         ConfigurationError: when this build of torch lacks it.
     """
+    if not isinstance(name, str):
+        raise InvalidTypeError(
+            argument="process_group_backend", value=name, expected="a name, such as 'gloo' or 'nccl'"
+        )
     wanted = name.lower()
     registered = {str(backend).lower() for backend in dist.Backend.backend_list} - {"undefined"}
     for part in wanted.split(","):

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankwise.errors import InvalidArgumentError, InvalidTypeError, UnknownArgumentError, UnknownNameError
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_LONGEST = timedelta(days=365)
 RENDEZVOUS = ("auto", "private", "tcp")
 
 # What a strategy passes to the wrapper itself.
@@ -46,9 +47,12 @@ def check_timeout(name: str, value: object) -> timedelta:
             expected="a number of seconds or a datetime.timedelta",
             remedy=f"{name}=timedelta(seconds=...)",
         )
-    duration = value if isinstance(value, timedelta) else timedelta(seconds=value)
-    if duration <= timedelta(0):
-        raise InvalidArgumentError(argument=name, value=value, expected="a positive duration")
+    try:
+        duration = value if isinstance(value, timedelta) else timedelta(seconds=value)
+    except (ValueError, OverflowError):  # not a number, or infinite
+        duration = timedelta(0)
+    if not timedelta(0) < duration <= _LONGEST:
+        raise InvalidArgumentError(argument=name, value=value, expected=f"a duration from 0 to {_LONGEST}")
     return duration
 
 
@@ -61,9 +65,27 @@ def check_grace_period(value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidTypeError(argument="grace_period_s", value=value, expected="a number of seconds")
-    if value < 0:
-        raise InvalidArgumentError(argument="grace_period_s", value=value, expected="0 or more seconds")
+    longest = _LONGEST.total_seconds()
+    if not 0 <= value <= longest:  # false for what is not a number
+        raise InvalidArgumentError(
+            argument="grace_period_s", value=value, expected=f"0 to {longest:g} seconds"
+        )
     return float(value)
+
+
+def check_instance(name: str, value: object, kind: type) -> None:
+    """Make sure that a plug-in is an instance.
+
+    Raises:
+        InvalidTypeError: when it is not, a class included.
+    """
+    if not isinstance(value, kind):
+        raise InvalidTypeError(
+            argument=name,
+            value=value,
+            expected=f"an instance of {kind.__name__}",
+            remedy=f"make an instance of it: {value.__name__}()" if isinstance(value, type) else "",
+        )
 
 
 def check_command(value: object) -> tuple[str, ...] | None:

@@ -6,7 +6,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -20,11 +19,13 @@ from rankwise.launchers import Launcher
 from rankwise.launchers._seat import Seat
 from rankwise.precision import Precision
 from rankwise.ranks import RankInfo
+from rankwise.strategies._arguments import check_instance
 from rankwise.strategies._binding import check_environment, check_world, find_environment
 from rankwise.strategies._devices import check_devices, check_num_nodes, device_type, local_devices
 from rankwise.strategies._job import RankEntry
 from rankwise.strategies._redirect import call_through
 from rankwise.strategies._scopes import rank_zero_set, variables_set
+from rankwise.strategies._state import State
 from rankwise.strategies._together import Together
 
 if TYPE_CHECKING:
@@ -34,12 +35,6 @@ __all__ = ["Strategy"]
 
 T = TypeVar("T")
 Devices = int | str | list[int] | tuple[int, ...]
-
-
-class _State(Enum):
-    CONFIGURED = "configured"
-    BOUND = "bound"
-    IN_JOB = "in a job"
 
 
 class Strategy(Together):
@@ -72,14 +67,16 @@ class Strategy(Together):
     ) -> None:
         check_devices(devices)
         check_num_nodes(num_nodes)
-        self.precision = precision or Precision()
-        self.checkpoint_io: CheckpointIO = checkpoint_io or TorchCheckpointIO()
+        self.precision = Precision() if precision is None else precision
+        self.checkpoint_io: CheckpointIO = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        check_instance("precision", self.precision, Precision)
+        check_instance("checkpoint_io", self.checkpoint_io, CheckpointIO)
         self.results: dict[int, Any] = {}
         self._accelerator = accelerator
         self._devices = devices
         self._num_nodes = num_nodes
         self._wanted_environment = check_environment(cluster_environment)
-        self._state = _State.CONFIGURED
+        self._state = State.CONFIGURED
         self._environment: ClusterEnvironment | None = None
         self._ranks: RankInfo | None = None
         self._local_devices: list[torch.device] = []
@@ -134,7 +131,7 @@ class Strategy(Together):
             )
         found.validate_settings(self._ranks.local_world_size, self._ranks.num_nodes)
         self._launcher = self._create_launcher(found)
-        self._state = _State.BOUND
+        self._state = State.BOUND
         return self._ranks
 
     @abstractmethod
@@ -148,7 +145,7 @@ class Strategy(Together):
     @property
     def is_bound(self) -> bool:
         """Whether `bind` was called."""
-        return self._state is not _State.CONFIGURED
+        return self._state is not State.CONFIGURED
 
     @property
     def environment(self) -> ClusterEnvironment:
@@ -253,7 +250,7 @@ class Strategy(Together):
         """
         if not self.is_bound:
             self.bind()
-        if self._state is _State.IN_JOB:
+        if self._state is State.IN_JOB:
             raise LifecycleError(
                 call="launch()",
                 state=self._state.value,
@@ -274,7 +271,7 @@ class Strategy(Together):
         """Become the rank that `seat` says; called by the launcher's side."""
         self._seat = seat
         self._ranks = seat.ranks
-        self._state = _State.IN_JOB
+        self._state = State.IN_JOB
 
     def setup_environment(self) -> None:
         """Prepare this process: its variables, `rank_zero_only`. Subclasses connect to the others here.
@@ -293,7 +290,7 @@ class Strategy(Together):
         finally:
             self._job = ExitStack()
             self._seat = None
-            self._state = _State.BOUND
+            self._state = State.BOUND
 
     @property
     def seat(self) -> Seat:

@@ -117,7 +117,7 @@ class DDPStrategy(Strategy):
             checkpoint_io=checkpoint_io,
         )
         self.start_method = check_choice(
-            "start_method", start_method or self.default_start_method, START_METHODS
+            "start_method", self.default_start_method if start_method is None else start_method, START_METHODS
         )
         _check_platform(self.start_method)
         self.rendezvous = check_choice("rendezvous", rendezvous, RENDEZVOUS)
@@ -126,7 +126,8 @@ class DDPStrategy(Strategy):
         self.grace_period_s = check_grace_period(grace_period_s)
         self.ddp_kwargs = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
         self._command = check_command(command)
-        self._wanted_backend = process_group_backend and check_backend(process_group_backend)
+        is_default = process_group_backend is None
+        self._wanted_backend = None if is_default else check_backend(process_group_backend)
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._plain_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -332,7 +333,8 @@ class AutoStrategy(DDPStrategy):
 
 
 def _from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
-    if not given or not all(isinstance(device, torch.device) for device in given):
+    is_list = isinstance(given, (list, tuple))
+    if not is_list or not given or not all(isinstance(device, torch.device) for device in given):
         raise InvalidTypeError(argument="parallel_devices", value=given, expected="a list of torch.device")
     kinds = {device.type for device in given}
     if len(kinds) != 1:
