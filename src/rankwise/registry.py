@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from typing_extensions import final
 
@@ -39,6 +39,21 @@ class _Registry:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+
+    @overload
+    def register(
+        self, name: str, *, description: str = "", override: bool = False, **init_params: Any
+    ) -> Callable[[StrategyClass], StrategyClass]: ...
+
+    @overload
+    def register(
+        self,
+        name: str,
+        strategy: type[Strategy],
+        description: str = "",
+        override: bool = False,
+        **init_params: Any,
+    ) -> None: ...
 
     def register(
         self,

@@ -133,14 +133,14 @@ def test_a_decorator_refuses_a_duplicate_at_once() -> None:
 def test_what_is_no_strategy_class_is_refused(wrong: object) -> None:
     """Anything but a subclass of `Strategy` is a TypeError."""
     with pytest.raises(InvalidTypeError, match="subclass of Strategy"):
-        StrategyRegistry.register("wrong", wrong)
+        StrategyRegistry.register("wrong", wrong)  # type: ignore[call-overload]  # wrong on purpose
     assert "wrong" not in StrategyRegistry
 
 
 def test_none_as_a_strategy_is_refused() -> None:
     """`register(name, None)`, by mistake, does not pass for a decorator."""
     with pytest.raises(InvalidTypeError):
-        StrategyRegistry.register("nothing", None)
+        StrategyRegistry.register("nothing", None)  # type: ignore[call-overload]  # wrong on purpose
     assert "nothing" not in StrategyRegistry
 
 
@@ -157,7 +157,7 @@ def test_a_decorated_class_must_be_a_strategy() -> None:
 def test_a_name_is_a_string(name: object) -> None:
     """A name that is none is refused, for registering and for creating."""
     with pytest.raises((InvalidTypeError, UnknownStrategyError)):
-        StrategyRegistry.register(name, Own)
+        StrategyRegistry.register(name, Own)  # type: ignore[call-overload]  # wrong on purpose
     with pytest.raises((InvalidTypeError, UnknownStrategyError)):
         StrategyRegistry.create(name)  # type: ignore[arg-type]  # wrong on purpose
 
