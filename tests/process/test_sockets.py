@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,17 @@ def _listeners(namespace: str) -> list[str]:
     return [line.split()[3].rpartition(":")[0] for line in lines]
 
 
-@pytest.mark.parametrize("rendezvous", ["private", "tcp"])
-@pytest.mark.parametrize("start_method", ["popen", "fork"])
+@pytest.mark.parametrize(
+    ("start_method", "rendezvous"),
+    [
+        ("popen", "private"),
+        ("fork", "tcp"),
+        pytest.param("popen", "tcp", marks=pytest.mark.soak),
+        pytest.param("fork", "private", marks=pytest.mark.soak),
+        pytest.param("spawn", "private", marks=pytest.mark.soak),
+        pytest.param("forkserver", "tcp", marks=pytest.mark.soak),
+    ],
+)
 def test_a_job_listens_on_loopback_only(
     start_method: str, rendezvous: str, namespace: str, run_script: ScriptRunner, tmp_path: Path
 ) -> None:
@@ -110,44 +120,26 @@ def test_gloos_interface_is_the_users_if_he_says_so(monkeypatch: pytest.MonkeyPa
     assert ddp("fork").launch(lambda strategy: os.environ["GLOO_SOCKET_IFNAME"]) == "lo"
 
 
-ONE_OF_MANY = """
-    import sys
-    from rankwise.strategies import DDPStrategy
-    import torch
-
-    def job(strategy, value):
-        return float(strategy.all_reduce(torch.tensor(float(value)), reduce_op="sum"))
-
-    for number in range(int(sys.argv[1])):
-        strategy = DDPStrategy(start_method="fork", rendezvous="tcp", accelerator="cpu", devices=2)
-        assert strategy.launch(job, number) == 2.0 * number
-    print("all met")
-"""
-
-
-def test_fifty_jobs_meet_no_port_conflict(run_script: ScriptRunner) -> None:
-    """Fifty jobs, five programs of ten side by side, each with a TCP store of its own."""
-    script = run_script.write(ONE_OF_MANY)
-    programs = [run_script.start_command([sys.executable, str(script), "10"]) for _ in range(5)]
-    for running in programs:
-        result = running.finish(timeout=50)
-        assert result.stdout == "all met\n", result
-
-
 def _total(strategy: Strategy) -> float:
     return float(strategy.all_reduce(torch.ones(1), reduce_op="sum"))
 
 
+def _side_by_side(jobs: int, threads: int, rendezvous: str) -> list[float]:
+    with ThreadPoolExecutor(threads) as pool:
+        started = [pool.submit(ddp("fork", rendezvous).launch, _total) for _ in range(jobs)]
+        return [job.result(timeout=50) for job in started]
+
+
 @pytest.mark.parametrize("rendezvous", ["private", "tcp"])
-def test_jobs_of_one_process_side_by_side(rendezvous: str) -> None:
-    """Several jobs of one process at the same time, each from a thread of its own, do not meet."""
-    totals: list[float] = []
-    threads = [
-        threading.Thread(target=lambda: totals.append(ddp("fork", rendezvous).launch(_total)))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert totals == [2.0] * 4
+def test_fifty_jobs_meet_no_port_conflict(rendezvous: str) -> None:
+    """Fifty jobs of two processes, five side by side at any time, each meet their own."""
+    assert _side_by_side(50, 5, rendezvous) == [2.0] * 50
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_fifty_jobs_of_five_programs() -> None:
+    """The same from five programs that know nothing of each other."""
+    with ProcessPoolExecutor(5, get_context("spawn")) as pool:
+        totals = [pool.submit(_side_by_side, 10, 1, "tcp") for _ in range(5)]
+        assert [total.result() for total in totals] == [[2.0] * 10] * 5
