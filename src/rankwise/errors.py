@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import pickle
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -107,8 +108,17 @@ class RankwiseError(Exception):
         return f"<{type(self).__name__}: {self.summary()}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {field.name: _portable(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return _rebuild, (type(self), values)
+
+
+def _portable(value: object) -> object:
+    """Return the value, or where it cannot be pickled its repr: the text stays true on the other side."""
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001  pickling runs anybody's code
+        return repr(value)
+    return value
 
 
 def _rebuild(cls: type[RankwiseError], values: dict[str, Any]) -> RankwiseError:
@@ -256,7 +266,7 @@ class WorldSizeMismatchError(ConfigurationError):
 
     def seen(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in self.variables.items())
-        return f"{shown}. {self.detection}".strip()
+        return ". ".join(part for part in (shown, self.detection) if part)
 
     def fix(self) -> str:
         return (

@@ -282,3 +282,16 @@ def test_bases_have_no_text_of_their_own() -> None:
         str(errors.RankwiseError())
     with pytest.raises(NotImplementedError):
         str(errors.WorkerError(**WHERE))
+
+
+def test_a_value_that_cannot_be_pickled_travels_as_its_repr() -> None:
+    """An error about a lambda crosses processes; what it names is still to be read."""
+    error = errors.InvalidArgumentError(argument="devices", value=lambda: 1, expected="a number")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, errors.InvalidArgumentError)
+    assert "<lambda>" in str(copy)
+
+
+def test_a_mismatch_with_no_variables_shows_no_empty_facts() -> None:
+    """Where nothing was seen, nothing is shown as seen."""
+    assert "Seen:" not in str(errors.WorldSizeMismatchError(devices=2, num_nodes=1, world_size=1))
