@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -36,7 +36,8 @@ def test_digits(strategy: str, run_script: ScriptRunner) -> None:
 
 def test_digits_under_torchrun(run_script: ScriptRunner) -> None:
     """The same file runs under torchrun, which has started the processes already."""
-    result = run_script.command([*TORCHRUN, str(EXAMPLES / "digits.py")], timeout=100)
+    port = ("--master-port", str(free_port()))  # not torchrun's fixed one, which another run may have
+    result = run_script.command([*TORCHRUN, *port, str(EXAMPLES / "digits.py")], timeout=100)
     assert result.returncode == 0, result
     check_digits(result.stdout)
 
@@ -48,14 +49,6 @@ def test_digits_by_hand(run_script: ScriptRunner) -> None:
     first, second = (each.finish(timeout=100) for each in running)
     assert (first.returncode, second.returncode) == (0, 0), (first, second)
     check_digits(first.stdout)
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def variables(rank: int, port: int) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 
 pytestmark = pytest.mark.timeout(90)
@@ -18,6 +19,8 @@ TORCHRUN = (
     "torch.distributed.run",
     "--nproc-per-node",
     "2",
+    "--master-port",  # torchrun's own default is one fixed port, which another run on this machine may have
+    str(free_port()),
     "--no-python",
     sys.executable,
 )
