@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rankwise.strategies import DDPStrategy
+from tests.helpers.processes import MARKER
+from tests.helpers.scripts import ScriptRunner
 
 REPOSITORY = Path(__file__).parents[2]
 METHODS = ("spawn", "fork", "forkserver")
@@ -26,3 +32,15 @@ def with_tests(more: Mapping[str, str | None] | None = None) -> dict[str, str | 
     """Return `env=` for a script that imports from `tests`."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, **(more or {})}
+
+
+@contextmanager
+def module_runner(folder: Path) -> Iterator[ScriptRunner]:
+    """Give a fixture that serves many tests a runner, whose processes nobody takes for another's."""
+    runner = ScriptRunner(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARKER, f"{os.getpid()}-{uuid.uuid4().hex}")
+        try:
+            yield runner
+        finally:
+            runner.abandon_all()

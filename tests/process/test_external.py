@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
+from tests.process.helpers import module_runner
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -70,11 +71,8 @@ def _torchrun(run_script: ScriptRunner, source: str, *args: str) -> ScriptResult
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> ScriptResult:
     """Run the script under torchrun, on two processes."""
-    runner = ScriptRunner(tmp_path_factory.mktemp("torchrun"))
-    try:
+    with module_runner(tmp_path_factory.mktemp("torchrun")) as runner:
         return _torchrun(runner, SCRIPT)
-    finally:
-        runner.abandon_all()
 
 
 def test_torchruns_run_succeeds(under_torchrun: ScriptResult) -> None:

@@ -19,7 +19,7 @@ from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, W
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.faults import HOW, LIMIT_S, WHEN, Fault, job, problems, strategy_with
-from tests.process.helpers import ddp, with_tests
+from tests.process.helpers import ddp, module_runner, with_tests
 
 pytestmark = pytest.mark.timeout(30)
 Cell = tuple[int, str, str, str]
@@ -117,7 +117,8 @@ def rerun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     cells: list[Cell] = [getattr(item, "callspec").params["cell"] for item in items]  # noqa: B009 -- pytest types no such item
     folder = tmp_path_factory.mktemp("rerun")
     texts = [json.dumps([*cell, str(folder / f"stamp{index}")]) for index, cell in enumerate(cells)]
-    found = _in_one_script(ScriptRunner(folder), texts)
+    with module_runner(folder) as runner:
+        found = _in_one_script(runner, texts)
     return {cell: found.get(text, ["nothing was raised"]) for cell, text in zip(cells, texts, strict=True)}
 
 
@@ -127,8 +128,6 @@ def _in_one_script(runner: ScriptRunner, texts: list[str]) -> dict[str, list[str
         result = runner(RERUN_SCRIPT, *texts, env=with_tests(), timeout=20 + 5 * len(texts))
     except AssertionError as error:
         return {text: [str(error)[:2000]] for text in texts} | _read(results)
-    finally:
-        runner.abandon_all()
     late = [] if result.returncode == 0 else [f"the script ended with {result.returncode}: {result}"]
     return {text: found + late for text, found in _read(results).items()}
 

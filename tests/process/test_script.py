@@ -11,7 +11,7 @@ import pytest
 from rankwise.errors import LaunchRefusedError
 from rankwise.strategies import DDPStrategy
 from tests.helpers.scripts import ScriptResult, ScriptRunner
-from tests.process.helpers import ddp
+from tests.process.helpers import ddp, module_runner
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -259,11 +259,8 @@ except LaunchRefusedError as error:
 @pytest.fixture(scope="module")
 def values(tmp_path_factory: pytest.TempPathFactory) -> ScriptResult:
     """Run the script that returns several values."""
-    runner = ScriptRunner(tmp_path_factory.mktemp("values"))
-    try:
+    with module_runner(tmp_path_factory.mktemp("values")) as runner:
         return runner(VALUES)
-    finally:
-        runner.abandon_all()
 
 
 def test_big_values_come_back(values: ScriptResult) -> None:
