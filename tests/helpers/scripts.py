@@ -232,7 +232,8 @@ class ScriptRunner:
         changes = env or {}
         variables = {name: value for name, value in os.environ.items() if name not in changes}
         variables |= {name: value for name, value in changes.items() if value is not None}
-        variables[processes.MARKER] = f"{os.environ.get(processes.MARKER, '')}/{len(self._running)}"
+        outer = os.environ.get(processes.MARKER, str(os.getpid()))  # none is set for a module's fixture
+        variables[processes.MARKER] = f"{outer}/{id(self)}/{len(self._running)}"
         running = RunningScript(command, cwd=cwd or self.folder, env=variables, stdin=stdin)
         self._running.append(running)
         return running
