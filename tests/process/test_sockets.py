@@ -130,6 +130,7 @@ def _side_by_side(jobs: int, threads: int, rendezvous: str) -> list[float]:
         return [job.result(timeout=50) for job in started]
 
 
+@pytest.mark.soak
 def test_fifty_jobs_meet_no_port_conflict() -> None:
     """Fifty jobs with a TCP store each, of three programs that know nothing of each other."""
     with ProcessPoolExecutor(3, get_context("spawn")) as pool:

@@ -37,6 +37,8 @@ from rankwise.ranks import RankInfo
 
 __all__ = ["MultiprocessLauncher"]
 
+# A fork copies locks as they are: no other thread may be looking up names for a store of its own meanwhile.
+_one_at_a_time = threading.Lock()
 _PRELOAD = "rankwise.launchers._preload"
 
 
@@ -71,11 +73,12 @@ class MultiprocessLauncher(Launcher):
         """Start, run, bring back; see `Launcher.launch`."""
         _refuse_where_impossible(self._start_method)
         with ExitStack() as cleanup:
-            job = self._prepare(entry, described, rendezvous, cleanup)
+            with _one_at_a_time:
+                job = self._prepare(entry, described, rendezvous, cleanup)
             supervisor = Supervisor(self._grace_period_s)
             values = {ranks.global_rank: _owned_descriptor(cleanup) for ranks in self._seats}
             with _ending_everything(supervisor):
-                with interrupts_blocked():
+                with _one_at_a_time, interrupts_blocked():
                     self._start(job, values, supervisor)
                 supervisor.start()
                 supervisor.begin_job(until_exit=True)
