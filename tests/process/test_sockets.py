@@ -138,9 +138,8 @@ def test_fifty_jobs_meet_no_port_conflict() -> None:
         assert [total for job in totals for total in job.result()] == [2.0] * 50
 
 
-@pytest.mark.parametrize(
-    ("rendezvous", "jobs"), [("private", 20), pytest.param("tcp", 50, marks=pytest.mark.soak)]
-)
-def test_jobs_from_threads(rendezvous: str, jobs: int) -> None:
-    """Jobs of one process, five side by side at any time, each from a thread of its own."""
-    assert _side_by_side(jobs, 5, rendezvous) == [2.0] * jobs
+@pytest.mark.soak  # forking in one thread while another is in C code is a matter of luck
+@pytest.mark.parametrize("rendezvous", ["private", "tcp"])
+def test_jobs_from_threads(rendezvous: str) -> None:
+    """Fifty jobs of one process, five side by side at any time, each from a thread of its own."""
+    assert _side_by_side(50, 5, rendezvous) == [2.0] * 50
