@@ -130,7 +130,6 @@ def _side_by_side(jobs: int, threads: int, rendezvous: str) -> list[float]:
         return [job.result(timeout=50) for job in started]
 
 
-@pytest.mark.soak
 def test_fifty_jobs_meet_no_port_conflict() -> None:
     """Fifty jobs with a TCP store each, of three programs that know nothing of each other."""
     with ProcessPoolExecutor(3, get_context("spawn")) as pool:
@@ -138,8 +137,8 @@ def test_fifty_jobs_meet_no_port_conflict() -> None:
         assert [total for job in totals for total in job.result()] == [2.0] * 50
 
 
-@pytest.mark.soak  # forking in one thread while another is in C code is a matter of luck
+@pytest.mark.parametrize("jobs", [15, pytest.param(150, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("rendezvous", ["private", "tcp"])
-def test_jobs_from_threads(rendezvous: str) -> None:
-    """Fifty jobs of one process, five side by side at any time, each from a thread of its own."""
-    assert _side_by_side(50, 5, rendezvous) == [2.0] * 50
+def test_jobs_from_threads(rendezvous: str, jobs: int) -> None:
+    """Jobs of one process, five side by side at any time, each from a thread of its own."""
+    assert _side_by_side(jobs, 5, rendezvous) == [2.0] * jobs

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from abc import ABC, abstractmethod
 
 from typing_extensions import final
 
 _STATUS_TIMEOUT_S = 5.0
+_STATUS_POLL_S = 0.001
 
 
 class StartedProcess(ABC):
@@ -91,8 +93,12 @@ class MultiprocessingProcess(StartedProcess):
 
     def wait(self) -> int:
         """Reap the process; return its exit status."""
-        # A forkserver reports its child's status a moment after the pidfd has told its end.
+        # A forkserver reports its child's status a moment after the pidfd has told its end. And another thread
+        # that starts a process reaps, inside multiprocessing, a moment before it notes the status.
         self._process.join(_STATUS_TIMEOUT_S if _HAS_PIDFD else None)
+        deadline = time.monotonic() + _STATUS_TIMEOUT_S
+        while self._process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(_STATUS_POLL_S)
         status = self._process.exitcode
         if status is None:
             return 255

@@ -42,6 +42,14 @@ _one_at_a_time = threading.Lock()
 _PRELOAD = "rankwise.launchers._preload"
 
 
+def _unlock_in_child() -> None:
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
+
+
 @final
 class MultiprocessLauncher(Launcher):
     """Start one process per local rank, run the function there, bring every value back.
