@@ -93,8 +93,8 @@ class MultiprocessingProcess(StartedProcess):
 
     def wait(self) -> int:
         """Reap the process; return its exit status."""
-        # A forkserver reports its child's status a moment after the pidfd has told its end. And another thread
-        # that starts a process reaps, inside multiprocessing, a moment before it notes the status.
+        # A forkserver reports its child's status a moment after the pidfd has told its end; and another thread
+        # that starts a process reaps ours, inside multiprocessing, a moment before it notes the status.
         self._process.join(_STATUS_TIMEOUT_S if _HAS_PIDFD else None)
         deadline = time.monotonic() + _STATUS_TIMEOUT_S
         while self._process.exitcode is None and time.monotonic() < deadline:

@@ -1,18 +1,17 @@
-"""The loop of training: epochs, batches, accumulation, optimizer steps, and when to validate."""
+"""The loop of training: epochs, batches, schedulers, and when to validate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import final
 
-from rankwise.errors import ConfigurationError, UnevenInputsError
+from rankwise.errors import UnevenInputsError
 from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loaders import LoaderShare
+from rankwise.trainer.optimization import AutomaticOptimization
 from rankwise.trainer.optimizers import step_schedulers
 from rankwise.trainer.results import Results
 
@@ -52,7 +51,7 @@ class FitLoop:
         self._share = share
         self._validation = validation
         self._results = Results(is_evaluation=False)
-        self._has_gradients = False
+        self._optimization = AutomaticOptimization(trainer, module, wrapped, share)
 
     def run(self) -> None:
         """Train.
@@ -101,16 +100,11 @@ class FitLoop:
 
     def _run_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         trainer = self._trainer
-        window = trainer.accumulate_grad_batches
-        is_window_end = is_last or (batch_idx + 1) % window == 0
+        is_window_end = is_last or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
         self._results.begin_batch(batch)
         call_hook(trainer, "on_train_batch_start", batch, batch_idx)
-        if batch_idx % window == 0:
-            self._clear_gradients()
-        outputs = self._forward_backward(batch, batch_idx, is_window_end)
-        if is_window_end:
-            self._optimizer_step()
+        outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
         self._progress.end_batch(is_last)
         if is_window_end:
             self._step_schedulers("step")
@@ -120,59 +114,6 @@ class FitLoop:
         call_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
         self._results.end_batch()
         self._validate_if_due(batch_idx, is_last)
-
-    def _forward_backward(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
-        """Compute gradients; only the last batch of a window averages them over the ranks."""
-        strategy = self._strategy
-        with strategy.no_backward_sync(self._wrapped, enabled=not is_window_end):
-            with strategy.precision.forward_context():
-                outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
-            loss = self._loss_of(outputs, batch_idx)
-            if loss is not None and self._trainer.optimizers:
-                loss = loss / self._window_size(batch_idx)
-                self._module.on_before_backward(loss)
-                strategy.backward(loss)
-                self._module.on_after_backward()
-                self._has_gradients = True
-        return outputs
-
-    def _loss_of(self, outputs: Any, batch_idx: int) -> Tensor | None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor) or (loss is None and self._strategy.world_size == 1):
-            return loss
-        raise ConfigurationError(
-            message=f"training_step returned {loss!r} instead of a loss tensor.",
-            facts=f"global_rank={self._strategy.global_rank}, batch {batch_idx}; the others wait.",
-            remedy="return the loss, or a dictionary with 'loss'; to skip a batch, return the loss times 0.",
-        )
-
-    def _window_size(self, batch_idx: int) -> int:
-        """Return how many batches the optimizer step is made of; the last window may be shorter."""
-        window = self._trainer.accumulate_grad_batches
-        start = batch_idx - batch_idx % window
-        return int(min(window, self._share.num_batches - start))
-
-    def _clear_gradients(self) -> None:
-        self._has_gradients = False
-        for optimizer in self._trainer.optimizers:
-            self._module.on_before_zero_grad(optimizer)
-            optimizer.zero_grad()
-
-    def _optimizer_step(self) -> None:
-        for optimizer in self._trainer.optimizers if self._has_gradients else []:
-            self._module.on_before_optimizer_step(optimizer)
-            self._clip_gradients(optimizer)
-            self._strategy.optimizer_step(optimizer)
-        self._progress.global_step += 1
-
-    def _clip_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        limit = self._trainer.gradient_clip_val
-        if not limit:
-            return
-        if self._trainer.gradient_clip_algorithm == "norm":
-            self._strategy.precision.clip_gradients_norm(optimizer, limit)
-        else:
-            self._strategy.precision.clip_gradients_value(optimizer, limit)
 
     def _step_schedulers(self, interval: str) -> None:
         step_schedulers(self._trainer, interval, needs_metric=False)

@@ -16,6 +16,7 @@ from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.fit_loop import FitLoop
 from rankwise.trainer.loaders import LoaderShare
+from rankwise.trainer.optimization import AutomaticOptimization
 from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
 
 
@@ -231,9 +232,9 @@ def test_none_with_other_ranks(tmp_path: Path) -> None:
     """With several ranks a skipped batch would make the others wait, so it is an error."""
     train = trainer(tmp_path)
     train.strategy = with_second_rank(lambda mine: mine)
-    loop = FitLoop(train, Line(), nn.Identity(), LoaderShare([], 0), None)
+    optimization = AutomaticOptimization(train, Line(), nn.Identity(), LoaderShare([], 0))
     with pytest.raises(ConfigurationError, match="returned None"):
-        loop._loss_of(None, 3)
+        optimization._loss_of(None, 3)
 
 
 def test_uneven_numbers_of_batches(tmp_path: Path) -> None:

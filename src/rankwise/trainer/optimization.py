@@ -1,0 +1,106 @@
+"""What happens to the weights in a training batch: forward, backward, accumulation, clipping, the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import final
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rankwise.trainer.loaders import LoaderShare
+    from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["AutomaticOptimization"]
+
+
+@final
+class AutomaticOptimization:
+    """Accumulate gradients over a window of batches, then step the optimizer once.
+
+    Args:
+        trainer: keeps progress, and the limits that the user gave.
+        module: the user's.
+        wrapped: the same, as the strategy has wrapped it.
+        share: this rank's training batches.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: TrainingModule, wrapped: nn.Module, share: LoaderShare
+    ) -> None:
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        self._module = module
+        self._wrapped = wrapped
+        self._share = share
+        self._has_gradients = False
+
+    def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
+        """Compute a batch's gradients, and step where its window ends; return what `training_step` did.
+
+        Collective: every rank must call this.
+        """
+        if batch_idx % self._trainer.accumulate_grad_batches == 0:
+            self._clear_gradients()
+        outputs = self._forward_backward(batch, batch_idx, is_window_end)
+        if is_window_end:
+            self._step()
+        return outputs
+
+    def _forward_backward(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
+        """Compute gradients; only the last batch of a window averages them over the ranks."""
+        strategy = self._strategy
+        with strategy.no_backward_sync(self._wrapped, enabled=not is_window_end):
+            with strategy.precision.forward_context():
+                outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
+            loss = self._loss_of(outputs, batch_idx)
+            if loss is not None and self._trainer.optimizers:
+                loss = loss / self._window_size(batch_idx)
+                self._module.on_before_backward(loss)
+                strategy.backward(loss)
+                self._module.on_after_backward()
+                self._has_gradients = True
+        return outputs
+
+    def _loss_of(self, outputs: Any, batch_idx: int) -> Tensor | None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) or (loss is None and self._strategy.world_size == 1):
+            return loss
+        raise ConfigurationError(
+            message=f"training_step returned {loss!r} instead of a loss tensor.",
+            facts=f"global_rank={self._strategy.global_rank}, batch {batch_idx}; the others wait.",
+            remedy="return the loss, or a dictionary with 'loss'; to skip a batch, return the loss times 0.",
+        )
+
+    def _window_size(self, batch_idx: int) -> int:
+        """Return how many batches the optimizer step is made of; the last window may be shorter."""
+        window = self._trainer.accumulate_grad_batches
+        start = batch_idx - batch_idx % window
+        return int(min(window, self._share.num_batches - start))
+
+    def _clear_gradients(self) -> None:
+        self._has_gradients = False
+        for optimizer in self._trainer.optimizers:
+            self._module.on_before_zero_grad(optimizer)
+            optimizer.zero_grad()
+
+    def _step(self) -> None:
+        for optimizer in self._trainer.optimizers if self._has_gradients else []:
+            self._module.on_before_optimizer_step(optimizer)
+            self._clip_gradients(optimizer)
+            self._strategy.optimizer_step(optimizer)
+        self._trainer.progress.global_step += 1
+
+    def _clip_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        limit = self._trainer.gradient_clip_val
+        if not limit:
+            return
+        if self._trainer.gradient_clip_algorithm == "norm":
+            self._strategy.precision.clip_gradients_norm(optimizer, limit)
+        else:
+            self._strategy.precision.clip_gradients_value(optimizer, limit)
