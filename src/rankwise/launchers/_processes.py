@@ -93,7 +93,7 @@ class MultiprocessingProcess(StartedProcess):
 
     def wait(self) -> int:
         """Reap the process; return its exit status."""
-        # A forkserver reports its child's status a moment after the pidfd has told its end; and another thread
+        # A forkserver reports its child's status a moment after the pidfd has told its end; another thread
         # that starts a process reaps ours, inside multiprocessing, a moment before it notes the status.
         self._process.join(_STATUS_TIMEOUT_S if _HAS_PIDFD else None)
         deadline = time.monotonic() + _STATUS_TIMEOUT_S
