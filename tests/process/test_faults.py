@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import faulthandler
 import os
 import signal
 import sys
@@ -355,6 +356,7 @@ def test_the_traceback_starts_in_the_users_code() -> None:
 
 
 def abort(strategy: Strategy) -> None:
+    faulthandler.disable()  # pytest's, which would show the abort on its own screen
     if strategy.global_rank == 1:
         os.abort()
     time.sleep(60)
