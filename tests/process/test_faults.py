@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
-import faulthandler
 import os
 import signal
 import sys
