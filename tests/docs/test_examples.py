@@ -17,10 +17,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 def check_digits(stdout: str) -> None:
-    """Both ranks saw half of the samples in each of 15 epochs, and the model has learnt."""
-    seen = [int(count) for count in re.findall(r"trained on (\d+) samples", stdout)]
-    assert len(seen) == 2, stdout
-    assert seen[0] == seen[1] == 15 * 719, stdout
+    """Both ranks saw half of the samples, each sample once in each of 15 epochs, and the model has learnt."""
+    ranks = re.findall(r"global_rank (\d) of 2, node_rank 0, \S+: 720 samples per epoch", stdout)
+    assert ranks == ["0", "1"], stdout
+    assert stdout.count("15 epochs: each sample was seen 15 to 15 times") == 1, stdout
     found = re.search(r"world size 2, test accuracy ([\d.]+)%", stdout)
     assert found is not None, stdout
     assert float(found[1]) > 95, stdout
