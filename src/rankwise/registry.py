@@ -19,15 +19,18 @@ from rankwise.strategies import (
     Strategy,
 )
 
-__all__ = ["StrategyRegistry"]
+__all__ = ["RegisteredStrategy", "StrategyRegistry"]
 
 StrategyClass = TypeVar("StrategyClass", bound=type[Strategy])
 _ENTRY_POINTS = "rankwise.strategies"
 _DECORATED: Any = object()  # no class was given: the one that is decorated is meant
 
 
+@final
 @dataclass(frozen=True)
-class _Entry:
+class RegisteredStrategy:
+    """What a name stands for: a class, and what its constructor is given."""
+
     strategy: type[Strategy]
     description: str
     init_params: Mapping[str, Any] = field(default_factory=dict)
@@ -38,7 +41,7 @@ class _Registry:
     """Names, in any case, and the configured strategies that they stand for."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, RegisteredStrategy] = {}
 
     @overload
     def register(
@@ -82,7 +85,7 @@ class _Registry:
             raise DuplicateNameError(name=name.lower())
         if strategy is _DECORATED:
             return self._decorator(name, description, override, init_params)
-        self._entries[name.lower()] = _Entry(_check_class(strategy), description, init_params)
+        self._entries[name.lower()] = RegisteredStrategy(_check_class(strategy), description, init_params)
         return None
 
     def create(self, name: str, **overrides: Any) -> Strategy:
@@ -112,6 +115,14 @@ class _Registry:
         """
         return self._find(name).description
 
+    def entry(self, name: str) -> RegisteredStrategy:
+        """Return what a name stands for.
+
+        Raises:
+            UnknownStrategyError: when it is not registered.
+        """
+        return self._find(name)
+
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.lower() in self._entries
 
@@ -124,13 +135,13 @@ class _Registry:
     def __repr__(self) -> str:
         return f"StrategyRegistry({', '.join(self)})"
 
-    def _find(self, name: str) -> _Entry:
+    def _find(self, name: str) -> RegisteredStrategy:
         if not isinstance(name, str):
             raise InvalidTypeError(argument="strategy", value=name, expected="a name")
         if name.lower() in self._entries:
             return self._entries[name.lower()]
         for point in entry_points(group=_ENTRY_POINTS, name=name):
-            return _Entry(_check_class(point.load()), f"from {point.value}")
+            return RegisteredStrategy(_check_class(point.load()), f"from {point.value}")
         raise UnknownStrategyError(name=name, known=tuple(self))
 
     def _decorator(

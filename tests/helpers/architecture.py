@@ -25,7 +25,7 @@ LEGS = frozenset(
     }
 )
 PARTS = BASE | LEGS | {"seed", "strategies", "registry", "trainer"}
-EVERYTHING = PARTS | {"", "testing", "integrations", "__main__"}
+EVERYTHING = PARTS | {"", "doctor", "testing", "integrations", "__main__"}
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "_start": frozenset(),
@@ -39,6 +39,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "registry": BASE | LEGS | {"strategies"},
     "trainer": PARTS,
     "": PARTS,  # rankwise/__init__.py
+    "doctor": PARTS | {""},
     "testing": EVERYTHING,
     "integrations": EVERYTHING,
     "__main__": EVERYTHING,

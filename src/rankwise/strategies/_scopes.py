@@ -39,7 +39,8 @@ def rank_zero_set(global_rank: int) -> Iterator[None]:
         set_rank_zero_only(before)
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
     if "sched_getaffinity" in os.__dict__:  # Linux; elsewhere a process cannot be kept to some of the cores
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -50,7 +51,7 @@ def threads_shared_by(local_world_size: int) -> Iterator[None]:
     """Share this machine's cores between the local ranks, unless `OMP_NUM_THREADS` says otherwise."""
     before = torch.get_num_threads()
     if local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(before, _usable_cores() // local_world_size)))
+        torch.set_num_threads(max(1, min(before, usable_cores() // local_world_size)))
     try:
         yield
     finally:

@@ -1,0 +1,122 @@
+"""A report: sections of facts, and at its end what to fix; as text for people, as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import final
+
+__all__ = ["Finding", "Report", "Section", "table"]
+
+_WIDTH = 100
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """Something that the reader should know, and what to do about it.
+
+    Attributes:
+        what: what is wrong or noteworthy, as a sentence.
+        fix: what to do, imperative.
+        is_error: False for a note, which leaves the exit code at 0.
+    """
+
+    what: str
+    fix: str
+    is_error: bool = True
+
+
+@final
+@dataclass(frozen=True)
+class Section:
+    """One part of a report.
+
+    Attributes:
+        key: its name in JSON.
+        title: its title in the text.
+        facts: what was found, for JSON.
+        lines: the same in words.
+        findings: what to fix about it.
+    """
+
+    key: str
+    title: str
+    facts: Any
+    lines: Sequence[str]
+    findings: Sequence[Finding] = ()
+
+
+@final
+@dataclass
+class Report:
+    """All sections, in order, and the next step where nothing is wrong."""
+
+    sections: list[Section] = field(default_factory=list)
+    next_step: str = ""
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What to fix, errors first."""
+        found = [finding for section in self.sections for finding in section.findings]
+        return sorted(found, key=lambda finding: not finding.is_error)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing is wrong; notes do not count."""
+        return not any(finding.is_error for finding in self.findings)
+
+    def to_json(self) -> str:
+        """Return the report for programs."""
+        content: dict[str, Any] = {"ok": self.is_healthy}
+        content |= {section.key: section.facts for section in self.sections}
+        content["findings"] = [
+            {"level": "error" if finding.is_error else "note", "what": finding.what, "fix": finding.fix}
+            for finding in self.findings
+        ]
+        content["next_step"] = self.next_step
+        return json.dumps(content, indent=2)
+
+    def to_text(self) -> str:
+        """Return the report for people."""
+        blocks = [_block(section.title, section.lines) for section in self.sections]
+        return "\n\n".join([*blocks, _block("What to fix", self._advice())])
+
+    def _advice(self) -> list[str]:
+        lines: list[str] = []
+        for finding in self.findings:
+            lines += _wrapped("WRONG: " if finding.is_error else "Note:  ", finding.what)
+            lines += _wrapped("  Fix: ", finding.fix)
+        if self.is_healthy:
+            lines += _wrapped("", "Nothing is wrong." if self.findings else "Nothing.")
+            lines += _wrapped("Next:  ", self.next_step)
+        return lines
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return the lines of a table, its columns as wide as they must be."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def _block(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

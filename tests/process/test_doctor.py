@@ -1,0 +1,43 @@
+"""`python -m rankwise doctor` on this machine, alone and with ranks that are there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from tests.helpers.ports import free_port
+from tests.helpers.scripts import ScriptRunner
+
+DOCTOR = (sys.executable, "-m", "rankwise", "doctor")
+
+
+def test_alone(run_script: ScriptRunner) -> None:
+    """Two local ranks meet and add up rightly, and every start method is tried."""
+    result = run_script.command([*DOCTOR, "--json"], timeout=110)
+    assert result.returncode == 0, result
+    report: dict[str, Any] = json.loads(result.stdout)
+    assert report["ok"] is True
+    assert [rank["global_rank"] for rank in report["ranks"]] == [0, 1]
+    assert len({rank["pid"] for rank in report["ranks"]}) == 2
+    measured = report["collectives"]["all_reduce"]
+    assert [one["size"] for one in measured] == [4, 2**12, 2**18, 2**22, 2**25]
+    assert all(one["is_right"] and one["seconds"] > 0 for one in measured)
+    tried = {method: result["works"] for method, result in report["start_methods"].items()}
+    assert tried == dict.fromkeys(("popen", "spawn", "fork", "forkserver"), True)
+
+
+def test_a_rank_that_does_not_come(run_script: ScriptRunner) -> None:
+    """Where the other rank is missing, that is said, with what to do, and the exit code is 1."""
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
+    result = run_script.command([*DOCTOR, "--timeout", "2"], env=variables, timeout=60)
+    assert result.returncode == 1, result
+    advice = result.stdout[result.stdout.index("What to fix") :]
+    assert "WRONG: " in advice, result
+    assert "Fix: " in advice, result

@@ -1,0 +1,1 @@
+"""Reports, and what they say about a mapping of variables."""

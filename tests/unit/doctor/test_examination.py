@@ -1,0 +1,131 @@
+"""What the doctor says about a mapping of variables, without starting or meeting anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from rankwise.doctor import Report
+from rankwise.doctor._examination import Wanted, examine
+from rankwise.doctor._measure import Measurement, Meeting, RankFacts, describe_measurements, describe_ranks
+from rankwise.doctor._network import address_towards, examine_network, interfaces
+
+BY_HAND = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+def examined(environ: Mapping[str, str], devices: str = "auto") -> tuple[Report, bool]:
+    return examine(Wanted(devices=devices, connects=False), environ)
+
+
+def facts(report: Report, key: str) -> Mapping[str, object]:
+    [section] = [section for section in report.sections if section.key == key]
+    result: Mapping[str, object] = section.facts
+    return result
+
+
+def test_alone() -> None:
+    """With no variables the process is alone, healthy, and told what to do next."""
+    report, speaks = examined({})
+    assert speaks
+    assert report.findings == []
+    assert facts(report, "environment")["name"] == "local"
+    assert 'Trainer(strategy="ddp", devices=2)' in report.to_text()
+
+
+def test_why_not_others() -> None:
+    """Each launcher that was passed over is named with its reason."""
+    text = examined({})[0].to_text()
+    assert "not torchelastic: TORCHELASTIC_RUN_ID" in text
+
+
+def test_only_rank_zero_speaks() -> None:
+    """Of two ranks one prints."""
+    assert [examined({**BY_HAND, "RANK": r, "LOCAL_RANK": r})[1] for r in "01"] == [True, False]
+
+
+def test_wrong_variables() -> None:
+    """What a launcher left incomplete is wrong, with the error's own fix."""
+    report, _ = examined({"TORCHELASTIC_RUN_ID": "x", "RANK": "0"})
+    assert not report.is_healthy
+    assert facts(report, "environment")["name"] is None
+    assert "WORLD_SIZE" in report.findings[0].what
+    assert report.findings[0].fix
+
+
+def test_impossible_devices() -> None:
+    """More devices than the launcher has started ranks is wrong."""
+    report, _ = examined(BY_HAND, devices="3")
+    assert [finding.is_error for finding in report.findings] == [True]
+    assert "3" in report.findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"SLURM_JOB_ID": "12"}, "put srun before the command"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set"),
+    ],
+)
+def test_notes_when_alone(environ: Mapping[str, str], said: str) -> None:
+    """A scheduler's job without its starter, and a lone preset, are noted, and are no error."""
+    report, _ = examined(environ)
+    assert report.is_healthy
+    assert said in report.to_text()
+
+
+def test_known_to_crash() -> None:
+    """A variable that makes torch crash is wrong."""
+    report, _ = examined({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert "TORCH_DISTRIBUTED_DEBUG=INFO" in report.findings[0].fix
+
+
+def test_interfaces() -> None:
+    """Loopback is among the interfaces, and the way to it leads over it."""
+    assert interfaces()["lo"] == "127.0.0.1"
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_unknown_interface() -> None:
+    """An interface that is named but not there is wrong."""
+    section = examine_network({"GLOO_SOCKET_IFNAME": "nosuch0"}, None, {})
+    assert "GLOO_SOCKET_IFNAME=nosuch0" in section.findings[0].what
+    assert examine_network({"GLOO_SOCKET_IFNAME": "lo"}, None, {}).findings == []
+
+
+def test_slow_lookups() -> None:
+    """A host that looks names up slowly is noted by its name."""
+    [note] = examine_network({}, None, {"fast": 0.01, "slow": 5.0}).findings
+    assert not note.is_error
+    assert "5.0 s on slow" in note.what
+
+
+def test_loopback_as_main_address() -> None:
+    """Several nodes that meet on loopback are noted."""
+    [note] = examine_network({}, "127.0.0.1", {}).findings
+    assert "MASTER_ADDR" in note.fix
+
+
+def rank(number: int, torch_version: str = "2.13.0") -> RankFacts:
+    return RankFacts(number, 0, number, "host", 100, "cpu", "CPU", 1, {"torch": torch_version}, 0.0)
+
+
+def test_different_versions() -> None:
+    """Ranks that differ in a version are grouped by it."""
+    meeting = Meeting("gloo", (rank(0), rank(1, "2.6.0"), rank(2)), ())
+    [finding] = describe_ranks(meeting, "started by hand").findings
+    assert "torch: 2.13.0 on ranks 0, 2; 2.6.0 on ranks 1" in finding.what
+
+
+def test_wrong_sums() -> None:
+    """An all-reduce whose sum was wrong on any rank is wrong."""
+    measured = (Measurement(4, 0.001, 4000.0, True), Measurement(4096, 0.001, 4e6, False))
+    section = describe_measurements(Meeting("gloo", (rank(0), rank(1)), measured))
+    assert [finding.what for finding in section.findings] == ["The all-reduce of 4 KiB gave wrong sums."]
+    assert section.lines[-1].split() == ["4", "KiB", "1.000", "ms", "3.81", "MiB/s"]
