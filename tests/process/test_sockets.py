@@ -127,9 +127,10 @@ def _total(strategy: Strategy) -> float:
 def _side_by_side(jobs: int, threads: int, rendezvous: str) -> list[float]:
     with ThreadPoolExecutor(threads) as pool:
         started = [pool.submit(ddp("fork", rendezvous).launch, _total) for _ in range(jobs)]
-        return [job.result(timeout=50) for job in started]
+        return [job.result(timeout=150) for job in started]
 
 
+@pytest.mark.timeout(180)  # a look-up of a name may stall for 5 s, here and there
 def test_fifty_jobs_meet_no_port_conflict() -> None:
     """Fifty jobs with a TCP store each, of three programs that know nothing of each other."""
     with ProcessPoolExecutor(3, get_context("spawn")) as pool:
@@ -137,6 +138,7 @@ def test_fifty_jobs_meet_no_port_conflict() -> None:
         assert [total for job in totals for total in job.result()] == [2.0] * 50
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("jobs", [15, pytest.param(150, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("rendezvous", ["private", "tcp"])
 def test_jobs_from_threads(rendezvous: str, jobs: int) -> None:
