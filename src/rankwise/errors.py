@@ -20,6 +20,8 @@ RankwiseError
 |   |-- WorkerExitedError                   ... by leaving before it had finished
 |   `-- WorkerKilledError                   ... by a signal
 |-- ProcessGroupError (RuntimeError)        the process group does not agree with the ranks
+|-- TensorMismatchError (ValueError)        ranks gave tensors to a collective that do not go together
+|-- RankZeroFailedError (RuntimeError)      the rank that went first failed, while this one waited for it
 |-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time
 |-- UnevenInputsError (RuntimeError)        ranks have different numbers of batches
 `-- CheckpointError (RuntimeError)          a checkpoint could not be written or read
@@ -47,8 +49,10 @@ __all__ = [
     "MissingExtraError",
     "NotPicklableError",
     "ProcessGroupError",
+    "RankZeroFailedError",
     "RankwiseError",
     "RendezvousTimeoutError",
+    "TensorMismatchError",
     "UnevenInputsError",
     "UnknownArgumentError",
     "UnknownNameError",
@@ -479,6 +483,39 @@ class ProcessGroupError(RankwiseError, RuntimeError):
 
     def fix(self) -> str:
         return self.remedy
+
+
+@dataclass(eq=False, repr=False)
+class TensorMismatchError(RankwiseError, ValueError):
+    """The tensors that the ranks gave to `call` do not go together; `found` has each rank's."""
+
+    call: str
+    found: tuple[str, ...]
+
+    def summary(self) -> str:
+        return f"The ranks gave tensors to {self.call} that do not go together."
+
+    def seen(self) -> str:
+        return "; ".join(f"rank {rank} of the group: {what}" for rank, what in enumerate(self.found))
+
+    def fix(self) -> str:
+        return (
+            "give a dense tensor of the same dtype and number of dimensions on every rank; sizes may differ."
+        )
+
+
+@dataclass(eq=False, repr=False)
+class RankZeroFailedError(RankwiseError, RuntimeError):
+    """What `global_rank` did in `rank_zero_first()` failed; `failure` is its exception."""
+
+    global_rank: int
+    failure: str
+
+    def summary(self) -> str:
+        return f"The block of rank_zero_first() failed on global_rank {self.global_rank}: {self.failure}."
+
+    def fix(self) -> str:
+        return f"start from the traceback of global_rank {self.global_rank}."
 
 
 @dataclass(eq=False, repr=False)

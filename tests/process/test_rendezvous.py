@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from rankwise import DDPStrategy, Strategy
-from rankwise.environments import PlainEnvironment
+from rankwise.environments import PlainEnvironment, detect_environment
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
-from rankwise.process_group import init_process_group
+from rankwise.process_group import all_reduce, init_process_group, join_process_group
+from tests.process.helpers import ddp
 
 
 def second_of_two(port: int) -> PlainEnvironment:
@@ -51,7 +52,7 @@ def in_a_group_of_one(strategy: Strategy, world: int) -> int:
         )
         inner = DDPStrategy(cluster_environment=environment)
         inner.bind()
-        init_process_group(
+        join_process_group(
             dist.HashStore(), inner.ranks, "gloo", torch.device("cpu"), timeout=timedelta(seconds=5)
         )
         return dist.get_world_size()
@@ -72,3 +73,20 @@ def test_a_group_that_does_not_fit_is_refused() -> None:
         strategy.launch(in_a_group_of_one, 2, init_process_group=False)
     assert "rank 0 of 1" in str(caught.value)
     assert "global_rank 0 of 2" in str(caught.value)
+
+
+def connect_by_hand(strategy: DDPStrategy) -> float:
+    """Connect with no help but the environment's; add up the ranks."""
+    try:
+        environment = detect_environment().environment
+        ranks = init_process_group(environment, timeout=timedelta(seconds=30))
+        assert init_process_group(environment) == ranks
+        return all_reduce(torch.tensor(float(ranks.global_rank)), None, "sum").item()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_init_process_group() -> None:
+    """A program without a strategy connects by its environment alone; a second call finds the group."""
+    strategy = ddp("fork", "tcp")
+    assert strategy.launch(connect_by_hand, init_process_group=False) == 1.0

@@ -27,6 +27,7 @@ _CONSEQUENCE_TEXTS = (
     "remote process exited",
     "store: ",
     "socket closed",
+    "rank_zero_first() failed on",
 )
 _LINE_LENGTH = 160
 

@@ -1,23 +1,17 @@
-"""Collectives that are the identity where there is no group, and take non-tensors as they are."""
+"""Reduce, broadcast, wait: the identity where there is no group; what is no tensor is taken as it is."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 
-from rankwise.errors import InvalidArgumentError, UnknownNameError
+from rankwise.errors import InvalidArgumentError, InvalidTypeError, UnknownNameError
+from rankwise.process_group._members import carrier_of, is_distributed, size_of
 
-__all__ = [
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "is_distributed",
-    "reduce_op",
-]
+__all__ = ["all_reduce", "barrier", "broadcast", "reduce_op"]
 
 T = TypeVar("T")
 
@@ -32,17 +26,15 @@ _OPERATIONS = {
 _MEANS = ("mean", "avg")
 
 
-def is_distributed() -> bool:
-    """Whether a default process group exists."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def reduce_op(name: str) -> dist.ReduceOp.RedOpType:
     """Return torch's operation for a name in any case.
 
     Raises:
+        InvalidTypeError: when it is no string.
         UnknownNameError: when there is none of that name.
     """
+    if not isinstance(name, str):
+        raise InvalidTypeError(argument="reduce_op", value=name, expected=f"one of {list(_OPERATIONS)}")
     try:
         return _OPERATIONS[name.lower()]
     except KeyError:
@@ -52,79 +44,62 @@ def reduce_op(name: str) -> dist.ReduceOp.RedOpType:
 def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op_name: str = "mean") -> T:
     """Reduce a tensor over the ranks; return the result, the input stays as it is.
 
-    Collective: every rank must call this, in the same order, with the same shape and dtype.
+    Collective: every rank must call this, in the same order, with the same shape and dtype. No barrier comes
+    first: it would be another round trip.
 
     Args:
-        value: a tensor of any shape; anything else is returned as it is.
+        value: a tensor of any shape, or tensors in nested containers; anything else stays as it is.
         group: the ranks to reduce over; all of them by default.
-        reduce_op_name: `"sum"`, `"mean"` (also `"avg"`), `"min"`, `"max"` or `"product"`.
+        reduce_op_name: `"sum"`, `"mean"` (also `"avg"`), `"min"`, `"max"` or `"product"`, in any case.
 
     Returns:
-        A tensor of the same shape and dtype, but that the mean of integers is of the default float dtype.
+        A tensor of the same shape and dtype, but that the mean of integers and booleans is of the default
+        float dtype (of their exact sum), and the sum or product of booleans counts in int64.
+
+    Raises:
+        InvalidTypeError, UnknownNameError: for an operation that is none.
+        InvalidArgumentError: when this rank does not belong to `group`.
     """
     operation = reduce_op(reduce_op_name)
-    if not isinstance(value, torch.Tensor):
-        return value
-    is_mean = reduce_op_name.lower() in _MEANS
-    result = value.detach().clone()
-    if is_mean and not (result.is_floating_point() or result.is_complex()):
-        result = result.to(torch.get_default_dtype())
-    if is_distributed():
-        dist.all_reduce(result, op=operation, group=group)
-        if is_mean:
-            result /= dist.get_world_size(group)
-    return result  # type: ignore[return-value]  # a tensor came in, a tensor goes out
+    if isinstance(value, torch.Tensor):  # the usual case, without the walk
+        return _reduced(value, group, operation, reduce_op_name)  # type: ignore[return-value]  # a tensor came in
+    reduced: T = apply_to_collection(
+        value, torch.Tensor, _reduced, group, operation, reduce_op_name, allow_frozen=True
+    )
+    return reduced
 
 
-def all_gather(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
+def _reduced(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    operation: dist.ReduceOp.RedOpType,
+    name: str,
 ) -> torch.Tensor:
-    """Gather a tensor of one shape from every rank.
-
-    Collective: every rank must call this, in the same order, with the same shape and dtype.
-
-    Args:
-        tensor: shape `(*)`.
-        group: the ranks to gather from; all of them by default.
-        sync_grads: whether gradients flow back to the rank that a slice came from.
-
-    Returns:
-        Shape `(world_size, *)`; with no group the tensor itself.
-    """
-    if not is_distributed():
-        return tensor
-    if sync_grads:
-        return _AllGatherGrad.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]  # torch types neither
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, tensor.detach().contiguous(), group=group)
-    return torch.stack(gathered)
+    is_mean = name.lower() in _MEANS
+    result = tensor.detach().to(_reduced_as(tensor.dtype, operation, is_mean), copy=True)
+    size = 1
+    if is_distributed():
+        size = size_of(group)
+        carrier = result.contiguous()
+        if carrier.device.type == "cpu":
+            carrier = carrier.to(carrier_of(group))
+        dist.all_reduce(carrier, op=operation, group=group)
+        result = carrier.to(tensor.device)
+    if is_mean:
+        return result / size
+    return result.to(torch.bool) if _is_logical(tensor.dtype, operation) else result
 
 
-class _AllGatherGrad(torch.autograd.Function):
-    """All-gather whose backward sums what every rank's use of a slice contributes to its origin."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        return all_gather(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        summed = grad_outputs[0].contiguous().clone()
-        dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=ctx.group)
-        return summed[dist.get_rank(ctx.group)], None
+def _reduced_as(dtype: torch.dtype, operation: dist.ReduceOp.RedOpType, is_mean: bool) -> torch.dtype:
+    """Return the dtype in which a reduction is exact, and which every back end knows."""
+    if _is_logical(dtype, operation):
+        return torch.uint8
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    return torch.int64 if dtype is torch.bool or (is_mean and is_integer) else dtype
 
 
-def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather any picklable value from every rank, in rank order.
-
-    Collective: every rank must call this, in the same order.
-    """
-    if not is_distributed():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+def _is_logical(dtype: torch.dtype, operation: dist.ReduceOp.RedOpType) -> bool:
+    return dtype is torch.bool and operation in (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 
 
 def broadcast(value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:

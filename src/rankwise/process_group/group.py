@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rankwise.errors import ProcessGroupError
 from rankwise.ranks import RankInfo
 
-__all__ = ["gloo_on_loopback", "init_process_group", "process_group"]
+__all__ = ["gloo_on_loopback", "join_process_group", "process_group"]
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -31,7 +31,7 @@ def process_group(
         ProcessGroupError: when a group exists that does not fit.
     """
     is_ours = not dist.is_initialized()
-    init_process_group(store, ranks, backend, device, timeout=timeout)
+    join_process_group(store, ranks, backend, device, timeout=timeout)
     try:
         yield
     finally:
@@ -39,7 +39,7 @@ def process_group(
             dist.destroy_process_group()
 
 
-def init_process_group(
+def join_process_group(
     store: dist.Store, ranks: RankInfo, backend: str, device: torch.device, *, timeout: timedelta
 ) -> None:
     """Make the default process group, or check that the one which exists is the same.

@@ -209,11 +209,6 @@ class Strategy(Together):
         return self._local_devices[self.ranks.local_rank]
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """How samplers split the data: `num_replicas` and `rank`. Override to split over fewer ranks."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
     def runs_in_caller(self) -> bool:
         """Whether the calling process is a rank itself, so that training changes its own objects."""
         return self.launcher.runs_in_caller

@@ -100,7 +100,7 @@ class WithSecondRank(Strategy):
         return InlineLauncher(self.ranks)
 
     @override
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, group: Any = None) -> list[Any]:
         return [obj, self.other(obj)]
 
 

@@ -1,0 +1,187 @@
+"""Gather from all ranks: tensors of one shape, of many shapes, and anything picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from rankwise.errors import InvalidArgumentError, TensorMismatchError
+from rankwise.process_group._frames import INLINE_BYTES, Description, from_bytes, packed, unpacked
+from rankwise.process_group._members import carrier_of, is_distributed, size_of
+
+__all__ = ["all_gather", "all_gather_object", "gather_all_tensors", "gather_object"]
+
+T = TypeVar("T")
+
+
+def all_gather(tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> T:
+    """Gather a tensor of one shape from every rank.
+
+    Collective: every rank must call this, in the same order, with the same shape and dtype. Where these may
+    differ, use `gather_all_tensors`.
+
+    Args:
+        tensor: shape `(*)`; or tensors in nested containers, whatever else is in there stays as it is.
+        group: the ranks to gather from; all of them by default.
+        sync_grads: whether gradients flow back to the rank that a slice came from: each rank's gradient is
+            the sum of what all ranks' losses say of its slice.
+
+    Returns:
+        Shape `(world_size, *)`, on the tensor's device; with no group the tensor itself.
+
+    Raises:
+        InvalidArgumentError: when this rank does not belong to `group`.
+    """
+    if not is_distributed():
+        return tensor
+    if isinstance(tensor, torch.Tensor):  # the usual case, without the walk
+        return _gathered(tensor, group, sync_grads)  # type: ignore[return-value]  # a tensor came in
+    gathered: T = apply_to_collection(tensor, torch.Tensor, _gathered, group, sync_grads, allow_frozen=True)
+    return gathered
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None, sync_grads: bool) -> torch.Tensor:
+    if sync_grads:
+        return _AllGatherGrad.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]  # torch types neither
+    size = size_of(group)
+    return torch.stack(_gathered_list(tensor.detach(), size, group))
+
+
+def _gathered_list(tensor: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    own = tensor.contiguous()
+    if own.device.type == "cpu":
+        own = own.to(carrier_of(group))
+    gathered = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(gathered, own, group=group)
+    return gathered if own.device == tensor.device else [part.to(tensor.device) for part in gathered]
+
+
+class _AllGatherGrad(torch.autograd.Function):
+    """All-gather whose backward sums what every rank's use of a slice contributes to its origin."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        return _gathered(tensor, group, sync_grads=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        summed = grad_outputs[0].contiguous().clone()
+        dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=ctx.group)
+        return summed[dist.get_rank(ctx.group)], None
+
+
+# ------------------------------------------------------------------------------------- many shapes
+
+
+def gather_all_tensors(result: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Gather tensors whose sizes may differ from rank to rank, but not their number of dimensions or dtype.
+
+    Small ones (4 KiB) take one collective, others two: the first says what each rank has.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        result: a dense tensor of any size.
+        group: the ranks to gather from; all of them by default.
+
+    Returns:
+        Each rank's tensor, in rank order, on the device of `result` and without its graph.
+
+    Raises:
+        TensorMismatchError: on every rank, when numbers of dimensions or dtypes differ, or one has no tensor.
+        InvalidArgumentError: when this rank does not belong to `group`.
+    """
+    if not is_distributed():
+        return [result]
+    size = size_of(group)
+    frames = _gathered_list(packed(result), size, group)
+    found = [unpacked(frame) for frame in frames]
+    descriptions = [description for description, _ in found]
+    _check_alike(descriptions)
+    if max(description.num_bytes for description in descriptions) <= INLINE_BYTES:
+        return [from_bytes(data, description).to(result.device) for description, data in found]
+    return _gathered_large(result, descriptions, group)
+
+
+def _gathered_large(
+    result: torch.Tensor, descriptions: Sequence[Description], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Gather flat tensors, filled up to the size of the largest."""
+    counts = [_count(description.shape) for description in descriptions]
+    own = result.detach().reshape(-1)
+    if (missing := max(counts) - own.numel()) > 0:
+        own = torch.cat((own, own.new_empty(missing)))
+    parts = _gathered_list(own, len(counts), group)
+    return [
+        part[:count].view(description.shape)
+        for part, count, description in zip(parts, counts, descriptions, strict=True)
+    ]
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _check_alike(descriptions: Sequence[Description]) -> None:
+    kinds = {(description.dtype, len(description.shape)) for description in descriptions}
+    if len(kinds) > 1 or descriptions[0].dtype is None:
+        raise TensorMismatchError(
+            call="gather_all_tensors()", found=tuple(str(description) for description in descriptions)
+        )
+
+
+# ------------------------------------------------------------------------------------- objects
+
+
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gather any picklable value from every rank, in rank order.
+
+    Collective: every rank must call this, in the same order.
+
+    Raises:
+        InvalidArgumentError: when this rank does not belong to `group`.
+    """
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * size_of(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_object(value: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
+    """Gather any picklable value from every rank on one of them.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        value: this rank's.
+        dst: the global rank that gets them.
+        group: the ranks to gather from; all of them by default.
+
+    Returns:
+        On `dst` every rank's value, in rank order; elsewhere None.
+
+    Raises:
+        InvalidArgumentError: when `dst` or this rank does not belong to `group`.
+    """
+    if not is_distributed():
+        _check_member(dst, [0])
+        return [value]
+    size = size_of(group)
+    _check_member(dst, dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+    values: list[Any] | None = [None] * size if dist.get_rank() == dst else None
+    dist.gather_object(value, values, dst=dst, group=group)
+    return values
+
+
+def _check_member(dst: int, members: Sequence[int]) -> None:
+    if dst not in members:
+        raise InvalidArgumentError(argument="dst", value=dst, expected=f"one of the ranks {list(members)}")

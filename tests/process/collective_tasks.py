@@ -1,0 +1,252 @@
+"""What the ranks of the collectives' tests run; each returns what its test compares."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise import DDPStrategy
+from rankwise.environments import LocalEnvironment, PlainEnvironment
+from rankwise.process_group import (
+    all_gather,
+    all_gather_ddp_if_available,
+    all_gather_object,
+    all_reduce,
+    gather_all_tensors,
+    gather_object,
+    init_process_group,
+    sync_ddp,
+    sync_ddp_if_available,
+)
+
+WORLD = 3
+LARGE = 3000  # float32: more bytes than travel with the description
+
+
+def all_scenarios(strategy: DDPStrategy) -> dict[str, Any]:
+    """Run every scenario on this rank."""
+    rank = strategy.global_rank
+    torch.manual_seed(rank)
+    return {
+        "reduced": reduce_everything(rank),
+        "gathered": gather_everything(rank),
+        "gradient": gradient_of_gathered(rank),
+        "shapes": gather_shapes(rank),
+        "counts": count_collectives(rank),
+        "mismatches": mismatches(rank),
+        "objects": objects(rank),
+        "subgroup": in_a_subgroup(rank),
+        "existing": existing_group(strategy),
+        "first": rank_zero_goes_first(strategy),
+        "per_node": rank_zero_goes_first(strategy, local=True),
+        "first_failed": rank_zero_fails(strategy),
+    }
+
+
+def reduce_everything(rank: int) -> dict[str, Any]:
+    """Reduce floats, integers and booleans with every operation."""
+    value = torch.tensor([rank + 1.0, 2.0])
+    whole, flag = torch.tensor(rank, dtype=torch.uint8) + 254 // WORLD, torch.tensor(rank == 0)
+    nested = all_reduce({"a": value, "b": [value.int(), "text", None]}, reduce_op_name="sum")
+    results = {
+        name: all_reduce(value, None, name) for name in ("sum", "Mean", "AVG", "min", "MAX", "product")
+    }
+    return {
+        **results,
+        "input": value,
+        "whole": all_reduce(whole),
+        "flags": [all_reduce(flag, None, name) for name in ("sum", "mean", "min", "max")],
+        "nested": nested,
+        "text": all_reduce("text"),
+        "sync_ddp": [
+            sync_ddp(value),
+            sync_ddp(value, reduce_op="mean"),
+            sync_ddp(value, reduce_op=dist.ReduceOp.MAX),
+        ],
+        "sync_ddp_if_available": sync_ddp_if_available(value, reduce_op="avg"),
+        "strided": all_reduce(torch.arange(6.0).reshape(2, 3).t(), None, "sum"),
+    }
+
+
+def gather_everything(rank: int) -> dict[str, Any]:
+    """Gather tensors of one shape, nested ones too."""
+    return {
+        "plain": all_gather(torch.full((2, 1), float(rank))),
+        "scalar": all_gather_ddp_if_available(torch.tensor(rank)),
+        "nested": all_gather({"a": (torch.tensor([rank]), "text")}),
+        "strided": all_gather(torch.arange(6.0).reshape(2, 3).t() + rank)[rank],
+    }
+
+
+def weights_and_inputs(rank: int) -> tuple[Tensor, Tensor]:
+    """Return the same weights on every rank, and the rank's own inputs."""
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.randn(4, 3, dtype=torch.float64, generator=generator)
+    inputs = torch.randn(WORLD, 2, 4, dtype=torch.float64, generator=generator)
+    return weights, inputs[rank]
+
+
+def loss_of(everything: Tensor, rank: int) -> Tensor:
+    """Return a rank's loss, in which every slice has another part."""
+    coefficients = torch.linspace(-1, 1, everything.numel(), dtype=torch.float64).reshape(everything.shape)
+    return ((everything * coefficients).sum() * (rank + 1)).tanh() + (everything**2)[rank].sum()
+
+
+def gradient_of_gathered(rank: int) -> Tensor:
+    """Return the gradient of the sum of all ranks' losses, of all ranks' outputs, for the weights."""
+    weights, inputs = weights_and_inputs(rank)
+    weights.requires_grad_()
+    loss_of(all_gather(inputs @ weights, sync_grads=True), rank).backward()
+    assert weights.grad is not None
+    return all_reduce(weights.grad, None, "sum")
+
+
+def shape_of(rank: int, kind: str) -> tuple[int, ...]:
+    """Return the shape of a rank's tensor."""
+    shapes = {
+        "scalar": (),
+        "even": (2, 3),
+        "uneven": (rank + 1, 3 - rank),
+        "large": (LARGE + rank, 2),
+        "empty": (rank,),
+    }
+    return shapes[kind]
+
+
+def tensor_of(rank: int, kind: str, dtype: torch.dtype) -> Tensor:
+    """Return a rank's tensor."""
+    shape = shape_of(rank, kind)
+    numbers = torch.arange(torch.Size(shape).numel()).reshape(shape) * (rank + 1)
+    return (numbers % 2 == 0) if dtype is torch.bool else (numbers % 120).to(dtype)
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64)
+KINDS = ("scalar", "even", "uneven", "large", "empty")
+
+
+def gather_shapes(rank: int) -> dict[str, list[Tensor]]:
+    """Gather tensors of every kind and dtype."""
+    found = {}
+    for dtype in DTYPES:
+        for kind in KINDS:
+            mine = tensor_of(rank, kind, dtype)
+            found[f"{kind} {dtype}"] = gather_all_tensors(mine.t() if mine.ndim == 2 else mine)
+    return found
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """Count the calls of torch's collectives in the block."""
+    names = ("all_gather", "all_reduce", "barrier", "broadcast", "all_gather_object", "gather")
+    before, calls = {name: getattr(dist, name) for name in names}, []
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def count_collectives(rank: int) -> dict[str, list[str]]:
+    """Return the collectives of a small gather, of a large one and of a reduction."""
+    counts = {}
+    for kind in ("scalar", "uneven", "large"):
+        with counted() as calls:
+            gather_all_tensors(tensor_of(rank, kind, torch.float32))
+        counts[kind] = calls
+    with counted() as calls:
+        sync_ddp(torch.ones(1))
+    return {**counts, "sync_ddp": calls}
+
+
+def mismatches(rank: int) -> list[str]:
+    """Give gather_all_tensors what does not go together; return each error's text."""
+    odd: list[Any] = [
+        torch.ones(2, 2) if rank == 1 else torch.ones(4),
+        torch.ones(4, dtype=torch.float64 if rank == 1 else torch.int64),
+        [1] if rank == 1 else torch.ones(4),
+        torch.ones(2, 2).to_sparse() if rank == 2 else torch.ones(2, 2),
+    ]
+    texts = []
+    for value in odd:
+        try:
+            gather_all_tensors(value)
+        except ValueError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def objects(rank: int) -> dict[str, Any]:
+    """Gather what is picklable, on all ranks and on one."""
+    return {"all": all_gather_object({"rank": rank}), "one": gather_object(("x" * rank, rank), dst=1)}
+
+
+def in_a_subgroup(rank: int) -> dict[str, Any]:
+    """Use every collective among ranks 0 and 2; rank 1 is told that it does not belong."""
+    pair = dist.new_group([0, 2])
+    assert isinstance(pair, dist.ProcessGroup) or rank == 1
+    if rank == 1:
+        with contextlib.suppress(ValueError):
+            all_reduce(torch.ones(1), pair)
+            return {"refused": False}
+        return {"refused": True}
+    x = torch.ones(1, requires_grad=True)
+    all_gather(x * rank, pair, sync_grads=True).sum().backward()
+    return {
+        "reduced": all_reduce(torch.tensor(rank + 1.0), pair, "sum"),
+        "gathered": all_gather(torch.tensor(rank), pair),
+        "tensors": gather_all_tensors(torch.ones(rank), pair),
+        "objects": all_gather_object(rank, pair),
+        "object": gather_object(rank, 2, pair),
+        "gradient": x.grad,
+    }
+
+
+def existing_group(strategy: DDPStrategy) -> dict[str, Any]:
+    """Call init_process_group where there is a group already."""
+    variables = {
+        name: value for name, value in strategy.seat.variables.items() if "RANK" in name or "SIZE" in name
+    }
+    same = PlainEnvironment({**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    answers: dict[str, Any] = {"used": init_process_group(same, "gloo").global_rank}
+    try:
+        init_process_group(LocalEnvironment())
+    except RuntimeError as error:
+        answers["refused"] = str(error)
+    return answers
+
+
+def rank_zero_goes_first(strategy: DDPStrategy, local: bool = False) -> list[float]:
+    """Return when this rank began and ended its turn."""
+    with strategy.rank_zero_first(local):
+        begun = time.monotonic()
+        time.sleep(0.2 if strategy.is_global_zero else 0.0)
+        return [begun, time.monotonic()]
+
+
+def rank_zero_fails(strategy: DDPStrategy) -> str:
+    """Return how this rank learns that rank zero failed; the turn after that works again."""
+    text = ""
+    try:
+        with strategy.rank_zero_first():
+            if strategy.is_global_zero:
+                raise OSError("disk full")
+    except (OSError, RuntimeError) as error:
+        text = f"{type(error).__name__}: {error}"
+    with strategy.rank_zero_first():
+        return text

@@ -1,0 +1,235 @@
+"""Distributed utilities on three processes: every row of that section of the features, driven once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rankwise.errors import WorkerRaisedError
+from rankwise.strategies import DDPStrategy
+from tests.process.collective_tasks import (
+    DTYPES,
+    KINDS,
+    WORLD,
+    all_scenarios,
+    loss_of,
+    tensor_of,
+    weights_and_inputs,
+)
+from tests.process.helpers import ddp
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """Return what each rank found in every scenario, by one launch for all tests here."""
+    strategy = ddp("fork", devices=WORLD)
+    strategy.launch(all_scenarios)
+    return [strategy.results[rank] for rank in range(WORLD)]
+
+
+def test_all_reduce(ranks: list[dict[str, Any]]) -> None:
+    """Every operation works, in any case, and the input stays as it is."""
+    for rank, found in enumerate(result["reduced"] for result in ranks):
+        assert found["sum"].tolist() == [6.0, 6.0]
+        assert found["Mean"].tolist() == found["AVG"].tolist() == [2.0, 2.0]
+        assert found["min"].tolist() == [1.0, 2.0]
+        assert found["MAX"].tolist() == [3.0, 2.0]
+        assert found["product"].tolist() == [6.0, 8.0]
+        assert found["input"].tolist() == [rank + 1.0, 2.0]
+        assert found["strided"].tolist() == [[0.0, 9.0], [3.0, 12.0], [6.0, 15.0]]
+        assert found["text"] == "text"
+
+
+def test_all_reduce_of_integers(ranks: list[dict[str, Any]]) -> None:
+    """The mean of integers is a float, of their exact sum; booleans are counted, or stay booleans."""
+    found = ranks[0]["reduced"]
+    assert found["whole"].dtype == torch.float32
+    assert found["whole"].item() == pytest.approx(254 // WORLD + 1)
+    total, mean, least, most = found["flags"]
+    assert (total.item(), total.dtype) == (1, torch.int64)
+    assert mean.item() == pytest.approx(1 / 3)
+    assert (least.item(), most.item(), least.dtype) == (False, True, torch.bool)
+
+
+def test_all_reduce_of_nested_containers(ranks: list[dict[str, Any]]) -> None:
+    """Tensors in containers are reduced, whatever else is in there stays."""
+    nested = ranks[1]["reduced"]["nested"]
+    assert nested["a"].tolist() == [6.0, 6.0]
+    assert nested["b"][0].tolist() == [6, 6]
+    assert nested["b"][1:] == ["text", None]
+
+
+def test_sync_ddp(ranks: list[dict[str, Any]]) -> None:
+    """The sum is the default; a name or torch's own operation chooses another. No barrier comes first."""
+    total, mean, most = ranks[0]["reduced"]["sync_ddp"]
+    assert (total.tolist(), mean.tolist(), most.tolist()) == ([6.0, 6.0], [2.0, 2.0], [3.0, 2.0])
+    assert ranks[0]["counts"]["sync_ddp"] == ["all_reduce"]
+
+
+def test_sync_ddp_if_available(ranks: list[dict[str, Any]]) -> None:
+    """With a process group it is sync_ddp."""
+    assert ranks[2]["reduced"]["sync_ddp_if_available"].tolist() == [2.0, 2.0]
+
+
+def test_all_gather(ranks: list[dict[str, Any]]) -> None:
+    """The result is (world_size, *), in rank order; containers are walked."""
+    for rank, found in enumerate(result["gathered"] for result in ranks):
+        assert found["plain"].tolist() == [[[0.0], [0.0]], [[1.0], [1.0]], [[2.0], [2.0]]]
+        assert found["nested"]["a"][0].tolist() == [[0], [1], [2]]
+        assert found["nested"]["a"][1] == "text"
+        torch.testing.assert_close(found["strided"], torch.arange(6.0).reshape(2, 3).t() + rank)
+
+
+def test_all_gather_ddp_if_available(ranks: list[dict[str, Any]]) -> None:
+    """With a process group it is all_gather; a number becomes a vector."""
+    assert ranks[1]["gathered"]["scalar"].tolist() == [0, 1, 2]
+
+
+def test_all_gather_with_gradients(ranks: list[dict[str, Any]]) -> None:
+    """Gradients through a gather, summed over the ranks, are those of one process that has all the data."""
+    weights = weights_and_inputs(0)[0].requires_grad_()
+    outputs = torch.stack([weights_and_inputs(rank)[1] @ weights for rank in range(WORLD)])
+    losses: list[Tensor] = [loss_of(outputs, rank) for rank in range(WORLD)]
+    torch.stack(losses).sum().backward()
+    for result in ranks:
+        torch.testing.assert_close(result["gradient"], weights.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gather_all_tensors(kind: str, ranks: list[dict[str, Any]]) -> None:
+    """Each rank's tensor comes as it is, whatever its size and dtype, strided ones too."""
+    for result in ranks:
+        for dtype in DTYPES:
+            gathered = result["shapes"][f"{kind} {dtype}"]
+            assert len(gathered) == WORLD
+            for rank, found in enumerate(gathered):
+                expected = tensor_of(rank, kind, dtype)
+                torch.testing.assert_close(
+                    found, expected.t() if expected.ndim == 2 else expected, rtol=0, atol=0
+                )
+
+
+def test_gather_all_tensors_takes_few_collectives(ranks: list[dict[str, Any]]) -> None:
+    """Small tensors take one collective, large ones two."""
+    counts = ranks[0]["counts"]
+    assert counts["scalar"] == counts["uneven"] == ["all_gather"]
+    assert counts["large"] == ["all_gather"] * 2
+
+
+def test_gather_all_tensors_refuses_mismatches(ranks: list[dict[str, Any]]) -> None:
+    """What does not go together is the same error on every rank, which says what each rank gave."""
+    for result in ranks:
+        assert all(text.startswith("TensorMismatchError: ") for text in result["mismatches"])
+        dims, dtypes, no_tensor, sparse = result["mismatches"]
+        assert (
+            "rank 0 of the group: torch.float32, shape (4,); rank 1 of the group: torch.float32, shape (2, 2)"
+            in dims
+        )
+        assert "rank 1 of the group: torch.float64" in dtypes
+        assert "rank 1 of the group: no tensor but list" in no_tensor
+        assert "rank 2 of the group: a tensor that is not dense (layout torch.sparse_coo" in sparse
+
+
+def test_gather_object(ranks: list[dict[str, Any]]) -> None:
+    """One rank gets all values, the others nothing."""
+    assert [result["objects"]["one"] for result in ranks] == [None, [("", 0), ("x", 1), ("xx", 2)], None]
+
+
+def test_all_gather_object(ranks: list[dict[str, Any]]) -> None:
+    """Every rank gets all values."""
+    assert all(result["objects"]["all"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}] for result in ranks)
+
+
+def test_collectives_in_a_subgroup(ranks: list[dict[str, Any]]) -> None:
+    """Every collective works among the ranks of a subgroup; another is refused, not passed over."""
+    assert ranks[1]["subgroup"] == {"refused": True}
+    for rank in (0, 2):
+        found = ranks[rank]["subgroup"]
+        assert found["reduced"].item() == 4.0
+        assert found["gathered"].tolist() == [0, 2]
+        assert [len(tensor) for tensor in found["tensors"]] == [0, 2]
+        assert found["objects"] == [0, 2]
+        assert found["object"] == (None if rank == 0 else [0, 2])
+        assert found["gradient"].tolist() == [2.0 * rank]
+
+
+def test_init_process_group_with_a_group(ranks: list[dict[str, Any]]) -> None:
+    """A group that fits is used, another one is refused."""
+    for rank, found in enumerate(result["existing"] for result in ranks):
+        assert found["used"] == rank
+        assert f"rank {rank} of {WORLD}" in found["refused"] or rank == 0
+        assert "global_rank 0 of 1" in found["refused"]
+
+
+@pytest.mark.parametrize("scenario", ["first", "per_node"])
+def test_rank_zero_first(scenario: str, ranks: list[dict[str, Any]]) -> None:
+    """The other ranks begin when rank zero has ended its turn."""
+    ended = ranks[0][scenario][1]
+    assert all(result[scenario][0] >= ended for result in ranks[1:])
+
+
+def test_rank_zero_first_tells_failures(ranks: list[dict[str, Any]]) -> None:
+    """Those who wait learn what failed on rank zero, and the next turn works."""
+    assert ranks[0]["first_failed"] == "OSError: disk full"
+    for result in ranks[1:]:
+        assert result["first_failed"].startswith(
+            "RankZeroFailedError: The block of rank_zero_first() failed on global_rank 0: OSError: disk full."
+        )
+
+
+def fail_first(strategy: DDPStrategy) -> None:
+    """Fail on rank zero, in its turn."""
+    with strategy.rank_zero_first():
+        if strategy.is_global_zero:
+            raise OSError("disk full")
+
+
+def test_rank_zero_first_names_the_culprit() -> None:
+    """A job that ends so names rank zero's own exception; the others' are consequences."""
+    with pytest.raises(WorkerRaisedError, match=r"global_rank=0 .* raised OSError: disk full"):
+        ddp("fork").launch(fail_first)
+
+
+# ------------------------------------------------------------------------------------- a subgroup's data
+
+
+class Pairs(DDPStrategy):
+    """Shares data among the even ranks, and among the odd ones."""
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        groups = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
+        self._pair: torch.distributed.ProcessGroup = groups[self.global_rank % 2]
+
+    @property
+    def data_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+        return self._pair
+
+
+def train_in_pairs(strategy: DDPStrategy) -> dict[str, Any]:
+    """Return where this rank samples, what it reduces, and the gradient of a wrapped module."""
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(module.weight)
+    wrapped = strategy.setup_module(module)
+    strategy.backward(wrapped(torch.tensor([[float(strategy.global_rank)]])).sum())
+    assert module.weight.grad is not None
+    return {
+        "sampler": strategy.distributed_sampler_kwargs,
+        "reduced": strategy.all_reduce(torch.tensor(float(strategy.global_rank)), reduce_op="sum").item(),
+        "gradient": module.weight.grad.item(),
+        "everybody": strategy.all_gather_object(strategy.global_rank, torch.distributed.group.WORLD),
+    }
+
+
+def test_data_parallel_group() -> None:
+    """Sampling, reducing and wrapping follow a subgroup; the whole world can still be asked for."""
+    strategy = Pairs(start_method="fork", accelerator="cpu", devices=4)
+    strategy.launch(train_in_pairs)
+    for rank, found in strategy.results.items():
+        assert found["sampler"] == {"num_replicas": 2, "rank": rank // 2}
+        assert found["reduced"] == (2.0 if rank % 2 == 0 else 4.0)
+        assert found["gradient"] == (1.0 if rank % 2 == 0 else 2.0)
+        assert found["everybody"] == [0, 1, 2, 3]

@@ -1,0 +1,104 @@
+"""Collectives without a process group: each is the identity, and bad arguments are refused all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise.environments import LocalEnvironment
+from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError, UnknownNameError
+from rankwise.process_group import (
+    all_gather,
+    all_gather_ddp_if_available,
+    all_gather_object,
+    all_reduce,
+    gather_all_tensors,
+    gather_object,
+    init_process_group,
+    rank_zero_first,
+    sync_ddp,
+    sync_ddp_if_available,
+)
+from rankwise.process_group._frames import packed, unpacked
+
+
+def test_gathering_alone() -> None:
+    """Without a group a gather is what came in."""
+    tensor = torch.ones(2, requires_grad=True)
+    assert all_gather(tensor, sync_grads=True) is tensor
+    assert all_gather_ddp_if_available(tensor) is tensor
+    assert gather_all_tensors(tensor) == [tensor]
+    assert (all_gather_object("x"), gather_object("x")) == (["x"], ["x"])
+
+
+def test_reducing_alone() -> None:
+    """Without a group a reduction is of one value; the mean of an integer is a float there too."""
+    assert all_reduce(torch.tensor(3)).dtype == torch.float32
+    assert all_reduce(torch.tensor(3), reduce_op_name="SUM").dtype == torch.int64
+    assert sync_ddp_if_available("x") == "x"
+
+
+def test_sync_ddp_needs_a_group() -> None:
+    """The one that does not ask whether there is a group says what to use instead."""
+    with pytest.raises(LifecycleError, match="sync_ddp_if_available"):
+        sync_ddp(torch.ones(1))
+
+
+@pytest.mark.parametrize("operation", ["median", ""])
+def test_unknown_operations(operation: str) -> None:
+    """A reduction that is none is refused, for what is no tensor too."""
+    with pytest.raises(UnknownNameError, match="reduce_op"):
+        all_reduce("x", None, operation)
+
+
+def test_operation_of_a_wrong_kind() -> None:
+    """An operation is named."""
+    wrong: Any = 3
+    with pytest.raises(InvalidTypeError, match="reduce_op=3"):
+        all_reduce(torch.ones(1), None, wrong)
+
+
+def test_gathering_object_nowhere() -> None:
+    """A destination outside the group is refused."""
+    with pytest.raises(InvalidArgumentError, match="dst=1"):
+        gather_object("x", dst=1)
+
+
+def test_rank_zero_first_alone() -> None:
+    """Without a group the block runs at once."""
+    with rank_zero_first(local=True):
+        done = True
+    assert done
+
+
+def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that has no distributed package is a RuntimeError that says so."""
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"no torch\.distributed"):
+        init_process_group(LocalEnvironment())
+
+
+def test_group_of_one() -> None:
+    """A process that nobody has company for can still have a group."""
+    try:
+        assert init_process_group(LocalEnvironment(), device=torch.device("cpu")).world_size == 1
+        assert gather_all_tensors(torch.ones(2))[0].tolist() == [1, 1]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, 3).bool(), torch.tensor(1.5), torch.empty(0, 4)])
+def test_frames(value: torch.Tensor) -> None:
+    """What a rank says of its tensor is what the others read."""
+    description, _ = unpacked(packed(value))
+    assert description.dtype == value.dtype
+    assert description.shape == value.shape
+    assert description.num_bytes == value.nbytes
+
+
+def test_frames_of_what_is_no_tensor() -> None:
+    """A rank that has no dense tensor says what it has instead."""
+    assert str(unpacked(packed({"a": 1}))[0]) == "no tensor but dict"
+    assert "sparse_coo" in str(unpacked(packed(torch.eye(2).to_sparse()))[0])
