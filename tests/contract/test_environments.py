@@ -10,8 +10,14 @@ import pytest
 
 from rankwise.environments import (
     ClusterEnvironment,
+    KubeflowEnvironment,
     LocalEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    NodesEnvironment,
+    PALSEnvironment,
     PlainEnvironment,
+    SlurmEnvironment,
     TorchElasticEnvironment,
     create_environment,
     detect_environment,
@@ -66,9 +72,54 @@ OWN = {
     "OWN_HEAD": "head",
     "OWN_PORT": "1",
 }
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_JOB_ID": "1042",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+LSF = {
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "LSB_JOBID": "77",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PALS = {
+    "PALS_RANKID": "3",
+    "PMI_SIZE": "4",
+    "PALS_LOCAL_RANKID": "1",
+    "PMI_LOCAL_SIZE": "2",
+    "PALS_NODEID": "1",
+}
+KUBEFLOW = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+}
+NODES = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}
 GOOD: dict[type[ClusterEnvironment], Variables] = {
     TorchElasticEnvironment: TORCHRUN,
+    SlurmEnvironment: SLURM,
+    LSFEnvironment: LSF,
+    MPIEnvironment: OPEN_MPI,
+    PALSEnvironment: PALS,
+    KubeflowEnvironment: KUBEFLOW,
     PlainEnvironment: PLAIN,
+    NodesEnvironment: NODES,
     OwnEnvironment: OWN,
 }
 NUMBERS: dict[type[ClusterEnvironment], tuple[str, ...]] = {
@@ -80,7 +131,20 @@ NUMBERS: dict[type[ClusterEnvironment], tuple[str, ...]] = {
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
     ),
+    SlurmEnvironment: (
+        "SLURM_STEP_ID",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_NODES",
+    ),
+    LSFEnvironment: tuple(name for name in LSF if name.startswith("JSM_")),
+    MPIEnvironment: tuple(OPEN_MPI),
+    PALSEnvironment: tuple(PALS),
+    KubeflowEnvironment: ("RANK", "WORLD_SIZE"),
     PlainEnvironment: ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    NodesEnvironment: ("NODE_RANK",),
     OwnEnvironment: ("OWN_RANK", "OWN_SIZE", "OWN_LOCAL_RANK", "OWN_LOCAL_SIZE"),
 }
 HOSTILE = (
@@ -120,6 +184,12 @@ def test_a_good_set_is_detected(cls: type[ClusterEnvironment]) -> None:
     ("cls", "expected"),
     [
         (TorchElasticEnvironment, RankInfo(5, 1, 1, 8, 4, 2)),
+        (SlurmEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
+        (LSFEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
+        (MPIEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
+        (PALSEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
+        (KubeflowEnvironment, RankInfo(1, 0, 1, 2, 1, 2)),
+        (NodesEnvironment, RankInfo(1, 0, 1, 2, 1, 2)),
         (PlainEnvironment, RankInfo(1, 1, 0, 2, 2, 1)),
         (OwnEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
         (LocalEnvironment, RankInfo(0, 0, 0, 1, 1, 1)),
@@ -138,6 +208,9 @@ def test_ranks(cls: type[ClusterEnvironment], expected: RankInfo) -> None:
     ("cls", "address"),
     [
         (TorchElasticEnvironment, ("node0", 29400)),
+        (SlurmEnvironment, ("gpu07", 20000 + 1042 * 31 % 12000)),
+        (KubeflowEnvironment, ("job-master-0", 23456)),
+        (NodesEnvironment, ("10.0.0.1", 5000)),
         (PlainEnvironment, ("10.0.0.1", 5000)),
         (OwnEnvironment, ("head", 1)),
     ],
@@ -161,7 +234,7 @@ def test_any_one_missing_is_no_silent_job_of_one(cls: type[ClusterEnvironment]) 
     """A set with a hole is an error that names the hole where a marker is set, and no match otherwise."""
     for name in GOOD[cls]:
         holed = {key: value for key, value in GOOD[cls].items() if key != name}
-        if cls.markers and name not in cls.markers:
+        if cls.traces(holed):
             with pytest.raises(EnvironmentVariableError, match=f"{name} is not set"):
                 cls.detect(holed)
         else:
@@ -174,7 +247,7 @@ def test_blank_is_not_set(cls: type[ClusterEnvironment], blank: str) -> None:
     """A variable of nothing but blanks counts as missing, marker or not."""
     for name in GOOD[cls]:
         set_to_blank = {**GOOD[cls], name: blank}
-        if cls.markers and name not in cls.markers:
+        if cls.traces(set_to_blank):
             with pytest.raises(EnvironmentVariableError, match=f"{name} is not set"):
                 cls.detect(set_to_blank)
         else:
@@ -193,10 +266,10 @@ def test_hostile_numbers_are_refused(cls: type[ClusterEnvironment], variable: st
 
 
 @environments
-@pytest.mark.parametrize("port", ["65536", "-1", "x", "80.0", "9" * 30])
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "x", "80.0", "9" * 30])
 def test_hostile_ports_are_refused(cls: type[ClusterEnvironment], port: str) -> None:
     """A port that none can have is refused, naming its variable."""
-    variable = cls.variables["main_port"]
+    variable = cls.variables.get("main_port", "MASTER_PORT")
     with pytest.raises(EnvironmentVariableError, match=variable):
         cls({**GOOD[cls], variable: port}).main_port  # noqa: B018 -- the property raises
 
@@ -253,7 +326,7 @@ def test_reading_changes_nothing(cls: type[ClusterEnvironment]) -> None:
     variables = dict(GOOD[cls])
     environment = cls(variables)
     assert variables == GOOD[cls]
-    variables[cls.variables["global_rank"]] = "0"
+    variables[cls.variables.get("global_rank", cls.variables.get("node_rank", ""))] = "0"
     assert environment.global_rank != 0
 
 
@@ -302,7 +375,13 @@ def test_detection_explains_itself() -> None:
         "environment 'local': no launcher's variables are complete; "
         "not 'torchelastic': TORCHELASTIC_RUN_ID, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, "
         "GROUP_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; "
-        "not 'plain': WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"
+        "not 'slurm': SLURM_JOB_ID and SLURM_STEP_ID not set; "
+        "not 'lsf': none of its variables is set; "
+        "not 'mpi': none of its variables is set; "
+        "not 'pals': none of its variables is set; "
+        "not 'kubeflow': KUBERNETES_SERVICE_HOST, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; "
+        "not 'plain': WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set; "
+        "not 'nodes': RANK is set: whoever set it has started a process for each rank"
     )
 
 
@@ -341,7 +420,7 @@ def test_a_named_environment_must_be_there() -> None:
 @pytest.mark.parametrize("name", environment_names())
 def test_every_environment_has_a_name(name: str) -> None:
     """Each name that is listed creates its environment."""
-    variables = {**PLAIN, **TORCHRUN}
+    variables = {name: value for good in GOOD.values() for name, value in good.items()} | TORCHRUN
     assert create_environment(name, variables).name == name
     assert create_environment(name.upper(), variables).name == name
 

@@ -7,6 +7,7 @@ from abc import ABC
 from collections.abc import Mapping
 from typing import ClassVar
 
+from rankwise.environments._port import port_of_job
 from rankwise.environments._variables import Variables
 from rankwise.errors import EnvironmentVariableError, InvalidArgumentError
 from rankwise.ranks import RankInfo
@@ -38,45 +39,76 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         name: what the environment is called, in `Trainer(plugins=["name"])` and in messages.
         variables: fact to variable name. The facts are `global_rank`, `world_size`, `local_rank`,
             `local_world_size`, `node_rank`, `num_nodes`, `main_address` and `main_port`.
+        required: further variables that must be set, though others may set them too.
         optional: variables that are read where they are set, for messages.
         markers: variables that only this launcher sets. With one of them present an incomplete or
             contradictory set is an error; without, an incomplete set means "not this environment".
-        creates_processes_externally: whether the job's processes exist already.
+        job_variables: what tells this job from another on the same node; where no variable says the main
+            port, it is worked out from the ones that are set.
     """
 
     name: ClassVar[str] = ""
     variables: ClassVar[Mapping[str, str]] = {}
+    required: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
     markers: ClassVar[tuple[str, ...]] = ()
-    creates_processes_externally: ClassVar[bool] = True
+    job_variables: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         """Read from `environ` (default: a copy of `os.environ` as it is now)."""
         self._values = Variables(self.name, dict(os.environ if environ is None else environ))
+        self._table = self.table(self._values.environ)
+
+    # ------------------------------------------------------------------ is it this one?
+
+    @classmethod
+    def table(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """Return fact to variable name; for a launcher that has several dialects, the one spoken here."""
+        return cls.variables
 
     @classmethod
     def missing(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
         """Return the variables that would have to be set for this environment, and are not."""
-        required = [*cls.markers, *cls.variables.values()]
-        return tuple(name for name in required if not environ.get(name, "").strip())
+        return tuple(name for name in cls._needed(environ) if not environ.get(name, "").strip())
 
     @classmethod
-    def detect(cls, environ: Mapping[str, str] | None = None) -> bool:
-        """Return whether this environment's whole variable set is there and agrees with itself.
+    def traces(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the variables that prove this launcher to have been at work."""
+        return tuple(name for name in cls.markers if environ.get(name, "").strip())
+
+    @classmethod
+    def rejection(cls, environ: Mapping[str, str]) -> str | None:
+        """Return why this environment is not the one, None where it is.
 
         Raises:
             EnvironmentVariableError: where the launcher has surely been at work (a marker is set, or every
                 variable is) but the set is incomplete or contradicts itself: training on as a job of one
                 would be a silent mistake.
         """
-        environ = os.environ if environ is None else environ
         missing = cls.missing(environ)
-        if missing and not any(environ.get(marker, "").strip() for marker in cls.markers):
-            return False
+        if missing and not cls.traces(environ):
+            is_nothing_there = len(missing) == len(cls._needed(environ))
+            return "none of its variables is set" if is_nothing_there else f"{', '.join(missing)} not set"
         environment = cls(environ)
         if missing:
-            raise environment._values.error(f"{', '.join(missing)} is not set", cls._shown(environ))
+            raise environment._values.error(f"{', '.join(missing)} is not set", environment.seen())
         environment.ranks  # noqa: B018  reading the ranks validates them
+        return None
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str] | None = None) -> bool:
+        """Return whether this environment's whole variable set is there and agrees with itself.
+
+        Raises:
+            EnvironmentVariableError: as `rejection`.
+        """
+        return cls.rejection(os.environ if environ is None else environ) is None
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether the job's processes exist already, or else the strategy starts those of this node."""
         return True
 
     @property
@@ -102,26 +134,34 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     @property
     def node_rank(self) -> int:
         """The id of this node; derived from equal nodes where no variable says it."""
-        if "node_rank" in self.variables:
+        if "node_rank" in self._table:
             return self._number("node_rank")
         return self.global_rank // max(1, self.local_world_size)
 
     @property
     def num_nodes(self) -> int:
         """The number of nodes; derived from equal nodes where no variable says it."""
-        if "num_nodes" in self.variables:
+        if "num_nodes" in self._table:
             return self._number("num_nodes")
         return max(1, -(-self.world_size // max(1, self.local_world_size)))
 
     @property
     def main_address(self) -> str:
         """The address at which rank 0's node listens."""
-        return self._values.text(self.variables.get("main_address", "MASTER_ADDR"))
+        return self._values.text(self._table.get("main_address", "MASTER_ADDR"))
 
     @property
     def main_port(self) -> int:
-        """The port at which rank 0's node listens."""
-        return self._values.number(self.variables.get("main_port", "MASTER_PORT"), highest=65535)
+        """The port at which rank 0's node listens; worked out from the job's ids where none is set.
+
+        Raises:
+            EnvironmentVariableError: when it is no port, or there is nothing to work it out from.
+        """
+        variable = self._table.get("main_port", "MASTER_PORT")
+        ids = [self._values.text(name) for name in self.job_variables if self._values.has(name)]
+        if ids and not self._values.has(variable):
+            return port_of_job(ids)
+        return self._values.number(variable, highest=65535, lowest=1)
 
     @property
     def ranks(self) -> RankInfo:
@@ -144,7 +184,11 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     def seen(self) -> dict[str, str]:
         """Return the variables of this environment that are set, for messages."""
-        return self._shown(self._values.environ)
+        environ = self._values.environ
+        names = dict.fromkeys(
+            [*self.markers, *self.required, *self._table.values(), *self.job_variables, *self.optional]
+        )
+        return {name: environ[name] for name in names if name in environ}
 
     def validate_settings(self, devices: int, num_nodes: int) -> None:
         """Check what the user asked for against this environment; override to refuse more."""
@@ -156,13 +200,12 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         shown = ", ".join(f"{name}={value}" for name, value in self.seen().items())
         return f"{type(self).__name__}({shown})"
 
+    @classmethod
+    def _needed(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*cls.markers, *cls.required, *cls.table(environ).values()]))
+
     def _number(self, fact: str) -> int:
-        variable = self.variables.get(fact)
+        variable = self._table.get(fact)
         if variable is None:
             raise EnvironmentVariableError(environment=self.name, problem=f"no variable is known for {fact}")
         return self._values.number(variable)
-
-    @classmethod
-    def _shown(cls, environ: Mapping[str, str]) -> dict[str, str]:
-        names = dict.fromkeys([*cls.markers, *cls.variables.values(), *cls.optional])
-        return {name: environ[name] for name in names if name in environ}

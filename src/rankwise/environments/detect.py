@@ -10,10 +10,16 @@ from importlib.metadata import entry_points
 from typing_extensions import final
 
 from rankwise.environments.base import ClusterEnvironment
+from rankwise.environments.kubeflow import KubeflowEnvironment
 from rankwise.environments.local import LocalEnvironment
+from rankwise.environments.lsf import LSFEnvironment
+from rankwise.environments.mpi import MPIEnvironment
+from rankwise.environments.nodes import NodesEnvironment
+from rankwise.environments.pals import PALSEnvironment
 from rankwise.environments.plain import PlainEnvironment
+from rankwise.environments.slurm import SlurmEnvironment
 from rankwise.environments.torchelastic import TorchElasticEnvironment
-from rankwise.errors import InvalidTypeError, UnknownNameError
+from rankwise.errors import EnvironmentVariableError, InvalidTypeError, UnknownNameError
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
@@ -26,14 +32,24 @@ __all__ = [
 ENVIRONMENT_VARIABLE = "RANKWISE_ENVIRONMENT"
 _ENTRY_POINTS = "rankwise.environments"
 
-# In the order of detection: who is nearest to the process comes first. Schedulers stand between the two.
-_ORDER: tuple[type[ClusterEnvironment], ...] = (TorchElasticEnvironment, PlainEnvironment, LocalEnvironment)
+# In the order of detection: who is nearest to the process comes first.
+_ORDER: tuple[type[ClusterEnvironment], ...] = (
+    TorchElasticEnvironment,
+    SlurmEnvironment,
+    LSFEnvironment,  # jsrun sets Open MPI's variables too
+    MPIEnvironment,
+    PALSEnvironment,
+    KubeflowEnvironment,
+    PlainEnvironment,
+    NodesEnvironment,
+    LocalEnvironment,
+)
 
 
 @final
 @dataclass(frozen=True)
 class Detection:
-    """What was found: the environment, the reason, and each candidate passed over with its reason."""
+    """What was found: the environment, the reason, and each other candidate with why it is not the one."""
 
     environment: ClusterEnvironment
     reason: str
@@ -75,11 +91,28 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
     if chosen := environ.get(ENVIRONMENT_VARIABLE, "").strip():
         return Detection(create_environment(chosen, environ), f"{ENVIRONMENT_VARIABLE}={chosen}", {})
     rejected: dict[str, str] = {}
-    for cls in _ORDER[:-1]:
-        if cls.detect(environ):
-            return Detection(cls(environ), "all of its variables are set and agree", rejected)
-        rejected[cls.name] = f"{', '.join(cls.missing(environ))} not set"
-    return Detection(LocalEnvironment(environ), "no launcher's variables are complete", rejected)
+    for place, cls in enumerate(_ORDER):
+        reason = cls.rejection(environ)
+        if reason is None:
+            others = {other.name: _reason_behind(cls, other, environ) for other in _ORDER[place + 1 : -1]}
+            return Detection(cls(environ), _reason_for(cls), {**rejected, **others})
+        rejected[cls.name] = reason
+    raise LookupError("the last environment in the order must fit everywhere")
+
+
+def _reason_for(cls: type[ClusterEnvironment]) -> str:
+    is_last = cls is _ORDER[-1]
+    return "no launcher's variables are complete" if is_last else "all of its variables are set and agree"
+
+
+def _reason_behind(
+    found: type[ClusterEnvironment], other: type[ClusterEnvironment], environ: Mapping[str, str]
+) -> str:
+    """Return why an environment was passed over that comes after the one that was found."""
+    try:
+        return other.rejection(environ) or f"{found.name} is nearer to this process"
+    except EnvironmentVariableError as error:
+        return error.problem
 
 
 def _class_named(name: str) -> type[ClusterEnvironment]:

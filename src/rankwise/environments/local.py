@@ -17,12 +17,15 @@ class LocalEnvironment(ClusterEnvironment):
     """A terminal, a notebook or a test: one process, from which the strategy launches the others."""
 
     name = "local"
-    creates_processes_externally = False
 
     @classmethod
-    def detect(cls, environ: Mapping[str, str] | None = None) -> bool:
-        """Return True: where nothing else fits, the process is alone."""
-        return True
+    def rejection(cls, environ: Mapping[str, str]) -> None:
+        """Return None: where nothing else fits, the process is alone."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """False: the strategy starts what it needs."""
+        return False
 
     @property
     def ranks(self) -> RankInfo:

@@ -123,7 +123,7 @@ class Strategy(Together):
         self._local_devices = local_devices(kind, wanted_devices, started)
         self._environment = found
         if started is None:
-            self._ranks = self._place_locally(len(self._local_devices), wanted_nodes or 1)
+            self._ranks = self._place_locally(len(self._local_devices), wanted_nodes or found.num_nodes)
         else:
             self._ranks = found.ranks
             check_world(

@@ -1,0 +1,213 @@
+"""Detection over a table of variable sets: good, partial, contradictory and hostile ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankwise.environments import Detection, detect_environment
+from rankwise.environments.detect import environment_names
+from rankwise.errors import EnvironmentVariableError
+from tests.unit.environments.variables import (
+    Variables,
+    allocation,
+    batch,
+    bsub,
+    by_hand,
+    hydra,
+    jsrun,
+    open_mpi,
+    pals,
+    plain,
+    pod,
+    step,
+    torchrun,
+    without,
+)
+
+FOUND: list[tuple[str, Variables, str]] = [
+    ("nothing", {}, "local"),
+    # ---- good
+    ("torchrun", torchrun(), "torchelastic"),
+    ("srun", step(), "slurm"),
+    ("srun on two nodes", step(2, "2(x2)", "n[1-2]", place=(1, 0)), "slurm"),
+    ("srun, unequal tasks", step(2, "2,1", "n[1-2]", place=(1, 0)), "slurm"),
+    ("srun of one task", step(0, "1", place=(0, 0)), "slurm"),
+    ("srun, named bash", {**step(), "SLURM_JOB_NAME": "bash"}, "slurm"),
+    ("srun, named interactive", {**step(), "SLURM_JOB_NAME": "interactive"}, "slurm"),
+    ("srun, GTIDS unset by the site", without(step(), "SLURM_GTIDS"), "slurm"),
+    ("srun that exports RANK and so on", {**step(), **plain()}, "slurm"),
+    ("srun with PMI", {**step(), "PMI_RANK": "1", "PMI_SIZE": "2"}, "slurm"),
+    ("jsrun", jsrun(), "lsf"),
+    ("jsrun on two nodes", jsrun(3, 4, 2), "lsf"),
+    ("Open MPI", open_mpi(), "mpi"),
+    ("Open MPI on two nodes", open_mpi(3, 4, 1, 2), "mpi"),
+    ("hydra", hydra(), "mpi"),
+    ("hydra on two nodes", hydra(3, 4, 2), "mpi"),
+    ("PALS", pals(), "pals"),
+    ("a pod", pod(), "kubeflow"),
+    ("a pod of two processes", pod(1, 2, "2"), "kubeflow"),
+    ("a pod of an older operator", without(pod(), *(name for name in pod() if "PET" in name)), "kubeflow"),
+    ("plain", plain(), "plain"),
+    ("plain, LOCAL_WORLD_SIZE", {**plain(3, 4), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "plain"),
+    ("by hand", by_hand(), "nodes"),
+    ("by hand, number of nodes elsewhere", without(by_hand(), "NNODES"), "nodes"),
+    # ---- one within another
+    ("torchrun in a batch script", {**batch(), **torchrun()}, "torchelastic"),
+    ("torchrun in a step of srun", {**step(0, "1", place=(0, 0)), **torchrun()}, "torchelastic"),
+    ("torchrun in a pod", {**pod(), **torchrun()}, "torchelastic"),
+    ("torchrun under jsrun", {**jsrun(), **torchrun()}, "torchelastic"),
+    ("mpirun in a batch script", {**batch(), **open_mpi()}, "mpi"),
+    ("mpirun in an allocation", {**allocation(), **open_mpi()}, "mpi"),
+    ("mpirun's daemon started by srun", {**step(0, "1", place=(0, 0)), **open_mpi(3, 4, 1, 2)}, "mpi"),
+    (
+        "mpirun's daemons on three nodes",
+        {**step(1, "1(x3)", "n[2-4]", place=(1, 0)), **open_mpi(5, 8, 1, 2)},
+        "mpi",
+    ),
+    ("hydra's proxy started by srun", {**step(1, "1(x2)", "n[1-2]", place=(1, 0)), **hydra(3, 4, 2)}, "mpi"),
+    ("mpirun of one in srun's shell", {**step(0, "1", place=(0, 0)), **open_mpi(0, 1)}, "slurm"),
+    ("srun and MPI say the same", {**step(), **open_mpi()}, "slurm"),
+    ("mpirun in a job of LSF", {**bsub(), **open_mpi()}, "mpi"),
+    ("started inside of a pod", {**pod(1, 2), "LOCAL_RANK": "1"}, "plain"),
+    ("plain in a batch script", {**batch(), **plain()}, "plain"),
+    ("by hand in an allocation", {**allocation(), **by_hand()}, "nodes"),
+    # ---- partial: nobody's
+    ("LOCAL_RANK preset", {"LOCAL_RANK": "0"}, "local"),
+    ("NODE_RANK preset", {"NODE_RANK": "0"}, "local"),
+    ("WORLD_SIZE preset, meaning nodes", {"WORLD_SIZE": "2"}, "local"),
+    ("RANK and WORLD_SIZE", {"RANK": "0", "WORLD_SIZE": "2"}, "local"),
+    ("MASTER_* preset", {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "local"),
+    ("plain without a port", without(plain(), "MASTER_PORT"), "local"),
+    ("plain, a blank port", {**plain(), "MASTER_PORT": "  "}, "local"),
+    ("all but RUN_ID of torchrun", without(torchrun(), "TORCHELASTIC_RUN_ID"), "plain"),
+    ("a pod that is no PyTorchJob", {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, "local"),
+    ("by hand without an address", without(by_hand(), "MASTER_ADDR"), "local"),
+    ("PMI_RANK and PMI_SIZE alone", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "local"),
+    ("OMPI_UNIVERSE_SIZE alone", {"OMPI_UNIVERSE_SIZE": "2"}, "local"),
+    ("LSF's own script", bsub(), "local"),
+    ("PBS without PALS", {"PBS_JOBID": "391.pbs", "PBS_NODEFILE": "/nowhere"}, "local"),
+    ("an allocation", allocation(), "local"),
+    ("a batch step", batch(), "local"),
+    ("a batch step of one task", batch(1), "local"),
+    ("Jupyter on a Slurm node", batch(1, "ood-jupyter"), "local"),
+    ("an array's batch step", {**batch(), "SLURM_ARRAY_TASK_ID": "3"}, "local"),
+    ("an interactive step", {**step(0, "1", place=(0, 0)), "SLURM_STEP_ID": "4294967290"}, "local"),
+    ("a blank step id", {**batch(), "SLURM_STEP_ID": ""}, "local"),
+]
+
+REFUSED: list[tuple[str, Variables, str]] = [
+    # ---- a launcher was at work, but its set has a hole
+    ("torchrun without RANK", without(torchrun(), "RANK"), "RANK is not set"),
+    ("torchrun without address", without(torchrun(), "MASTER_ADDR"), "MASTER_ADDR is not set"),
+    ("step without its size", without(step(), "SLURM_STEP_NUM_TASKS"), "SLURM_STEP_NUM_TASKS is not set"),
+    ("step without a rank", without(step(), "SLURM_PROCID"), "SLURM_PROCID is not set"),
+    ("step without its nodes", without(step(), "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST is not set"),
+    ("Open MPI without a size", without(open_mpi(), "OMPI_COMM_WORLD_SIZE"), "SIZE is not set"),
+    ("hydra without PMI", without(hydra(), "PMI_SIZE", "PMI_RANK"), "PMI_RANK, PMI_SIZE is not set"),
+    ("jsrun without a local rank", without(jsrun(), "JSM_NAMESPACE_LOCAL_RANK"), "LOCAL_RANK is not set"),
+    ("PALS without a node", without(pals(), "PALS_NODEID"), "PALS_NODEID is not set"),
+    # ---- contradictions
+    ("torchrun, rank too high", {**torchrun(), "RANK": "2"}, "global_rank=2"),
+    ("step, rank too high", {**step(), "SLURM_PROCID": "2"}, "global_rank=2"),
+    ("step, local rank too high", {**step(), "SLURM_LOCALID": "2"}, "local_rank=2"),
+    ("step, node too high", {**step(), "SLURM_NODEID": "1"}, "SLURM_NODEID"),
+    ("step, counts do not add up", {**step(), "SLURM_STEP_TASKS_PER_NODE": "3"}, "does not add up"),
+    ("step, counts of other nodes", {**step(), "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "does not add up"),
+    ("step inherited by sbatch", {**batch(), **without(step(0, place=(0, 0)), "SLURM_GTIDS")}, "inherited"),
+    (
+        "mpirun of one inside of a step of four",
+        {**step(3, "4", place=(0, 3)), **open_mpi(0, 1)},
+        "both claim",
+    ),
+    ("mpirun and srun disagree", {**step(1, "2"), **open_mpi(0, 2)}, "both claim"),
+    ("mpirun, rank too high", open_mpi(5, 2, 0), "global_rank=5"),
+    ("mpirun, more here than there are", open_mpi(1, 2, 1, 3), "world_size=2"),
+    ("hydra, no ranks here", {**hydra(), "MPI_LOCALNRANKS": "0"}, "local_rank=1"),
+    ("jsrun, rank too high", jsrun(9, 2, 2), "global_rank=9"),
+    ("PALS, node too high", {**pals(), "PALS_NODEID": "7"}, "node_rank=7"),
+    ("pod, rank too high", {**pod(), "RANK": "2", "PET_NODE_RANK": "2"}, "node_rank|global_rank"),
+    ("pod, two ranks", {**pod(), "PET_NODE_RANK": "0"}, "not the same"),
+    ("pod, sizes disagree", {**pod(), "PET_NNODES": "3"}, "WORLD_SIZE is not"),
+    ("pod, size no multiple", {**without(pod(1, 2, "2"), "PET_NNODES"), "WORLD_SIZE": "3"}, "PET_NNODES"),
+    ("plain, local rank differs", {**plain(), "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is not set"),
+    ("plain, rank too high", {**plain(2), "LOCAL_RANK": "2"}, "global_rank=2"),
+    ("by hand, node too high", {**by_hand(2)}, "node_rank=2|global_rank=2"),
+    # ---- hostile
+    ("step, no number", {**step(), "SLURM_PROCID": "one"}, "SLURM_PROCID is not a number"),
+    ("step, negative", {**step(), "SLURM_NODEID": "-1"}, "SLURM_NODEID is not a number"),
+    ("step, huge", {**step(), "SLURM_STEP_NUM_TASKS": "9" * 40}, "SLURM_STEP_NUM_TASKS is not a number"),
+    ("step, other digits", {**step(), "SLURM_LOCALID": "\u0661"}, "SLURM_LOCALID is not a number"),
+    ("step, a strange id", {**step(), "SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID is not a number"),
+    ("step, a bomb of tasks", {**step(), "SLURM_STEP_TASKS_PER_NODE": "1(x999999999)"}, "at most 100000"),
+    ("step, no counts", {**step(), "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE"),
+    ("step, strange tasks here", {**step(), "SLURM_GTIDS": "\x00,"}, "SLURM_GTIDS"),
+    ("mpirun, a fraction", {**open_mpi(), "OMPI_COMM_WORLD_SIZE": "2.0"}, "OMPI_COMM_WORLD_SIZE is not"),
+    ("hydra, a sign", {**hydra(), "PMI_RANK": "+1"}, "PMI_RANK is not a number"),
+    ("jsrun, text", {**jsrun(), "JSM_NAMESPACE_SIZE": "many"}, "JSM_NAMESPACE_SIZE is not a number"),
+    ("PALS, huge", {**pals(), "PMI_SIZE": "10000001"}, "PMI_SIZE is not within"),
+    ("pod, no pods", {**pod(), "WORLD_SIZE": "0"}, "WORLD_SIZE is not within"),
+    ("pod, strange count", {**pod(), "PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE is not a number"),
+    ("pod, no processes", {**pod(), "PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE is not within"),
+    ("pod, elastic nodes", {**pod(), "PET_NNODES": "1:4"}, "PET_NNODES is not a number"),
+    ("by hand, no number", {**by_hand(), "NODE_RANK": "first"}, "NODE_RANK is not a number"),
+    ("by hand, no nodes", {**by_hand(), "NNODES": "0"}, "node_rank=1|global_rank=1"),
+]
+
+
+def named(table: list[tuple[str, Variables, str]]) -> list[object]:
+    return [pytest.param(variables, expected, id=name) for name, variables, expected in table]
+
+
+@pytest.mark.parametrize(("variables", "name"), named(FOUND))
+def test_the_right_environment(variables: Variables, name: str) -> None:
+    """Whoever started the process is found, and each other candidate has its reason."""
+    detection = detect_environment(variables)
+    assert detection.environment.name == name
+    assert all(detection.rejected.values())
+
+
+@pytest.mark.parametrize(("variables", "problem"), named(REFUSED))
+def test_the_right_error(variables: Variables, problem: str) -> None:
+    """A launcher that was at work, with variables that cannot be right, is an error that says so."""
+    with pytest.raises(EnvironmentVariableError, match=problem):
+        detect_environment(variables)
+
+
+def test_everybody_else_has_a_reason() -> None:
+    """Each built-in environment but the one found, and the last resort, is among the rejected."""
+    detection = detect_environment(open_mpi())
+    assert set(detection.rejected) == set(environment_names()) - {"mpi", "local"}
+
+
+def reason(variables: Variables, name: str) -> str:
+    return detect_environment(variables).rejected[name]
+
+
+def test_a_batch_step_says_so() -> None:
+    """Slurm's reason names the situation, not just a variable."""
+    assert (
+        reason(batch(), "slurm") == "this is a batch step (SLURM_STEP_ID is not set): srun has not started it"
+    )
+    assert reason(allocation(), "slurm").startswith("this is a shell in an allocation")
+    assert reason(bsub(), "lsf").startswith("this is the job's own script")
+
+
+def test_a_nearer_launcher_is_named() -> None:
+    """What was passed over for something nearer says for what."""
+    assert "mpirun is nearer" in reason({**step(0, "1", place=(0, 0)), **open_mpi(3, 4, 1, 2)}, "slurm")
+    assert reason({**jsrun()}, "mpi") == "lsf is nearer to this process"
+
+
+def test_damage_behind_the_one_found_is_its_reason_only() -> None:
+    """A later candidate's broken set does not stop an earlier one that is whole."""
+    detection = detect_environment({**step(), **without(pals(), "PALS_NODEID")})
+    assert detection.environment.name == "slurm"
+    assert detection.rejected["pals"] == "PALS_NODEID is not set"
+
+
+def test_its_text_holds_all_reasons() -> None:
+    """`str` gives the environment, why, and each rejected one, in one line."""
+    detection = detect_environment(batch())
+    assert isinstance(detection, Detection)
+    assert str(detection).startswith("environment 'local': ")
+    assert all(f"not {name!r}: {why}" in str(detection) for name, why in detection.rejected.items())

@@ -1,0 +1,117 @@
+"""Slurm's short ways of writing, as pure functions."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from rankwise.environments._node_list import expand_counts, expand_node_list, first_node
+from rankwise.errors import InvalidArgumentError
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        (" n1 ", ["n1"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[1-2,5]", ["n1", "n2", "n5"]),
+        ("n[08-10]", ["n08", "n09", "n10"]),
+        ("n[8-10]", ["n8", "n9", "n10"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("n[007]", ["n007"]),
+        ("n[1-2]-ib", ["n1-ib", "n2-ib"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("r[1-2]n[3]x,login", ["r1n3x", "r2n3x", "login"]),
+        ("gpu[1,3-4],cpu[02-03],big", ["gpu1", "gpu3", "gpu4", "cpu02", "cpu03", "big"]),
+        ("ip-10-0-0-[1-2].eu.internal", ["ip-10-0-0-1.eu.internal", "ip-10-0-0-2.eu.internal"]),
+        ("[1-2]", ["1", "2"]),
+    ],
+)
+def test_node_lists(text: str, names: list[str]) -> None:
+    """Each form of a node list gives its nodes, in its order; the first is node 0."""
+    assert expand_node_list(text) == names
+    assert first_node(text) == names[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        ",",
+        "n1,",
+        ",n1",
+        "n[",
+        "n]",
+        "n[]",
+        "n[1",
+        "n1]",
+        "n[1-]",
+        "n[-1]",
+        "n[3-1]",
+        "n[1--2]",
+        "n[a-b]",
+        "n[1-2-3]",
+        "n[[1]]",
+        "n[1]]",
+        "n 1",
+        "(null)",
+        "n\x00",
+        "n[\u0661-\u0663]",
+        "n\u0661",
+        "$(reboot)",
+        "n[" + "9" * 5000 + "]",
+    ],
+    ids=ascii,
+)
+def test_what_is_no_node_list(text: str) -> None:
+    """Anything else is our error, with the text shortened, and never a bare one."""
+    with pytest.raises(InvalidArgumentError, match="node list") as caught:
+        expand_node_list(text)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "text", ["n[1-999999999999999]", "n[0-999][0-999][0-999]", ",".join(["n[1-60000]"] * 2)]
+)
+def test_no_memory_bombs(text: str) -> None:
+    """A list of more nodes than any cluster has is refused before it is written out."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidArgumentError, match="at most 100000"):
+            expand_node_list(text)
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_ten_thousand_nodes() -> None:
+    """A big cluster's list is whole, padded throughout."""
+    names = expand_node_list("gpu[00001-10000]")
+    assert len(set(names)) == 10_000
+    assert (names[0], names[-1]) == ("gpu00001", "gpu10000")
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("2", [2]), ("2(x3),1", [2, 2, 2, 1]), ("1(x2),4,2(x1)", [1, 1, 4, 2]), (" 8 ", [8]), ("0", [0])],
+)
+def test_counts(text: str, counts: list[int]) -> None:
+    """One count for each node."""
+    assert expand_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "x", "2(x", "2(x)", "2(3)", "-1", "2,,1", "2(x-1)", "\u0662", "1" * 50])
+def test_what_is_no_count(text: str) -> None:
+    """Anything else is our error."""
+    with pytest.raises(InvalidArgumentError, match="tasks per node"):
+        expand_counts(text)
+
+
+def test_no_bomb_of_counts() -> None:
+    """A repetition beyond any cluster is refused before it is written out."""
+    with pytest.raises(InvalidArgumentError, match="at most 100000"):
+        expand_counts("1(x100000),1(x1)")

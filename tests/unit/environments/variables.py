@@ -1,0 +1,180 @@
+"""Variable sets as launchers really set them, for tests to take and to damage."""
+
+from __future__ import annotations
+
+Variables = dict[str, str]
+
+
+def torchrun(rank: int = 1, size: int = 2) -> Variables:
+    """One node, under torchrun."""
+    return {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": str(rank),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29400",
+    }
+
+
+def allocation(tasks: int = 2, name: str = "train") -> Variables:
+    """A shell in an allocation of one node, as `salloc` gives it."""
+    return {
+        "SLURM_JOB_ID": "1042",
+        "SLURM_JOBID": "1042",
+        "SLURM_JOB_NAME": name,
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NNODES": "1",
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_NPROCS": str(tasks),
+        "SLURM_TASKS_PER_NODE": str(tasks),
+        "SLURM_SUBMIT_HOST": "login",
+    }
+
+
+def batch(tasks: int = 2, name: str = "train") -> Variables:
+    """The batch script of a job: one process, whatever its `SLURM_NTASKS` says."""
+    return {
+        **allocation(tasks, name),
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_GTIDS": "0",
+        "SLURMD_NODENAME": "n1",
+    }
+
+
+def step(
+    rank: int = 1, per_node: str = "2", nodes: str = "n1", *, place: tuple[int, int] = (0, 1)
+) -> Variables:
+    """A task of a step of srun; `place` is its node and its id there."""
+    counts = [
+        int(count.partition("(x")[0])
+        for count in per_node.split(",")
+        for _ in range(int(count.partition("(x")[2].rstrip(")") or 1))
+    ]
+    node, local = place
+    first = sum(counts[:node])
+    return {
+        **allocation(sum(counts)),
+        "SLURM_STEP_ID": "3",
+        "SLURM_STEPID": "3",
+        "SLURM_STEP_NUM_TASKS": str(sum(counts)),
+        "SLURM_STEP_NUM_NODES": str(len(counts)),
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
+        "SLURM_GTIDS": ",".join(str(first + index) for index in range(counts[node])),
+        "SLURM_TASK_PID": "4711",
+    }
+
+
+def open_mpi(
+    rank: int = 1, size: int = 2, local: int | None = None, local_size: int | None = None
+) -> Variables:
+    """A rank of Open MPI's mpirun."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank if local is None else local),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(size if local_size is None else local_size),
+        "OMPI_COMM_WORLD_NODE_RANK": str(rank if local is None else local),
+        "OMPI_UNIVERSE_SIZE": str(size),
+        "PMIX_NAMESPACE": "814546945",
+        "PMIX_RANK": str(rank),
+    }
+
+
+def hydra(rank: int = 1, size: int = 2, local_size: int | None = None) -> Variables:
+    """A rank of mpiexec.hydra: MPICH and Intel MPI."""
+    on_node = size if local_size is None else local_size
+    return {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(size),
+        "PMI_FD": "8",
+        "MPI_LOCALRANKID": str(rank % on_node),
+        "MPI_LOCALNRANKS": str(on_node),
+        "HYDI_CONTROL_FD": "7",
+    }
+
+
+def jsrun(rank: int = 1, size: int = 2, local_size: int | None = None) -> Variables:
+    """A task of jsrun in a job of LSF; Spectrum MPI's variables come along."""
+    on_node = size if local_size is None else local_size
+    return {
+        **bsub(),
+        "JSM_NAMESPACE_RANK": str(rank),
+        "JSM_NAMESPACE_SIZE": str(size),
+        "JSM_NAMESPACE_LOCAL_RANK": str(rank % on_node),
+        "JSM_NAMESPACE_LOCAL_SIZE": str(on_node),
+        **open_mpi(rank, size, rank % on_node, on_node),
+    }
+
+
+def bsub() -> Variables:
+    """The script of a job of LSF."""
+    return {"LSB_JOBID": "77", "LSB_JOBINDEX": "0", "LSB_QUEUE": "batch", "LSB_JOBNAME": "train"}
+
+
+def pals(rank: int = 1, size: int = 2) -> Variables:
+    """A rank of PALS."""
+    return {
+        "PBS_JOBID": "391.pbs",
+        "PALS_APID": "0c7a",
+        "PALS_RANKID": str(rank),
+        "PALS_LOCAL_RANKID": str(rank),
+        "PALS_NODEID": "0",
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(size),
+        "PMI_LOCAL_RANK": str(rank),
+        "PMI_LOCAL_SIZE": str(size),
+    }
+
+
+def pod(rank: int = 1, pods: int = 2, per_pod: str = "auto") -> Variables:
+    """A pod of a PyTorchJob."""
+    count = int(per_pod) if per_pod.isdecimal() else 1
+    return {
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+        "KUBERNETES_PORT": "tcp://10.96.0.1:443",
+        "PYTHONUNBUFFERED": "1",
+        "MASTER_ADDR": "job-master-0",
+        "MASTER_PORT": "23456",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(pods * count),
+        "PET_MASTER_ADDR": "job-master-0",
+        "PET_MASTER_PORT": "23456",
+        "PET_NPROC_PER_NODE": per_pod,
+        "PET_NNODES": str(pods),
+        "PET_NODE_RANK": str(rank),
+    }
+
+
+def plain(rank: int = 1, size: int = 2) -> Variables:
+    """What torch itself reads."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "5000",
+    }
+
+
+def by_hand(node: int = 1) -> Variables:
+    """One process on each node."""
+    return {"NODE_RANK": str(node), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000", "NNODES": "2"}
+
+
+def without(variables: Variables, *names: str) -> Variables:
+    """Return the variables less some."""
+    return {name: value for name, value in variables.items() if name not in names}
