@@ -24,6 +24,7 @@ RankwiseError
 |-- RankZeroFailedError (RuntimeError)      the rank that went first failed, while this one waited for it
 |-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time
 |-- UnevenInputsError (RuntimeError)        ranks have different numbers of batches
+|-- NonFiniteLossError (FloatingPointError) a loss or gradient is infinite or NaN
 `-- CheckpointError (RuntimeError)          a checkpoint could not be written or read
 """
 
@@ -47,6 +48,7 @@ __all__ = [
     "LaunchRefusedError",
     "LifecycleError",
     "MissingExtraError",
+    "NonFiniteLossError",
     "NotPicklableError",
     "ProcessGroupError",
     "RankZeroFailedError",
@@ -548,6 +550,33 @@ class UnevenInputsError(RankwiseError, RuntimeError):
     def fix(self) -> str:
         return (
             "let use_distributed_sampler=True split the data evenly, or limit_train_batches to the smallest."
+        )
+
+
+@dataclass(eq=False, repr=False)
+class NonFiniteLossError(RankwiseError, FloatingPointError):
+    """A loss, or a gradient of one, is infinite or NaN; raised on every rank at the same step.
+
+    `global_ranks` are those whose loss it was: none where all losses were finite, but not their gradients.
+    """
+
+    global_step: int
+    epoch: int
+    batch_idx: int
+    global_ranks: tuple[int, ...] = ()
+    world_size: int = 1
+
+    def summary(self) -> str:
+        where = f"at optimizer step {self.global_step} (epoch {self.epoch}, batch {self.batch_idx})"
+        if not self.global_ranks:
+            return f"Gradients are infinite or NaN {where}, though every rank's loss is finite."
+        ranks = ", ".join(str(rank) for rank in self.global_ranks)
+        return f"The loss is infinite or NaN {where}: on global_rank {ranks} of {self.world_size} ranks."
+
+    def fix(self) -> str:
+        return (
+            "look for log(0), sqrt(0), a division by 0 or a learning rate too high; "
+            'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" goes on.'
         )
 
 

@@ -51,6 +51,7 @@ class Environment(Check):
         "PYTEST_CURRENT_TEST",  # pytest's own
         "KMP_DUPLICATE_LIB_OK",  # importing scikit-learn sets these two
         "KMP_INIT_AT_FORK",
+        "TORCHINDUCTOR_CACHE_DIR",  # torch sets it when its compiler is first imported, as by an optimizer
     )
 
     def __init__(self) -> None:

@@ -187,6 +187,16 @@ CASES = [
         "or limit_train_batches to the smallest.",
     ),
     Case(
+        lambda: errors.NonFiniteLossError(
+            global_step=7, epoch=1, batch_idx=3, global_ranks=(0, 2), world_size=4
+        ),
+        FloatingPointError,
+        "The loss is infinite or NaN at optimizer step 7 (epoch 1, batch 3): "
+        "on global_rank 0, 2 of 4 ranks.\n"
+        "  Fix: look for log(0), sqrt(0), a division by 0 or a learning rate too high; "
+        'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" goes on.',
+    ),
+    Case(
         lambda: errors.CheckpointError(path="last.ckpt", problem="it ends early", remedy="use another."),
         RuntimeError,
         "Checkpoint 'last.ckpt': it ends early.\n  Fix: use another.",

@@ -2,5 +2,17 @@
 
 from rankwise.precision.base import Precision
 from rankwise.precision.factory import create_precision
+from rankwise.precision.finite import are_finite
+from rankwise.precision.master_weights import MasterWeightsPrecision
+from rankwise.precision.mixed import MixedPrecision
+from rankwise.precision.true_formats import DoublePrecision, HalfPrecision
 
-__all__ = ["Precision", "create_precision"]
+__all__ = [
+    "DoublePrecision",
+    "HalfPrecision",
+    "MasterWeightsPrecision",
+    "MixedPrecision",
+    "Precision",
+    "are_finite",
+    "create_precision",
+]

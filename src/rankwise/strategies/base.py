@@ -20,13 +20,13 @@ from rankwise.launchers._seat import Seat
 from rankwise.precision import Precision
 from rankwise.ranks import RankInfo
 from rankwise.strategies._arguments import check_instance
+from rankwise.strategies._around_module import AroundModule
 from rankwise.strategies._binding import check_environment, check_world, find_environment
 from rankwise.strategies._devices import check_devices, check_num_nodes, device_type, local_devices
 from rankwise.strategies._job import RankEntry
 from rankwise.strategies._redirect import call_through
 from rankwise.strategies._scopes import rank_zero_set, variables_set
 from rankwise.strategies._state import State
-from rankwise.strategies._together import Together
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Devices = int | str | list[int] | tuple[int, ...]
 
 
-class Strategy(Together):
+class Strategy(AroundModule):
     """Start the processes, connect them, wrap the model, synchronise, clean up.
 
     A strategy is plain configuration until `bind` gives it devices, nodes and an environment, once. Then
@@ -275,6 +275,7 @@ class Strategy(Together):
         """
         self._job.enter_context(variables_set(self.seat.variables))
         self._job.enter_context(rank_zero_set(self.ranks.global_rank))
+        self.precision.device_type = self.root_device.type
         if self.root_device.type == "cuda":
             torch.cuda.set_device(self.root_device)
 

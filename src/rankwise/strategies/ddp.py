@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -32,7 +33,9 @@ from rankwise.strategies._arguments import (
     check_grace_period,
     check_timeout,
 )
+from rankwise.strategies._gradients import averages_everywhere
 from rankwise.strategies._scopes import threads_shared_by
+from rankwise.strategies._sync_batchnorm import SyncedBatchNorms
 from rankwise.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ _OWN_ARGUMENTS = (
     "rendezvous",
     "grace_period_s",
     "command",
+    "sync_batchnorm",
 )
 
 
@@ -76,6 +80,7 @@ class DDPStrategy(Strategy):
             `"tcp"` (torch's, on loopback), or `"auto"`: private with gloo.
         grace_period_s: how long a rank that is told to stop has before it is killed.
         command: with `"popen"`, what to run instead of this process's own command line.
+        sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
         ddp_kwargs: for `DistributedDataParallel`, as this version of torch takes them.
 
     The other arguments are `Strategy`'s.
@@ -104,6 +109,7 @@ class DDPStrategy(Strategy):
         rendezvous: str = "auto",
         grace_period_s: float = 1.0,
         command: Sequence[str] | None = None,
+        sync_batchnorm: bool = False,
         **ddp_kwargs: Any,
     ) -> None:
         if parallel_devices is not None:
@@ -126,6 +132,8 @@ class DDPStrategy(Strategy):
         self.grace_period_s = check_grace_period(grace_period_s)
         self.ddp_kwargs = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
         self._command = check_command(command)
+        self.sync_batchnorm = sync_batchnorm
+        self._synced_batchnorms = SyncedBatchNorms()
         is_default = process_group_backend is None
         self._wanted_backend = None if is_default else check_backend(process_group_backend)
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -159,6 +167,11 @@ class DDPStrategy(Strategy):
         )
 
     def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
+        if self.sync_batchnorm and self.world_size > 1 and self.root_device.type == "cpu":
+            raise ConfigurationError(
+                message="sync_batchnorm=True is not possible on the CPU: torch has no SyncBatchNorm there.",
+                remedy="leave it out, or train on CUDA devices.",
+            )
         if environment.creates_processes_externally:
             return self._inline_launcher(environment)
         seats = self._local_seats(self.local_world_size)
@@ -211,6 +224,8 @@ class DDPStrategy(Strategy):
         self._job.callback(self._drop_wrappers)
 
     def _drop_wrappers(self) -> None:
+        self._synced_batchnorms.revert()
+        self.precision.agree = None
         # torch aborts now and then when a group is destroyed under a live wrapper: its reducer goes first.
         for wrapper in list(self._wrappers):
             for part in ("reducer", "logger"):
@@ -221,6 +236,8 @@ class DDPStrategy(Strategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and wrap it; one with nothing to train is not wrapped."""
+        if self.sync_batchnorm and self.world_size > 1:
+            self._synced_batchnorms.convert(module, self.data_parallel_group)
         module = super().setup_module(module)
         if not any(parameter.requires_grad for parameter in module.parameters()):
             self._plain_modules.add(module)
@@ -234,6 +251,8 @@ class DDPStrategy(Strategy):
                 expected="it to return a DistributedDataParallel",
             )
         self._wrappers.add(wrapped)
+        if self.gradients_may_differ(wrapped):
+            self.precision.agree = partial(self.reduce_boolean_decision, all=False)
         return wrapped
 
     def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
@@ -255,6 +274,16 @@ class DDPStrategy(Strategy):
     def _wrapping_stream(self) -> AbstractContextManager[Any]:
         # A side stream, so that DDP's hooks order themselves behind it; torch's notes on CUDA graphs and DDP.
         return torch.cuda.stream(torch.cuda.Stream()) if self.root_device.type == "cuda" else nullcontext()
+
+    def gradients_may_differ(self, module: nn.Module) -> bool:
+        """Return whether ranks may hold different gradients: with subgroups, or hooks that are not known."""
+        if not isinstance(module, DistributedDataParallel):
+            return False
+        return self.data_parallel_group is not None or not averages_everywhere(module)
+
+    def restore_module(self, module: nn.Module) -> None:
+        """Turn `SyncBatchNorm` back into what it was, in place."""
+        self._synced_batchnorms.revert()
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:
         """Return the user's module from its wrapper."""
@@ -290,12 +319,18 @@ class DDPStrategy(Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without wrappers, which belong to a process group."""
-        return {**super().__getstate__(), "_wrappers": None, "_plain_modules": None}
+        return {
+            **super().__getstate__(),
+            "_wrappers": None,
+            "_plain_modules": None,
+            "_synced_batchnorms": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._wrappers = weakref.WeakSet()
         self._plain_modules = weakref.WeakSet()
+        self._synced_batchnorms = SyncedBatchNorms()
 
 
 class DDPSpawnStrategy(DDPStrategy):

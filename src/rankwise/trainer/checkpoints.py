@@ -60,6 +60,7 @@ def restore_module(trainer: Trainer, module: TrainingModule, checkpoint: dict[st
     for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)
     module.on_load_checkpoint(checkpoint)
+    trainer.strategy.precision.prepare_to_load(module)
     try:
         trainer.strategy.load_module_state_dict(module, checkpoint["state_dict"])
     except RuntimeError as error:
@@ -86,9 +87,9 @@ def restore_loop(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> Non
     trainer.progress.end_epoch()
     try:
         trainer.load_optimizer_states(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
+        trainer.strategy.precision.load_state_dict(checkpoint.get("precision", {}))
     except ValueError as error:
         raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
-    trainer.strategy.precision.load_state_dict(checkpoint.get("precision", {}))
     for callback in trainer.callbacks:
         if callback.state_key in checkpoint["callbacks"]:
             callback.load_state_dict(checkpoint["callbacks"][callback.state_key])

@@ -49,6 +49,7 @@ class TrainerFacts:
     callbacks: list[Callback]
     loggers: list[Logger]
     min_epochs: int
+    on_nonfinite: str | None
 
     def __init__(self) -> None:
         self._max_epochs: int | None = None
@@ -116,6 +117,7 @@ class TrainerFacts:
         states = self._optimizer_states()
         if not self.optimizers:
             self.optimizers, self.lr_scheduler_configs = configure(self.module)
+        self.strategy.precision.configure(self.module, self.optimizers)
         if states is not None:
             self.load_optimizer_states(*states)
         self._pending_states = None

@@ -106,7 +106,7 @@ class FitLoop:
         call_hook(trainer, "on_train_batch_start", batch, batch_idx)
         outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
         self._progress.end_batch(is_last)
-        if is_window_end:
+        if is_window_end and self._optimization.has_stepped:
             self._step_schedulers("step")
         if is_last:
             self._step_schedulers("epoch")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
+from rankwise.trainer.nonfinite import NonFiniteGuard
 
 if TYPE_CHECKING:
     from rankwise.trainer.loaders import LoaderShare
@@ -28,6 +29,9 @@ class AutomaticOptimization:
         module: the user's.
         wrapped: the same, as the strategy has wrapped it.
         share: this rank's training batches.
+
+    Attributes:
+        has_stepped: whether the last window changed the weights; a step may have been skipped.
     """
 
     def __init__(
@@ -39,6 +43,8 @@ class AutomaticOptimization:
         self._wrapped = wrapped
         self._share = share
         self._has_gradients = False
+        self._guard = NonFiniteGuard(trainer, wrapped)
+        self.has_stepped = False
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Compute a batch's gradients, and step where its window ends; return what `training_step` did.
@@ -60,7 +66,7 @@ class AutomaticOptimization:
                 outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
             loss = self._loss_of(outputs, batch_idx)
             if loss is not None and self._trainer.optimizers:
-                loss = loss / self._window_size(batch_idx)
+                loss = self._guard.mark(loss / self._window_size(batch_idx))
                 self._module.on_before_backward(loss)
                 strategy.backward(loss)
                 self._module.on_after_backward()
@@ -85,15 +91,20 @@ class AutomaticOptimization:
 
     def _clear_gradients(self) -> None:
         self._has_gradients = False
+        self._guard.forget()
         for optimizer in self._trainer.optimizers:
             self._module.on_before_zero_grad(optimizer)
-            optimizer.zero_grad()
+            self._strategy.precision.zero_grad(optimizer)
 
     def _step(self) -> None:
+        self.has_stepped = False
         for optimizer in self._trainer.optimizers if self._has_gradients else []:
-            self._module.on_before_optimizer_step(optimizer)
-            self._clip_gradients(optimizer)
-            self._strategy.optimizer_step(optimizer)
+            if self._guard.allows_step(optimizer):
+                self._strategy.precision.unscale_gradients(optimizer)
+                self._module.on_before_optimizer_step(optimizer)
+                self._clip_gradients(optimizer)
+                self._strategy.optimizer_step(optimizer)
+                self.has_stepped = not self._strategy.precision.has_skipped_step
         self._trainer.progress.global_step += 1
 
     def _clip_gradients(self, optimizer: torch.optim.Optimizer) -> None:

@@ -68,4 +68,4 @@ class PredictionLoop:
         with precision.forward_context():
             outputs = self._module.predict_step(batch, *indices)
         call_hook(self._trainer, "on_predict_batch_end", outputs, batch, *indices)
-        return apply_to_collection(outputs, Tensor, lambda tensor: tensor.cpu())
+        return apply_to_collection(precision.convert_output(outputs), Tensor, lambda tensor: tensor.cpu())

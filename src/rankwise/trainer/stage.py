@@ -113,7 +113,6 @@ def _prepare(trainer: Trainer, module: TrainingModule, plan: Plan) -> None:
 def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan: Plan) -> None:
     wrapped = trainer.strategy.setup_module(module)
     trainer.create_optimizers()
-    trainer.strategy.precision.configure(module, trainer.optimizers)
     trainer.strategy.on_after_setup_optimizers(trainer.optimizers)
     if plan.checkpoint is not None:
         restore_loop(trainer, plan.checkpoint, plan.checkpoint_path)
@@ -132,6 +131,7 @@ def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan
     trainer.has_validation = validation is not None
     call_hook(trainer, "on_fit_start")
     FitLoop(trainer, module, wrapped, share, validation).run()
+    trainer.strategy.restore_module(module)
     call_hook(trainer, "on_fit_end")
 
 

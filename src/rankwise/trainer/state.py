@@ -32,6 +32,7 @@ class CallerState:
         schedulers: the learning rate schedulers' states.
         callbacks: the callbacks' states, in their order.
         loggers: the loggers' states, in their order.
+        precision: the precision's state.
         trainer: the trainer's own facts, by attribute.
         hparams: the module's hyper parameters.
     """
@@ -42,6 +43,7 @@ class CallerState:
     schedulers: list[dict[str, Any]]
     callbacks: list[dict[str, Any]]
     loggers: list[dict[str, Any]]
+    precision: dict[str, Any]
     trainer: dict[str, Any]
     hparams: dict[str, Any]
 
@@ -67,10 +69,11 @@ def capture(trainer: Trainer, module: TrainingModule, known_modules: set[str]) -
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         callbacks=[callback.state_dict() for callback in trainer.callbacks],
         loggers=[logger.state_dict() for logger in trainer.loggers],
+        precision=trainer.strategy.precision.state_dict(),
         trainer={name: getattr(trainer, name) for name in trainer.FACTS},
         hparams=module.hparams,
     )
-    for name in ("optimizers", "schedulers", "callbacks", "trainer"):
+    for name in ("optimizers", "schedulers", "callbacks", "precision", "trainer"):
         on_cpu = apply_to_collection(getattr(state, name), Tensor, lambda tensor: tensor.detach().cpu())
         setattr(state, name, on_cpu)
     return state
@@ -94,6 +97,7 @@ def restore(trainer: Trainer, module: TrainingModule, state: CallerState) -> Non
     if state.optimizers:
         trainer.create_optimizers()
         trainer.load_optimizer_states(state.optimizers, state.schedulers)
+    trainer.strategy.precision.load_state_dict(state.precision)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -118,7 +122,9 @@ def _put(owner: nn.Module, name: str, value: Tensor) -> None:
     current = (owner._parameters if is_parameter else owner._buffers).get(name)
     if isinstance(current, (UninitializedParameter, UninitializedBuffer)):
         current.materialize(value.shape, dtype=value.dtype)
-    if current is None or current.shape != value.shape or current.dtype != value.dtype:
+    if is_parameter and current is not None and current.dtype != value.dtype:
+        current.data = value.data  # converted there, as it would have been here
+    elif current is None or current.shape != value.shape or current.dtype != value.dtype:
         if is_parameter or name in owner._buffers:
             setattr(owner, name, value)
         else:

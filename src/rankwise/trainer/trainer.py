@@ -16,6 +16,7 @@ from rankwise.trainer.checkpoints import find_checkpoint, make_checkpoint
 from rankwise.trainer.facts import TrainerFacts
 from rankwise.trainer.loaders import check_loaders
 from rankwise.trainer.module import TrainingModule
+from rankwise.trainer.nonfinite import POLICIES
 from rankwise.trainer.stage import Plan, StageName, check_module, run_stage
 from rankwise.trainer.state import restore
 
@@ -37,7 +38,8 @@ class Trainer(TrainerFacts):
         devices: processes on this node: a number, `"auto"` or device indices.
         num_nodes: nodes; `"auto"` for as many as were started.
         strategy: a registered name, or an instance.
-        precision: `"32-true"` (also 32); None leaves it to the strategy.
+        precision: `"32-true"`, `"16-mixed"`, `"bf16-mixed"`, `"16-true"`, `"bf16-true"`, `"64-true"`, or with
+            32-bit master weights `"16-master"`, `"bf16-master"`; None leaves it to the strategy.
         plugins: a cluster environment (or its name), a precision, a checkpoint IO, a strategy; one of each.
         callbacks: one, or a list.
         logger: one, or a list; None and True for a `CSVLogger`, False for none.
@@ -55,6 +57,9 @@ class Trainer(TrainerFacts):
         accumulate_grad_batches: how many batches an optimizer step is made of.
         gradient_clip_val: clip gradients to that; None or 0 for no clipping.
         gradient_clip_algorithm: `"norm"` or `"value"`.
+        on_nonfinite: what all ranks do when a loss is infinite or NaN on any: `"raise"`, `"skip"` the step,
+            or None to look at none.
+        sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
         use_distributed_sampler: whether loaders are split over the ranks.
         log_every_n_steps: after how many optimizer steps loggers get the steps' metrics.
         enable_progress_bar: None shows one where tqdm is installed.
@@ -103,6 +108,8 @@ class Trainer(TrainerFacts):
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str = "norm",
+        on_nonfinite: str | None = None,
+        sync_batchnorm: bool = False,
         use_distributed_sampler: bool = True,
         log_every_n_steps: int = 50,
         enable_progress_bar: bool | None = None,
@@ -134,6 +141,9 @@ class Trainer(TrainerFacts):
         self.gradient_clip_algorithm = arguments.check_choice(
             "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
         )
+        self.on_nonfinite = (
+            None if on_nonfinite is None else arguments.check_choice("on_nonfinite", on_nonfinite, POLICIES)
+        )
         self.use_distributed_sampler = use_distributed_sampler
         self.log_every_n_steps = arguments.check_whole("log_every_n_steps", log_every_n_steps, 1)
         self.default_root_dir = str(Path(default_root_dir or Path.cwd()).absolute())
@@ -147,6 +157,7 @@ class Trainer(TrainerFacts):
         found = arguments.Plugins(plugins)
         self.strategy = arguments.collect_strategy(strategy, found)
         self.strategy.precision = arguments.collect_precision(precision, found) or self.strategy.precision
+        self.strategy.sync_batchnorm = sync_batchnorm or self.strategy.sync_batchnorm
         self.strategy.checkpoint_io = found.checkpoint_io or self.strategy.checkpoint_io
         self.strategy.bind(
             accelerator=accelerator, devices=devices, num_nodes=num_nodes, environment=found.environment

@@ -21,16 +21,33 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[float]:
     return [parameter.grad.item() for group in optimizer.param_groups for parameter in group["params"]]
 
 
-@pytest.mark.parametrize("name", [32, "32", "32-true", "32-TRUE"])
-def test_spellings(name: str | int) -> None:
-    """Every spelling of 32 bits gives the default precision."""
-    assert create_precision(name).name == "32-true"
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (32, "32-true"),
+        ("32-TRUE", "32-true"),
+        (64, "64-true"),
+        ("64-true", "64-true"),
+        (16, "16-mixed"),
+        ("16-mixed", "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("BF16-mixed", "bf16-mixed"),
+        ("16-true", "16-true"),
+        ("bf16-true", "bf16-true"),
+        ("16-master", "16-master"),
+        ("bf16-master", "bf16-master"),
+    ],
+)
+def test_names(given: str | int, name: str) -> None:
+    """Every name, in any case, and Lightning's short ones."""
+    assert create_precision(given).name == name
 
 
-def test_unknown_name() -> None:
+@pytest.mark.parametrize(("given", "nearest"), [("32-tru", "32-true"), ("bf16_mixed", "bf16-mixed")])
+def test_unknown_name(given: str, nearest: str) -> None:
     """An unknown precision is refused, and the nearest one suggested."""
-    with pytest.raises(UnknownNameError, match="Did you mean '32-true'"):
-        create_precision("32-tru")
+    with pytest.raises(UnknownNameError, match=f"Did you mean '{nearest}'"):
+        create_precision(given)
 
 
 def test_norm_is_clipped_over_all_parameters() -> None:

@@ -1,0 +1,178 @@
+"""`LossScaler`: scale losses so that small half-precision gradients survive, and skip steps that overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import final
+
+from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
+from rankwise.precision.finite import are_finite
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from rankwise.precision.base import Precision
+
+__all__ = ["LossScaler"]
+
+_DEFAULTS = {
+    "init_scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+}
+_BOUNDS = {
+    "init_scale": (0.0, math.inf),
+    "growth_factor": (1.0, math.inf),
+    "backoff_factor": (0.0, 1.0),
+    "growth_interval": (0.0, math.inf),
+}
+
+
+@final
+class LossScaler:
+    """torch's `GradScaler`, for any number of optimizers, and agreed between ranks.
+
+    The scale is updated late: when the next loss is scaled. Within one training step all optimizers thus
+    use one scale, and gradients that wait for their optimizer meanwhile are brought to the new one.
+
+    Args:
+        options: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, as torch has them.
+
+    Raises:
+        UnknownArgumentError, InvalidArgumentError: for options that cannot work.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = {**_DEFAULTS, **_checked(options)}
+        self._scaler: torch.amp.GradScaler | None = None
+        self._state: dict[str, Any] = {}
+        self._optimizers: list[Optimizer] = []
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def configure(self, optimizers: list[Optimizer]) -> None:
+        """Take the optimizers that share the scale."""
+        self._optimizers = list(optimizers)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale of now."""
+        self._update()
+        return self._on(loss.device.type).scale(loss)
+
+    def unscale(self, optimizer: Optimizer, precision: Precision) -> None:
+        """Divide the optimizer's gradients by the scale, once for each step of it."""
+        if id(optimizer) in self._stepped:
+            self._update()
+        gradients = _gradients(optimizer)
+        if id(optimizer) in self._unscaled or not gradients:
+            return
+        if precision.agree is not None:
+            _poison_if_any(gradients, precision)
+        self._on(gradients[0].device.type).unscale_(optimizer)
+        self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, precision: Precision, closure: object) -> Any:
+        """Let the optimizer step, unless a gradient is not finite.
+
+        Raises:
+            ConfigurationError: for an optimizer that computes its loss again.
+        """
+        if closure is not None:
+            raise ConfigurationError(
+                message=f"precision={precision.name!r} cannot step with a closure, whose loss nobody scales.",
+                facts=f"the optimizer is {type(optimizer).__name__}.",
+                remedy='use precision="bf16-mixed" or "32-true", which scale nothing.',
+            )
+        self.unscale(optimizer, precision)
+        if id(optimizer) not in self._unscaled:  # it has no gradients
+            return optimizer.step()
+        done: list[bool] = []
+        handle = optimizer.register_step_post_hook(lambda *_: done.append(True))
+        try:
+            result = self._on("cpu").step(optimizer)
+        finally:
+            handle.remove()
+        precision.has_skipped_step = not done
+        self._stepped.add(id(optimizer))
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and how long it has held; empty before the first loss."""
+        self._update()
+        return dict(self._state) if self._scaler is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._state = dict(state)
+        self._scaler = None
+        self._unscaled, self._stepped = set(), set()
+
+    def _on(self, device_type: str) -> torch.amp.GradScaler:
+        """Return torch's scaler; the device of the first loss is where it lives."""
+        if self._scaler is None:
+            self._scaler = torch.amp.GradScaler(device_type, **self._options)
+            if self._state:
+                self._scaler.load_state_dict(self._state)
+        return self._scaler
+
+    def _update(self) -> None:
+        """Update the scale, if an optimizer has stepped since the last time."""
+        if self._scaler is None or not self._stepped:
+            return
+        waiting = [
+            optimizer
+            for optimizer in self._optimizers
+            if id(optimizer) not in self._stepped and _gradients(optimizer)
+        ]
+        before = self._scaler.get_scale() if waiting else 1.0
+        self._scaler.update()
+        for optimizer in waiting:
+            factor = self._scaler.get_scale() / (1.0 if id(optimizer) in self._unscaled else before)
+            for gradient in _gradients(optimizer) if factor != 1.0 else []:
+                gradient.mul_(factor)
+        self._unscaled.clear()
+        self._stepped.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel as numbers: tensors and optimizers stay where they are."""
+        return {
+            **self.__dict__,
+            "_state": self.state_dict(),
+            "_scaler": None,
+            "_optimizers": [],
+            "_unscaled": set(),
+            "_stepped": set(),
+        }
+
+
+def _poison_if_any(gradients: list[Tensor], precision: Precision) -> None:
+    """Make this rank skip if another one does, where gradients are not the same on all."""
+    is_finite = are_finite(gradients)
+    if precision.agree is not None and precision.agree(not is_finite) and is_finite:
+        gradients[0].fill_(float("nan"))
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    parameters: Iterable[Tensor] = (
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    )
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        if name not in _BOUNDS:
+            raise UnknownArgumentError(target="a loss scale", name=name, known=tuple(_BOUNDS))
+        low, high = _BOUNDS[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_kind = is_number and (name != "growth_interval" or isinstance(value, int))
+        if not is_kind or not low < value < high:
+            expected = f"a {'whole ' if name == 'growth_interval' else ''}number between {low:g} and {high:g}"
+            raise InvalidArgumentError(argument=name, value=value, expected=expected)
+    return options

@@ -1,0 +1,224 @@
+"""`MasterWeightsPrecision`: 16-bit weights to compute with, and 32-bit ones for the optimizer to update."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from typing_extensions import final
+
+from rankwise.errors import ConfigurationError, UnknownArgumentError, UnknownNameError
+from rankwise.precision.base import Precision
+from rankwise.precision.loss_scaling import LossScaler
+from rankwise.precision.true_formats import default_dtype, floats_to
+
+__all__ = ["MasterWeightsPrecision"]
+
+_DTYPES = {"16-master": torch.float16, "bf16-master": torch.bfloat16}
+_INIT_SCALE = 2.0**15  # a float16 loss times torch's 2**16 would overflow by itself
+
+
+@final
+class MasterWeightsPrecision(Precision):
+    """Keep a 32-bit copy of every 16-bit weight in the optimizer, so that small updates are not lost.
+
+    This is what Apex called O2: the module's parameters and its input are 16-bit, batch normalisation
+    stays in 32, and with float16 the loss is scaled dynamically. The optimizers' parameter groups hold the
+    copies; their gradients come from the module's, and after a step its weights are rounded from them.
+    Checkpoints keep the copies, under `"precision"`. See Micikevicius et al., "Mixed Precision Training".
+
+    Args:
+        name: `"16-master"` or `"bf16-master"`.
+        scaler: for float16: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`.
+
+    Raises:
+        UnknownNameError: for another name.
+        UnknownArgumentError, InvalidArgumentError: for scaler options that cannot work.
+    """
+
+    def __init__(self, name: str = "16-master", **scaler: Any) -> None:
+        if name not in _DTYPES:
+            raise UnknownNameError(kind="precision", name=name, known=tuple(_DTYPES))
+        self.name = name
+        self.dtype = _DTYPES[name]
+        if scaler and self.dtype is not torch.float16:
+            raise UnknownArgumentError(
+                target=f"precision {name!r}, which scales nothing,", name=next(iter(scaler)), known=()
+            )
+        is_scaled = self.dtype is torch.float16
+        self._scaler = LossScaler({"init_scale": _INIT_SCALE, **scaler}) if is_scaled else None
+        self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._pending: list[list[Tensor]] = []
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the format is float16."""
+        return self._scaler is not None
+
+    # ------------------------------------------------------------------ the module
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert 32-bit parameters and buffers in place, but those of batch normalisation."""
+        for submodule in module.modules():
+            if isinstance(submodule, _BatchNorm):
+                continue
+            for parameter in submodule.parameters(recurse=False):
+                if parameter.dtype is torch.float32:
+                    parameter.data = parameter.data.to(self.dtype)
+            for name, buffer in submodule.named_buffers(recurse=False):
+                if buffer.dtype is torch.float32:
+                    submodule._buffers[name] = buffer.to(self.dtype)
+        return module
+
+    def configure(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Put 32-bit copies of the module's 16-bit parameters into the optimizers.
+
+        Mutates: `optimizer.param_groups` and the keys of `optimizer.state`.
+
+        Raises:
+            ConfigurationError: for an optimizer that splits its parameters over the ranks.
+        """
+        known = {id(master): half for pairs in self._pairs.values() for half, master in pairs}
+        masters: dict[int, Tensor] = {}
+        self._pairs = {}
+        for optimizer in optimizers:
+            _check_whole(optimizer, self.name)
+            pairs = self._pairs[id(optimizer)] = []
+            for group in optimizer.param_groups:
+                group["params"] = [
+                    self._replaced(parameter, optimizer, known, masters, pairs)
+                    for parameter in group["params"]
+                ]
+        if self._scaler is not None:
+            self._scaler.configure(optimizers)
+        if self._pending:
+            self._load_masters(self._pending)
+
+    def _replaced(
+        self,
+        parameter: Tensor,
+        optimizer: Optimizer,
+        known: dict[int, Tensor],
+        masters: dict[int, Tensor],
+        pairs: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Return what the optimizer updates for a parameter: a 32-bit copy, or itself if it has 32 bits."""
+        if id(parameter) in known:  # a copy from the fit before, which may have been on another device
+            half = known[id(parameter)]
+            parameter.data = parameter.data.to(half.device)
+            masters.setdefault(id(half), parameter)
+        elif parameter.dtype is self.dtype:
+            half = parameter
+            if id(half) not in masters:
+                copy = half.detach().to(torch.float32)  # of what DDP has made the same on every rank
+                masters[id(half)] = nn.Parameter(copy, half.requires_grad)
+            if half in optimizer.state:
+                optimizer.state[masters[id(half)]] = floats_to(optimizer.state.pop(half), torch.float32)
+        else:
+            return parameter
+        pairs.append((half, masters[id(half)]))
+        return masters[id(half)]
+
+    # ------------------------------------------------------------------ a step
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new tensors have 16 bits."""
+        return default_dtype(self.dtype)
+
+    def convert_input(self, batch: Any) -> Any:
+        return floats_to(batch, self.dtype)
+
+    def convert_output(self, output: Any) -> Any:
+        return floats_to(output, torch.get_default_dtype())
+
+    def backward(self, loss: Tensor) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss.float())).backward()
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Move the module's gradients to the 32-bit copies, and give them their true size there."""
+        for half, master in self._pairs.get(id(optimizer), []):
+            if half.grad is not None:
+                gradient = half.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                half.grad = None
+        if self._scaler is not None:
+            self._scaler.unscale(optimizer, self)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the 32-bit copies, and round the module's weights from them.
+
+        Raises:
+            ConfigurationError: with a closure, which would see weights that are not updated yet.
+        """
+        if closure is not None:
+            raise ConfigurationError(
+                message=f"precision={self.name!r} cannot step with a closure.",
+                facts=f"the optimizer is {type(optimizer).__name__}.",
+                remedy='use precision="32-true" or "bf16-mixed".',
+            )
+        self.unscale_gradients(optimizer)
+        result = optimizer.step() if self._scaler is None else self._scaler.step(optimizer, self, None)
+        if not self.has_skipped_step:
+            self._round(id(optimizer))
+        return result
+
+    def _round(self, key: int) -> None:
+        with torch.no_grad():
+            for half, master in self._pairs.get(key, []):
+                half.copy_(master)
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        for half, _ in self._pairs.get(id(optimizer), []):
+            half.grad = None
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        masters = [[master.detach() for _, master in pairs] for pairs in self._pairs.values()]
+        state: dict[str, Any] = {"masters": masters or self._pending}
+        return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; before `configure`, the copies wait for it.
+
+        Raises:
+            ValueError: when the copies do not fit the optimizers.
+        """
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state_dict.get("scaler", {}))
+        masters = state_dict.get("masters", [])
+        if masters and self._pairs:
+            self._load_masters(masters)
+        else:
+            self._pending = masters
+
+    def _load_masters(self, masters: list[list[Tensor]]) -> None:
+        self._pending = []
+        mine = [master for pairs in self._pairs.values() for _, master in pairs]
+        theirs = [master for group in masters for master in group]
+        if [master.shape for master in mine] != [master.shape for master in theirs]:
+            raise ValueError(f"{len(theirs)} master weights do not fit {len(mine)} parameters.")
+        with torch.no_grad():
+            for master, other in zip(mine, theirs, strict=True):
+                master.copy_(other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel with the copies, but without what they belong to."""
+        masters = self.state_dict()["masters"]
+        return {**super().__getstate__(), "_pairs": {}, "_pending": masters}
+
+
+def _check_whole(optimizer: Optimizer, name: str) -> None:
+    sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer):
+        raise ConfigurationError(
+            message=f"precision={name!r} does not work with ZeroRedundancyOptimizer: it splits the copies.",
+            remedy='use precision="bf16-mixed" or "16-mixed" with it.',
+        )

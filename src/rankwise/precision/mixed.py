@@ -1,0 +1,88 @@
+"""`MixedPrecision`: parameters in 32 bits, and the operations that bear it in 16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import final
+
+from rankwise.errors import UnknownArgumentError, UnknownNameError
+from rankwise.precision.base import Precision
+from rankwise.precision.loss_scaling import LossScaler
+
+__all__ = ["MixedPrecision"]
+
+_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+@final
+class MixedPrecision(Precision):
+    """Run forward passes under `torch.autocast`; with float16, scale the loss.
+
+    Args:
+        name: `"16-mixed"` or `"bf16-mixed"`.
+        scaler: for `"16-mixed"`: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`.
+
+    Raises:
+        UnknownNameError: for another name.
+        UnknownArgumentError, InvalidArgumentError: for scaler options that cannot work.
+    """
+
+    def __init__(self, name: str = "bf16-mixed", **scaler: Any) -> None:
+        if name not in _DTYPES:
+            raise UnknownNameError(kind="precision", name=name, known=tuple(_DTYPES))
+        self.name = name
+        self.dtype = _DTYPES[name]
+        if scaler and self.dtype is not torch.float16:
+            raise UnknownArgumentError(
+                target=f"precision {name!r}, which scales nothing,", name=next(iter(scaler)), known=()
+            )
+        self._scaler = LossScaler(scaler) if self.dtype is torch.float16 else None
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the format is float16."""
+        return self._scaler is not None
+
+    def configure(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        if self._scaler is not None:
+            self._scaler.configure(optimizers)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return autocast."""
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    def convert_output(self, output: Any) -> Any:
+        return apply_to_collection(output, Tensor, lambda tensor: _widened(tensor, self.dtype))
+
+    def backward(self, loss: Tensor) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        if self._scaler is not None:
+            self._scaler.unscale(optimizer, self)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if self._scaler is None:
+            result = super().optimizer_step(optimizer, closure)
+        else:
+            result = self._scaler.step(optimizer, self, closure)
+        torch.clear_autocast_cache()  # a step within autocast (manual optimisation) leaves old weights there
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state_dict.get("scaler", {}))
+
+
+def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype is dtype else tensor

@@ -1,0 +1,98 @@
+"""`HalfPrecision` and `DoublePrecision`: parameters, data and computation in one format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from typing_extensions import final
+
+from rankwise.errors import UnknownNameError
+from rankwise.precision.base import Precision
+
+__all__ = ["DoublePrecision", "HalfPrecision", "default_dtype", "floats_to"]
+
+T = TypeVar("T")
+_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Have new tensors in `dtype` within the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def floats_to(batch: T, dtype: torch.dtype) -> T:
+    """Return a batch with its floating-point tensors in `dtype`, and all else as it is."""
+    converted: T = apply_to_collection(
+        batch,
+        Tensor,
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
+        allow_frozen=True,
+    )
+    return converted
+
+
+class _TrueFormat(Precision):
+    """Everything in one format, `dtype`."""
+
+    dtype: torch.dtype
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert parameters and buffers, in place."""
+        return module.to(self.dtype)
+
+    def prepare_to_load(self, module: nn.Module) -> None:
+        """Convert first: a module in 32 bits would round a checkpoint in 64."""
+        self.convert_module(module)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new tensors have this format."""
+        return default_dtype(self.dtype)
+
+    def convert_input(self, batch: Any) -> Any:
+        return floats_to(batch, self.dtype)
+
+    def convert_output(self, output: Any) -> Any:
+        return floats_to(output, torch.get_default_dtype())
+
+
+@final
+class HalfPrecision(_TrueFormat):
+    """Everything in 16 bits: half the memory, and little room for small updates.
+
+    `MasterWeightsPrecision` keeps the room.
+
+    Args:
+        name: `"16-true"` or `"bf16-true"`.
+
+    Raises:
+        UnknownNameError: for another name.
+    """
+
+    def __init__(self, name: str = "16-true") -> None:
+        if name not in _DTYPES:
+            raise UnknownNameError(kind="precision", name=name, known=tuple(_DTYPES))
+        self.name = name
+        self.dtype = _DTYPES[name]
+
+
+@final
+class DoublePrecision(_TrueFormat):
+    """Everything in 64 bits."""
+
+    name = "64-true"
+    dtype = torch.float64
+
+    def convert_output(self, output: Any) -> Any:
+        """Keep predictions as they are: nothing is gained by rounding them."""
+        return output

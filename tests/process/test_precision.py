@@ -1,0 +1,139 @@
+"""Precision on two ranks: both have the same weights, and both skip a step or none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from rankwise import DDPStrategy
+from rankwise.errors import WorkerRaisedError
+from rankwise.precision import MasterWeightsPrecision, MixedPrecision, Precision, create_precision
+from tests.process.helpers import ddp
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "16-master", "bf16-master")
+BAD_STEP = 2
+
+
+def create(name: str) -> Precision:
+    """Return a precision whose scale, if it has one, is low enough not to overflow by itself."""
+    if name == "16-mixed":
+        return MixedPrecision(name, init_scale=64.0)
+    return MasterWeightsPrecision(name, init_scale=64.0) if name == "16-master" else create_precision(name)
+
+
+class Unreduced(DDPStrategy):
+    """Its gradients stay on their rank, as between the averagings of post-local SGD."""
+
+    def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
+        wrapper = super().configure_ddp(module, device_ids)
+        wrapper.register_comm_hook(None, noop_hook)
+        return wrapper
+
+
+def train(strategy: DDPStrategy, name: str) -> dict[str, Any]:
+    """Take 5 steps, with an infinite loss on rank 1 in one of them; return what every rank has seen."""
+    torch.manual_seed(1 + strategy.global_rank)
+    strategy.precision = create(name)
+    model = strategy.setup_module(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    precision = strategy.precision
+    precision.configure(strategy.unwrap_module(model), [optimizer])
+    skipped, norms = [], []
+    for step in range(5):
+        precision.zero_grad(optimizer)
+        with precision.forward_context():
+            loss = model(precision.convert_input(torch.randn(6, 4))).square().mean()
+        is_bad = precision.scales_loss and step == BAD_STEP and strategy.global_rank == 1
+        strategy.backward(loss * float("inf") if is_bad else loss)
+        norms.append(float(precision.clip_gradients_norm(optimizer, 1.0)))
+        strategy.optimizer_step(optimizer)
+        skipped.append(precision.has_skipped_step)
+    state = {key: value.float() for key, value in strategy.get_module_state_dict(model).items()}
+    weights = torch.cat([state[key].flatten() for key in ("0.weight", "1.weight", "2.weight")])
+    return {"skipped": skipped, "norms": norms, "weights": weights}
+
+
+def train_in_all(strategy: DDPStrategy) -> dict[str, Any]:
+    """Train in every precision, one after the other."""
+    return {name: train(strategy, name) for name in NAMES}
+
+
+def test_every_precision_on_two_ranks() -> None:
+    """Gradients are the same on both ranks, and so are weights; an overflow on one rank makes both skip."""
+    strategy = ddp("fork")
+    strategy.launch(train_in_all)
+    first, second = (strategy.results[rank] for rank in range(2))
+    for name in NAMES:
+        one, other = first[name], second[name]
+        assert torch.equal(one["weights"], other["weights"]), name
+        assert one["weights"].isfinite().all(), name
+        assert one["skipped"] == other["skipped"], name
+        is_scaled = name in ("16-mixed", "16-master")
+        assert one["skipped"] == [step == BAD_STEP and is_scaled for step in range(5)], name
+        good = [step for step in range(5) if not one["skipped"][step]]
+        assert [one["norms"][step] for step in good] == [other["norms"][step] for step in good], name
+
+
+def test_gradients_that_differ_are_agreed() -> None:
+    """Where gradients are not averaged, the ranks ask each other, and still skip together."""
+    strategy = Unreduced(start_method="fork", accelerator="cpu", devices=2)
+    strategy.launch(train, "16-mixed")
+    first, second = (strategy.results[rank] for rank in range(2))
+    assert not torch.equal(first["weights"], second["weights"])
+    assert first["skipped"] == second["skipped"] == [step == BAD_STEP for step in range(5)]
+
+
+class Spoilt(Regression):
+    """The loss of one rank becomes NaN in one batch; counts the batches whose step changed the weights."""
+
+    moved: Tensor
+    before: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("moved", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.before = next(self.net.parameters()).detach().clone()
+        return loss * float("nan") if batch_idx == 1 and self.global_rank == 1 else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.moved.add_(int(not torch.equal(self.before, next(self.net.parameters()))))
+
+
+def test_nan_on_one_rank_raises_on_all() -> None:
+    """`on_nonfinite="raise"` ends the job with the step and the rank whose loss it was."""
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, on_nonfinite="raise")
+    with pytest.raises(
+        WorkerRaisedError, match=r"NonFiniteLossError: .*batch 1\): on global_rank 1 of 2"
+    ) as caught:
+        trainer.fit(Spoilt(), loader(24, 4))
+    assert caught.value.exception_type.endswith("NonFiniteLossError")
+
+
+def test_nan_on_one_rank_is_skipped_on_all() -> None:
+    """`on_nonfinite="skip"`: the weights of both ranks move in every step but that one."""
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, on_nonfinite="skip")
+    module = Spoilt()
+    trainer.fit(module, loader(24, 4))
+    assert (trainer.global_step, int(module.moved)) == (3, 2)
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_scale_comes_back_and_goes_on() -> None:
+    """After a fit elsewhere the caller has the scale and how long it has held; the next fit goes on."""
+    precision = MixedPrecision("16-mixed", init_scale=64.0)
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, plugins=[precision])
+    module = Regression()
+    for epochs in (1, 2):
+        trainer.max_epochs = epochs
+        trainer.fit(module, loader(24, 4))
+        state = precision.state_dict()["scaler"]
+        assert (state["scale"], state["_growth_tracker"]) == (64.0, 3 * epochs)

@@ -1,0 +1,203 @@
+"""The dynamic loss scale: one for all optimizers, updated late, agreed where ranks differ."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
+from rankwise.precision import MixedPrecision
+
+
+def scaled(**options: Any) -> MixedPrecision:
+    return MixedPrecision("16-mixed", **{"init_scale": 4.0, "growth_interval": 1, **options})
+
+
+def optimizer(count: int = 1) -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.ones(2)) for _ in range(count)], lr=1.0)
+
+
+def weight(of: torch.optim.Optimizer) -> Tensor:
+    first: Tensor = of.param_groups[0]["params"][0]
+    return first
+
+
+def gradient(of: torch.optim.Optimizer) -> list[float]:
+    found = weight(of).grad
+    return [] if found is None else found.tolist()
+
+
+def scale_of(precision: MixedPrecision) -> float:
+    return float(precision.state_dict()["scaler"]["scale"])
+
+
+def test_losses_are_scaled_and_gradients_unscaled() -> None:
+    """Backward gives gradients times the scale, and the step sees true ones."""
+    precision, sgd = scaled(), optimizer()
+    precision.backward(weight(sgd).sum())
+    assert gradient(sgd) == [4.0, 4.0]
+    precision.optimizer_step(sgd)
+    assert weight(sgd).tolist() == [0.0, 0.0]
+    assert not precision.has_skipped_step
+
+
+def test_unscaling_twice_is_unscaling_once() -> None:
+    """Clipping after a hook has unscaled already sees the same gradients."""
+    precision, sgd = scaled(), optimizer()
+    precision.backward(weight(sgd).sum())
+    precision.unscale_gradients(sgd)
+    precision.unscale_gradients(sgd)
+    assert precision.clip_gradients_norm(sgd, 1.0).item() == pytest.approx(2**0.5)
+
+
+def test_clipping_unscales_first() -> None:
+    """The limit is one of true gradients."""
+    precision, sgd = scaled(), optimizer()
+    precision.backward((weight(sgd) * torch.tensor([3.0, -0.5])).sum())
+    precision.clip_gradients_value(sgd, 1.0)
+    assert gradient(sgd) == [1.0, -0.5]
+
+
+def test_overflow_skips_and_lowers_the_scale() -> None:
+    """A gradient that is infinite changes no weight and halves the scale."""
+    precision, sgd = scaled(), optimizer()
+    precision.backward(weight(sgd).sum() * float("inf"))
+    precision.optimizer_step(sgd)
+    assert precision.has_skipped_step
+    assert weight(sgd).tolist() == [1.0, 1.0]
+    assert scale_of(precision) == 2.0
+
+
+def test_the_scale_grows() -> None:
+    """After `growth_interval` good steps the scale is doubled."""
+    precision, sgd = scaled(), optimizer()
+    precision.backward(weight(sgd).sum())
+    precision.optimizer_step(sgd)
+    assert scale_of(precision) == 8.0
+
+
+def test_two_optimizers_within_a_step_share_the_scale() -> None:
+    """Losses scaled before either optimizer steps are unscaled alike, clipped or not."""
+    precision, first, second = scaled(), optimizer(), optimizer()
+    precision.configure(nn.Module(), [first, second])
+    precision.backward(weight(first).sum())
+    precision.backward(weight(second).sum())
+    precision.clip_gradients_norm(second, 100.0)
+    precision.optimizer_step(first)
+    precision.optimizer_step(second)
+    assert weight(first).tolist() == weight(second).tolist() == [0.0, 0.0]
+
+
+def test_waiting_gradients_follow_the_scale() -> None:
+    """What one optimizer accumulates while another one steps is unscaled right, whatever the scale became."""
+    precision, stepping, waiting = scaled(), optimizer(), optimizer()
+    precision.configure(nn.Module(), [stepping, waiting])
+    precision.backward(weight(waiting).sum())
+    for _ in range(3):  # the scale goes from 4 to 32
+        precision.zero_grad(stepping)
+        precision.backward(weight(stepping).sum())
+        precision.optimizer_step(stepping)
+    precision.backward(weight(waiting).sum())
+    precision.optimizer_step(waiting)
+    assert weight(waiting).tolist() == [-1.0, -1.0]
+
+
+def test_unscaled_gradients_that_wait_are_scaled_again() -> None:
+    """Clipping one optimizer's gradients long before it steps does not unscale them twice."""
+    precision, stepping, waiting = scaled(), optimizer(), optimizer()
+    precision.configure(nn.Module(), [stepping, waiting])
+    precision.backward(weight(waiting).sum())
+    precision.unscale_gradients(waiting)
+    precision.backward(weight(stepping).sum())
+    precision.optimizer_step(stepping)
+    precision.backward(weight(stepping).sum())
+    precision.optimizer_step(waiting)
+    assert weight(waiting).tolist() == [0.0, 0.0]
+
+
+def test_one_optimizer_may_step_twice_in_a_batch() -> None:
+    """A critic that steps several times is unscaled each time."""
+    precision, sgd = scaled(), optimizer()
+    for _ in range(2):
+        precision.zero_grad(sgd)
+        precision.backward(weight(sgd).sum())
+        precision.optimizer_step(sgd)
+    assert weight(sgd).tolist() == [-1.0, -1.0]
+
+
+def test_no_gradients() -> None:
+    """An optimizer without gradients steps over nothing, and the scale stays."""
+    precision, sgd = scaled(), optimizer()
+    precision.optimizer_step(sgd)
+    assert weight(sgd).tolist() == [1.0, 1.0]
+    assert precision.state_dict() == {"scaler": {}}
+
+
+def test_closures_are_refused() -> None:
+    """An optimizer that computes its loss again is refused: nobody scales that loss."""
+    with pytest.raises(ConfigurationError, match="closure"):
+        scaled().optimizer_step(optimizer(), lambda: 0.0)
+
+
+def test_a_rank_skips_because_another_does() -> None:
+    """Where gradients differ between ranks, one rank's overflow makes the others skip."""
+    precision, sgd, asked = scaled(), optimizer(), []
+
+    def agree(is_bad: bool) -> bool:
+        asked.append(is_bad)
+        return True
+
+    precision.agree = agree
+    precision.backward(weight(sgd).sum())
+    precision.optimizer_step(sgd)
+    assert asked == [False]
+    assert precision.has_skipped_step
+    assert weight(sgd).tolist() == [1.0, 1.0]
+
+
+def test_state_is_saved_and_loaded() -> None:
+    """The scale and how long it has held go on where they were."""
+    precision, sgd = scaled(growth_interval=5), optimizer()
+    precision.backward(weight(sgd).sum())
+    precision.optimizer_step(sgd)
+    state = precision.state_dict()
+    assert (state["scaler"]["scale"], state["scaler"]["_growth_tracker"]) == (4.0, 1)
+    other = scaled(init_scale=64.0)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    other.backward(weight(optimizer()).sum())
+    assert other.state_dict() == state
+
+
+def test_travels() -> None:
+    """A precision takes its scale to another process, and leaves optimizers and the strategy behind."""
+    precision, sgd = scaled(), optimizer()
+    precision.configure(nn.Module(), [sgd])
+    precision.agree = lambda is_bad: is_bad
+    precision.backward(weight(sgd).sum())
+    precision.optimizer_step(sgd)
+    travelled = pickle.loads(pickle.dumps(precision))
+    assert travelled.state_dict() == precision.state_dict()
+    assert travelled.agree is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("16-mixed", {"init_scale": 0}, InvalidArgumentError),
+        ("16-mixed", {"growth_factor": 1.0}, InvalidArgumentError),
+        ("16-mixed", {"backoff_factor": 1.5}, InvalidArgumentError),
+        ("16-mixed", {"growth_interval": 2.5}, InvalidArgumentError),
+        ("16-mixed", {"init_scale": "big"}, InvalidArgumentError),
+        ("16-mixed", {"initial_scale": 2.0}, UnknownArgumentError),
+        ("bf16-mixed", {"init_scale": 2.0}, UnknownArgumentError),
+    ],
+)
+def test_options_that_cannot_work(name: str, options: dict[str, Any], error: type[Exception]) -> None:
+    """What torch would only assert in a rank is refused at once."""
+    with pytest.raises(error):
+        MixedPrecision(name, **options)

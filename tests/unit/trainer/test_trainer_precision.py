@@ -1,0 +1,108 @@
+"""A Trainer in every precision: what it trains, predicts and keeps in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise.errors import CheckpointError
+from rankwise.precision import MasterWeightsPrecision, Precision
+from rankwise.trainer.state import capture, restore
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+NAMES = ["64-true", "bf16-mixed", "16-mixed", "16-true", "bf16-true", "16-master", "bf16-master"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_learns(tmp_path: Path, name: str) -> None:
+    """The loss goes down, with clipping and accumulation; predictions have 32 bits or more."""
+    model = Line(lr=0.3)
+    train = trainer(tmp_path, precision=name, max_epochs=12, gradient_clip_val=1.0, accumulate_grad_batches=2)
+    [before] = train.validate(model, loader())
+    train.fit(model, loader())
+    [after] = train.validate(model, loader())
+    assert after["val_loss"] < before["val_loss"] / 4
+    predictions = train.predict(model, loader())
+    assert {prediction.dtype for prediction in predictions} <= {torch.float32, torch.float64}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
+    """Scale and 32-bit copies are in the checkpoint: the weights are the same to the bit."""
+    whole = trainer(tmp_path, precision=name, max_epochs=4)
+    model = Line()
+    whole.fit(model, loader())
+
+    first = trainer(tmp_path, precision=name, max_epochs=2)
+    first.fit(Line(), loader())
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, other = trainer(tmp_path, precision=name, max_epochs=4), Line()
+    resumed.fit(other, loader(), ckpt_path=tmp_path / "half.ckpt")
+
+    assert resumed.global_step == whole.global_step
+    assert torch.equal(other.layer.weight, model.layer.weight)
+    assert resumed.strategy.precision.state_dict().keys() == whole.strategy.precision.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "16-true", "16-master"])
+def test_state_comes_back(tmp_path: Path, name: str) -> None:
+    """What a worker trained is in the caller: formats, scale and copies; parameters keep their identity."""
+    there, model = trainer(tmp_path, precision=name), Line()
+    there.fit(model, loader())
+    state = capture(there, model, {name for name, _ in model.named_modules()})
+    here, mine = trainer(tmp_path, precision=name), Line()
+    here._adopt(mine, "fit")
+    weight = mine.layer.weight
+    assert state is not None
+    restore(here, mine, state)
+    assert mine.layer.weight is weight
+    assert weight.dtype is model.layer.weight.dtype
+    assert torch.equal(weight, model.layer.weight)
+    mine_state, their_state = here.strategy.precision.state_dict(), there.strategy.precision.state_dict()
+    assert mine_state.get("scaler") == their_state.get("scaler")
+    for mine_copies, their_copies in zip(
+        mine_state.get("masters", []), their_state.get("masters", []), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(mine_copies, their_copies, strict=True))
+
+
+def test_copies_of_another_module_are_refused(tmp_path: Path) -> None:
+    """A checkpoint whose master weights do not fit is a CheckpointError."""
+    first = trainer(tmp_path, precision="16-master")
+    first.fit(Line(), loader())
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    checkpoint["precision"]["masters"] = [[torch.ones(3)]]
+    torch.save(checkpoint, tmp_path / "b.ckpt")
+    with pytest.raises(CheckpointError, match="master weights do not fit"):
+        trainer(tmp_path, precision="16-master", max_epochs=2).fit(
+            Line(), loader(), ckpt_path=tmp_path / "b.ckpt"
+        )
+
+
+def test_configure_hook(tmp_path: Path) -> None:
+    """`Precision.configure` sees module and optimizers, before a checkpoint's state is loaded."""
+    seen: list[Any] = []
+
+    class Noting(Precision):
+        def configure(self, module: Any, optimizers: Any) -> None:
+            seen.append((module, list(optimizers)))
+
+    model, train = Line(), trainer(tmp_path, plugins=[Noting()])
+    train.fit(model, loader())
+    assert seen == [(model, train.optimizers)]
+
+
+def test_copies_are_more_than_rounded_weights(tmp_path: Path) -> None:
+    """A checkpoint holds 32-bit values that the module's 16-bit weights are the rounding of."""
+    train, model = trainer(tmp_path, plugins=[MasterWeightsPrecision("bf16-master")], max_epochs=3), Line()
+    train.fit(model, loader())
+    train.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    [[weight, _]] = checkpoint["precision"]["masters"]
+    assert weight.dtype is torch.float32
+    assert not torch.equal(weight, model.layer.weight.float())
+    assert torch.equal(weight.bfloat16(), checkpoint["state_dict"]["layer.weight"])
