@@ -33,7 +33,7 @@ from rankwise.strategies._arguments import (
     check_grace_period,
     check_timeout,
 )
-from rankwise.strategies._gradients import averages_everywhere
+from rankwise.strategies._same_gradients import averages_everywhere
 from rankwise.strategies._scopes import threads_shared_by
 from rankwise.strategies._sync_batchnorm import SyncedBatchNorms
 from rankwise.strategies.base import Strategy
