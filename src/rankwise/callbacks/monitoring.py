@@ -33,24 +33,16 @@ class MonitoringCallback(Callback):
             raise InvalidArgumentError(argument="mode", value=mode, expected="'min' or 'max'")
         self.monitor = monitor
         self.mode = mode
-        self._is_validated = False
 
     def on_metrics_ready(self, trainer: Trainer, module: TrainingModule) -> None:
         """Act; overridden by subclasses. Runs on every rank."""
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        self._is_validated = False
-
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        if not trainer.is_fitting:
-            return
-        if trainer.progress.is_epoch_done:
-            self._is_validated = True
-        else:
+        if trainer.is_fitting and not trainer.progress.is_epoch_done:
             self.on_metrics_ready(trainer, module)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        if self._is_validated or not trainer.has_validation or self.monitor is None:
+        if trainer.progress.is_validated or not trainer.has_validation or self.monitor is None:
             self.on_metrics_ready(trainer, module)
 
     @property

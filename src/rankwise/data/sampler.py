@@ -12,7 +12,7 @@ from typing_extensions import final
 
 from rankwise.data.random_state import isolated_random_state
 
-__all__ = ["ShardedSampler", "Uneven"]
+__all__ = ["ShardedSampler", "Uneven", "own_generators"]
 
 Uneven = Literal["pad", "drop", "keep"]
 
@@ -32,6 +32,9 @@ class ShardedSampler(Sampler[Any]):
         seed: with the epoch, gives the shuffled order; the same on all ranks.
         uneven: what happens to a stream that does not divide evenly. `"pad"` starts again from its beginning,
             `"drop"` leaves the rest out, `"keep"` lets the first ranks have one item more.
+
+    Attributes:
+        skip: how many items of the stream were taken already, by all ranks of an earlier run together.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class ShardedSampler(Sampler[Any]):
         self.seed = seed
         self.uneven = uneven
         self.epoch = 0
+        self.skip = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, for another order; passed on to a base sampler that has epochs too."""
@@ -52,25 +56,26 @@ class ShardedSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         stream = self._draw()
-        evened = islice(cycle(stream), self._evened(len(stream)))
+        evened = islice(cycle(stream), self.skip, self.skip + self._evened(len(stream)))
         return islice(evened, self.rank, None, self.num_replicas)
 
     def __len__(self) -> int:
         return len(range(self.rank, self._evened(len(self.sampler)), self.num_replicas))
 
     def _draw(self) -> list[Any]:
-        with isolated_random_state((self.seed + self.epoch) % 2**63, *_generators(self.sampler)):
+        with isolated_random_state((self.seed + self.epoch) % 2**63, *own_generators(self.sampler)):
             return list(self.sampler)
 
     def _evened(self, length: int) -> int:
-        """Return how many items all ranks take together of a stream of `length`."""
+        """Return how many items all ranks take together of what is left of a stream of `length`."""
+        length = max(0, length - self.skip)
         rest = length % self.num_replicas
         if self.uneven == "keep" or rest == 0:
             return length
         return length - rest if self.uneven == "drop" else length - rest + self.num_replicas
 
 
-def _generators(sampler: Any) -> Iterator[torch.Generator]:
+def own_generators(sampler: Any) -> Iterator[torch.Generator]:
     """Yield the generators that a sampler, or the one that it wraps, draws from."""
     while sampler is not None:
         if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):

@@ -11,7 +11,14 @@ from typing_extensions import TypeVar
 from rankwise.data.sampler import ShardedSampler, Uneven
 from rankwise.errors import UnshardableLoaderError
 
-__all__ = ["check_shardable", "shard_for_evaluation", "shard_for_prediction", "shard_for_training"]
+__all__ = [
+    "check_shardable",
+    "is_shardable",
+    "shard_for_evaluation",
+    "shard_for_prediction",
+    "shard_for_training",
+    "with_stream",
+]
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
@@ -49,7 +56,7 @@ def shard_for_prediction(loader: Loader, num_replicas: int, rank: int, *, seed: 
     if _is_sharded(loader):
         return loader
     stream = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return _with_stream(loader, ShardedSampler(stream, num_replicas, rank, seed=seed))
+    return with_stream(loader, ShardedSampler(stream, num_replicas, rank, seed=seed))
 
 
 def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int, uneven: Uneven) -> Loader:
@@ -58,13 +65,13 @@ def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int, uneven:
         return loader
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
-        return _with_stream(loader, ShardedSampler(batches, num_replicas, rank, seed=seed, uneven=uneven))
+        return with_stream(loader, ShardedSampler(batches, num_replicas, rank, seed=seed, uneven=uneven))
     sampler = ShardedSampler(loader.sampler, num_replicas, rank, seed=seed, uneven=uneven)
     if batches is None:
-        return _with_stream(loader, sampler)
+        return with_stream(loader, sampler)
     resampled = copy.copy(batches)
     resampled.sampler = sampler
-    return _with_stream(loader, resampled, sampler)
+    return with_stream(loader, resampled, sampler)
 
 
 def check_shardable(loader: Any) -> None:
@@ -89,6 +96,11 @@ def check_shardable(loader: Any) -> None:
         )
 
 
+def is_shardable(loader: Any) -> bool:
+    """Return whether `loader` is a data loader with an index stream to split."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
 def _is_sharded(loader: DataLoader[Any]) -> bool:
     """Return whether the user has split `loader` over the ranks already."""
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
@@ -99,7 +111,7 @@ def _drops_last(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.drop_last
 
 
-def _with_stream(loader: Loader, stream: Any, sampler: Any = None) -> Loader:
+def with_stream(loader: Loader, stream: Any, sampler: Any = None) -> Loader:
     """Return a copy of `loader` that reads its indices, or its batches of indices, from `stream`."""
     changed = copy.copy(loader)
     attributes = {"_iterator": None}  # persistent workers belong to the original

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.trainer.progress import Progress
+from rankwise.trainer.rank_state import RankState, gather_rank_states
 
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["find_checkpoint", "make_checkpoint", "restore_loop", "restore_module"]
 
 _VERSION = 1
-_NEEDED = ("loops", "optimizer_states", "lr_schedulers", "callbacks")
+_NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
 
 
 def make_checkpoint(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
@@ -39,6 +40,9 @@ def make_checkpoint(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
         },
         "precision": strategy.precision.state_dict(),
         "loops": dataclasses.asdict(progress),
+        "ranks": gather_rank_states(trainer),
+        "seed": trainer.seed,
+        "gradient_order": trainer.gradient_order,
     }
     if module.hparams:
         checkpoint["hyper_parameters"] = module.hparams
@@ -71,8 +75,11 @@ def restore_module(trainer: Trainer, module: TrainingModule, checkpoint: dict[st
         ) from None
 
 
-def restore_loop(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> None:
-    """Take over progress, optimizers, schedulers and callbacks; the optimizers must exist.
+def restore_loop(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> RankState:
+    """Take over progress, metrics, optimizers, schedulers and callbacks; the optimizers must exist.
+
+    Returns:
+        This rank's part of the checkpoint, for what is to be restored last.
 
     Raises:
         CheckpointError: when something is missing, or the optimizers are others.
@@ -84,7 +91,10 @@ def restore_loop(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> Non
             remedy="load its weights into the module instead: module.load_state_dict(...).",
         )
     trainer.progress = Progress(**checkpoint["loops"])
-    trainer.progress.end_epoch()
+    if trainer.progress.is_epoch_closed:
+        trainer.progress.end_epoch()
+    rank_state = RankState(trainer, checkpoint["ranks"])
+    rank_state.restore_metrics()
     try:
         trainer.load_optimizer_states(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
         trainer.strategy.precision.load_state_dict(checkpoint.get("precision", {}))
@@ -93,6 +103,7 @@ def restore_loop(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> Non
     for callback in trainer.callbacks:
         if callback.state_key in checkpoint["callbacks"]:
             callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
+    return rank_state
 
 
 def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> str | None:

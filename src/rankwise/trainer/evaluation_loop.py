@@ -72,6 +72,8 @@ class EvaluationLoop:
             self._hook("epoch_end")
             values = self._results.epoch_values(self._trainer.strategy)
             self._trainer.publish(values, is_logged=True)
+            if self._trainer.is_fitting:
+                self._trainer.progress.is_validated = True
             self._hook("end")
         metrics = {value.base_name: value.value.item() for value in values}
         return [self._metrics_of(dataloader_idx, metrics) for dataloader_idx in range(len(self._shares))]

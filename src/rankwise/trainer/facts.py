@@ -33,6 +33,8 @@ class TrainerFacts:
 
     FACTS: ClassVar = (
         "progress",
+        "seed",
+        "gradient_order",
         "should_stop",
         "callback_metrics",
         "logged_metrics",
@@ -63,6 +65,8 @@ class TrainerFacts:
         self._fitted_module: TrainingModule | None = None
         self.ckpt_path: str | None = None
         self.progress = Progress()
+        self.seed = 0
+        self.gradient_order: list[int] = []
         self.should_stop = False
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
@@ -80,6 +84,7 @@ class TrainerFacts:
         self._stage: StageName | None = None
         self._phase: str | None = None
         self._results: Results | None = None
+        self.epoch_results: Results | None = None
 
     # ------------------------------------------------------------------ within a stage
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from typing_extensions import final
 
 from rankwise.errors import UnevenInputsError
+from rankwise.trainer.gradient_order import record_gradient_order
 from rankwise.trainer.hooks import call_hook
-from rankwise.trainer.loaders import LoaderShare
 from rankwise.trainer.optimization import AutomaticOptimization
 from rankwise.trainer.optimizers import step_schedulers
+from rankwise.trainer.rank_state import RankState, seed_rank
 from rankwise.trainer.results import Results
 
 if TYPE_CHECKING:
     from rankwise.trainer.evaluation_loop import EvaluationLoop
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.training_share import TrainingShare
 
 __all__ = ["FitLoop"]
 
@@ -33,6 +36,7 @@ class FitLoop:
         wrapped: the same, as the strategy has wrapped it.
         share: this rank's training batches.
         validation: what to run in between; None for nothing.
+        rank_state: this rank's part of the checkpoint that training goes on from; None for none.
     """
 
     def __init__(
@@ -40,8 +44,9 @@ class FitLoop:
         trainer: Trainer,
         module: TrainingModule,
         wrapped: nn.Module,
-        share: LoaderShare,
+        share: TrainingShare,
         validation: EvaluationLoop | None,
+        rank_state: RankState | None = None,
     ) -> None:
         self._trainer = trainer
         self._strategy = trainer.strategy
@@ -50,6 +55,7 @@ class FitLoop:
         self._wrapped = wrapped
         self._share = share
         self._validation = validation
+        self._rank_state = rank_state
         self._results = Results(is_evaluation=False)
         self._optimization = AutomaticOptimization(trainer, module, wrapped, share)
 
@@ -66,12 +72,16 @@ class FitLoop:
         with trainer.in_phase("train", self._results):
             call_hook(trainer, "on_train_start")
             trainer.warn_if_done()
-            while not trainer.is_done and self._agreed_num_batches():
+            record_gradient_order(trainer, self._module)
+            if trainer.world_size > 1:
+                seed_rank(trainer)
+            while (self._progress.is_epoch_open or not trainer.is_done) and self._agreed_num_batches():
                 self._run_epoch()
             call_hook(trainer, "on_train_end")
 
     def _agreed_num_batches(self) -> float:
         """Return how many batches each rank has, after making sure that they are as many on all."""
+        self._share.place(self._progress)
         lengths = self._strategy.all_gather_object(self._share.num_batches)
         if len(set(lengths)) > 1:
             known = tuple(-1 if math.isinf(length) else int(length) for length in lengths)
@@ -80,21 +90,40 @@ class FitLoop:
 
     def _run_epoch(self) -> None:
         trainer, progress = self._trainer, self._progress
-        progress.begin_epoch()
-        self._results = trainer.results = Results(is_evaluation=False)
-        self._share.set_epoch(progress.current_epoch)
+        if not progress.is_within_epoch:
+            progress.begin_epoch()
+        self._results = trainer.results = trainer.epoch_results = self._results_so_far()
         call_hook(trainer, "on_train_epoch_start")
-        for batch_idx, (batch, is_last) in enumerate(self._share):
+        for batch_idx, (batch, is_last) in self._batches_left():
             self._run_batch(batch, batch_idx, is_last)
             if trainer.is_done:
                 break
         call_hook(trainer, "on_train_epoch_end", before_monitoring=self._end_metrics)
         progress.end_epoch()
 
+    def _results_so_far(self) -> Results:
+        if self._rank_state is not None and self._progress.is_within_epoch:
+            return self._rank_state.results()
+        return Results(is_evaluation=False)
+
+    def _batches_left(self) -> Iterator[tuple[int, tuple[Any, bool]]]:
+        """Go on where a checkpoint was written: with its random state, at its batch."""
+        progress = self._progress
+        batches = self._share.start(progress)
+        if self._rank_state is not None:
+            self._rank_state.restore_random()
+            self._rank_state = None
+        if progress.is_within_epoch and not progress.is_validated:
+            self._validate_if_due(progress.batches_done - 1, progress.is_epoch_done)
+        if progress.is_epoch_done or (progress.is_within_epoch and self._trainer.is_done):
+            return iter(())
+        return enumerate(batches, progress.batches_done)
+
     def _end_metrics(self) -> None:
         self._trainer.publish(self._results.epoch_values(self._strategy), is_logged=True)
         if self._progress.is_epoch_done:
             step_schedulers(self._trainer, "epoch", needs_metric=True)
+        self._progress.is_epoch_closed = True
 
     # ------------------------------------------------------------------ a batch
 
@@ -105,7 +134,7 @@ class FitLoop:
         self._results.begin_batch(batch)
         call_hook(trainer, "on_train_batch_start", batch, batch_idx)
         outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
-        self._progress.end_batch(is_last)
+        self._progress.end_batch(is_last, self._share.samples_per_batch)
         if is_window_end and self._optimization.has_stepped:
             self._step_schedulers("step")
         if is_last:

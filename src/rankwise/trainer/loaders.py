@@ -13,6 +13,7 @@ from typing_extensions import final
 
 from rankwise.data import (
     check_shardable,
+    is_shardable,
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
@@ -22,7 +23,7 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["LoaderShare", "as_list", "check_loaders", "share_for"]
+__all__ = ["LoaderShare", "as_list", "check_loaders", "length_of", "limited", "share_for"]
 
 _SHARDERS: dict[str, Callable[..., Any]] = {
     "train": shard_for_training,
@@ -98,24 +99,37 @@ def share_for(trainer: Trainer, phase: str, loader: Any, seed: int) -> LoaderSha
     """
     limit = trainer.limits[phase]
     place = trainer.strategy.distributed_sampler_kwargs
-    is_split = trainer.use_distributed_sampler and trainer.world_size > 1
+    is_split = trainer.use_distributed_sampler and (
+        trainer.world_size > 1 or _is_shuffled_by_us(phase, loader)
+    )
     share = _SHARDERS[phase](loader, **place, seed=seed) if is_split else loader
     if not is_split or phase != "predict":
-        return LoaderShare(share, _limited(_length(share), limit))
+        return LoaderShare(share, limited(length_of(share), limit))
     # Predictions are dealt out by batches, so that the limit is one of the whole loader.
-    whole = _limited(_length(loader), limit)
+    whole = limited(length_of(loader), limit)
     own = whole if math.isinf(whole) else len(range(place["rank"], int(whole), place["num_replicas"]))
     return LoaderShare(share, own)
 
 
-def _length(loader: Any) -> float:
+def _is_shuffled_by_us(phase: str, loader: Any) -> bool:
+    """Whether one rank draws its training data like several do, so that another number can go on from it."""
+    return phase == "train" and is_shardable(loader) and not math.isinf(length_of(loader))
+
+
+def length_of(loader: Any) -> float:
+    """Return how many batches a loader has; `inf` where nobody knows."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # what iterable data sets and generators raise
         return math.inf
 
 
-def _limited(length: float, limit: float) -> float:
+def limited(length: float, limit: float) -> float:
+    """Return how many of `length` batches a limit, a number or a fraction, leaves.
+
+    Raises:
+        ConfigurationError: for a fraction of a loader without length.
+    """
     if isinstance(limit, int):
         return min(length, limit)
     if limit in (0.0, 1.0):

@@ -13,9 +13,9 @@ from rankwise.errors import ConfigurationError
 from rankwise.trainer.nonfinite import NonFiniteGuard
 
 if TYPE_CHECKING:
-    from rankwise.trainer.loaders import LoaderShare
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.training_share import TrainingShare
 
 __all__ = ["AutomaticOptimization"]
 
@@ -35,7 +35,7 @@ class AutomaticOptimization:
     """
 
     def __init__(
-        self, trainer: Trainer, module: TrainingModule, wrapped: nn.Module, share: LoaderShare
+        self, trainer: Trainer, module: TrainingModule, wrapped: nn.Module, share: TrainingShare
     ) -> None:
         self._trainer = trainer
         self._strategy = trainer.strategy

@@ -58,12 +58,25 @@ class _Metric:
         self.last, self.last_weight, self.is_fresh = value, weight, True
         if self.reduce_fx in ("min", "max"):
             extreme = torch.minimum if self.reduce_fx == "min" else torch.maximum
-            self.total = extreme(self.total, value) if self.weight else value
+            self.total = extreme(self.total.to(value.device), value) if self.weight else value
             self.weight = 1.0
         else:
             is_mean = self.reduce_fx == "mean"
-            self.total = self.total + (value * weight if is_mean else value)
+            self.total = self.total.to(value.device) + (value * weight if is_mean else value)
             self.weight += weight if is_mean else 1.0
+
+    def state(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**state, "last": self.last.cpu(), "total": self.total.cpu(), "is_fresh": False}
+
+    def merge(self, other: _Metric) -> None:
+        """Add what another rank has logged under the same name."""
+        if self.reduce_fx in ("min", "max"):
+            extreme = torch.minimum if self.reduce_fx == "min" else torch.maximum
+            self.total = extreme(self.total, other.total)
+        else:
+            self.total = self.total + other.total
+            self.weight += other.weight
 
     def part(self) -> _Part:
         return _Part(self.reduce_fx, self.total.item(), self.weight)
@@ -138,6 +151,19 @@ class Results:
             )
             self._metrics[name + self.suffix] = metric
         metric.add(number, self._weight(batch_size))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that was logged so far, as plain types and CPU tensors."""
+        return {name: metric.state() for name, metric in self._metrics.items()}
+
+    def add_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what another instance's `state_dict` returned, beside what is here."""
+        for name, state in state_dict.items():
+            added = _Metric(**state)
+            if name in self._metrics:
+                self._metrics[name].merge(added)
+            else:
+                self._metrics[name] = added
 
     def step_values(self, strategy: Strategy, *, is_synced: bool) -> list[Reported]:
         """Return what was logged by step since the last call.

@@ -10,11 +10,13 @@ from typing_extensions import final
 from rankwise.trainer.checkpoints import restore_loop, restore_module
 from rankwise.trainer.evaluation_loop import EvaluationLoop
 from rankwise.trainer.fit_loop import FitLoop
+from rankwise.trainer.gradient_order import replay_gradient_order
 from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loaders import as_list, share_for
 from rankwise.trainer.module import is_defined, undefined
 from rankwise.trainer.prediction_loop import PredictionLoop
 from rankwise.trainer.state import CallerState, capture
+from rankwise.trainer.training_share import TrainingShare
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
@@ -97,7 +99,7 @@ def run_stage(
 
 def _prepare(trainer: Trainer, module: TrainingModule, plan: Plan) -> None:
     strategy = trainer.strategy
-    plan.seed = strategy.broadcast(plan.seed)
+    plan.seed = trainer.seed = strategy.broadcast(_seed_of(plan))
     for logger, state in zip(
         trainer.loggers, strategy.broadcast([logger.state_dict() for logger in trainer.loggers]), strict=True
     ):
@@ -110,16 +112,24 @@ def _prepare(trainer: Trainer, module: TrainingModule, plan: Plan) -> None:
         restore_module(trainer, module, plan.checkpoint, plan.checkpoint_path)
 
 
+def _seed_of(plan: Plan) -> int:
+    """Return the seed of the run that goes on, if one does: its data come in its order."""
+    seed: int = (plan.checkpoint or {}).get("seed", plan.seed) if plan.stage == "fit" else plan.seed
+    return seed
+
+
 def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan: Plan) -> None:
     wrapped = trainer.strategy.setup_module(module)
     trainer.create_optimizers()
     trainer.strategy.on_after_setup_optimizers(trainer.optimizers)
+    rank_state = None
     if plan.checkpoint is not None:
-        restore_loop(trainer, plan.checkpoint, plan.checkpoint_path)
+        replay_gradient_order(trainer.strategy, wrapped, plan.checkpoint.get("gradient_order", []))
+        rank_state = restore_loop(trainer, plan.checkpoint, plan.checkpoint_path)
     if trainer.loggers and module.hparams and trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_hyperparams(module.hparams)
-    share = _shares(trainer, module, "train", loaders["train"], plan)[0]
+    share = TrainingShare(trainer, _shares(trainer, module, "train", loaders["train"], plan)[0], trainer.seed)
     trainer.num_training_batches = share.num_batches
     validation = None
     if is_defined(module, "validation_step") and _has_loader(module, "validate", loaders):
@@ -130,7 +140,7 @@ def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan
         )
     trainer.has_validation = validation is not None
     call_hook(trainer, "on_fit_start")
-    FitLoop(trainer, module, wrapped, share, validation).run()
+    FitLoop(trainer, module, wrapped, share, validation, rank_state).run()
     trainer.strategy.restore_module(module)
     call_hook(trainer, "on_fit_end")
 

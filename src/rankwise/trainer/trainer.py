@@ -71,6 +71,9 @@ class Trainer(TrainerFacts):
         callbacks: all callbacks, those that save checkpoints last.
         loggers: all loggers.
         progress: how far training has come.
+        seed: what the order of shuffled training data depends on.
+        gradient_order: the trainable parameters' numbers, in the order in which a backward pass reaches them.
+        epoch_results: what was logged in the current training epoch so far.
         callback_metrics: the last value of everything logged.
         logged_metrics: the last values that loggers got.
         optimizers: the optimizers, once `fit` has made them; there also after a fit in other processes.

@@ -69,12 +69,13 @@ def test_checkpoint_at_the_end_of_an_epoch(tmp_path: Path, which: str) -> None:
     assert torch.equal(model.layer.weight, whole.layer.weight)
 
 
-def test_epoch_that_was_cut_short_begins_again(tmp_path: Path) -> None:
-    """A checkpoint from within an epoch goes on at the beginning of that epoch."""
+def test_epoch_that_was_cut_short_goes_on(tmp_path: Path) -> None:
+    """A checkpoint from within an epoch goes on with that epoch's next batch."""
     path = saved(tmp_path, Line(), max_steps=6, max_epochs=-1)
-    train = trainer(tmp_path, max_epochs=2)
-    train.fit(Line(), loader(), ckpt_path=path)
-    assert (train.current_epoch, train.global_step) == (2, 10)
+    train, model = trainer(tmp_path, max_epochs=2), Line()
+    train.fit(model, loader(), ckpt_path=path)
+    assert (train.current_epoch, train.global_step) == (2, 8)
+    assert model.seen == ["train 2", "train 3"]
 
 
 def test_callbacks_are_restored(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def on_two_ranks(folder: Path, **options: Any) -> Trainer:
 def test_one_process_uses_the_loader_itself(tmp_path: Path) -> None:
     """Alone, nothing is split: the user's loader is used as it is."""
     mine = loader()
-    assert share_for(trainer(tmp_path), "train", mine, seed=0).loader is mine
+    assert share_for(trainer(tmp_path), "validate", mine, seed=0).loader is mine
 
 
 @pytest.mark.parametrize(("phase", "batches"), [("train", 2), ("validate", 2), ("test", 2), ("predict", 2)])

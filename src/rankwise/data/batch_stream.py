@@ -1,0 +1,110 @@
+"""`BatchStream`: a loader's batches of indices, from any of them on, each with a seed for who loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+from typing_extensions import TypeVar, final
+
+from rankwise.data.random_state import isolated_random_state, mixed_seed, seed_process
+from rankwise.data.sampler import ShardedSampler, own_generators
+from rankwise.data.sharding import is_shardable, with_stream
+
+__all__ = ["BatchStream", "SeededBatch", "sharded_sampler_of", "with_batch_stream"]
+
+Loader = TypeVar("Loader", bound="DataLoader[Any]")
+
+
+@final
+class SeededBatch(list[Any]):
+    """Indices of a batch; who iterates over them, to load the samples, seeds its random numbers first.
+
+    So a DataLoader's worker draws the same numbers for a batch, whatever it has loaded before.
+    """
+
+    def __init__(self, indices: list[Any], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        seed_process(self.seed)
+        return super().__iter__()
+
+    def __reduce__(self) -> tuple[type[SeededBatch], tuple[list[Any], int]]:
+        return SeededBatch, (self[:], self.seed)
+
+
+@final
+class BatchStream(Sampler[Any]):
+    """Yield what a batch sampler yields, in an order that depends on seed and epoch alone.
+
+    Args:
+        batches: the batch sampler.
+        seed: of the training run.
+        rank: whose batches these are.
+        seeds_workers: whether each batch is a `SeededBatch`; for loaders with workers.
+
+    Attributes:
+        first: the number in the epoch of the first batch that is yielded.
+        skipped: how many batches of the sampler are passed over before it.
+    """
+
+    def __init__(self, batches: Any, *, seed: int, rank: int, seeds_workers: bool) -> None:
+        self.batches = batches
+        self.sampler: Any = getattr(batches, "sampler", None)
+        self.seed = seed
+        self.rank = rank
+        self.seeds_workers = seeds_workers
+        self.epoch = self.first = self.skipped = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; passed on to a batch sampler that has epochs too."""
+        self.epoch = epoch
+        if callable(set_epoch := getattr(self.batches, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batches) - self.skipped)
+
+    def __iter__(self) -> Iterator[Any]:
+        remaining = islice(self._drawn(), self.skipped, None)
+        return self._seeded(remaining) if self.seeds_workers else remaining
+
+    def _drawn(self) -> Iterator[Any]:
+        is_ours = isinstance(self.sampler, ShardedSampler) or isinstance(self.batches, ShardedSampler)
+        if is_ours or not _has_length(self.batches):  # the first draw for themselves, the others have no end
+            return iter(self.batches)
+        with isolated_random_state(mixed_seed(self.seed, self.epoch), *own_generators(self.batches)):
+            return iter(list(self.batches))
+
+    def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for number, batch in enumerate(batches, self.first):
+            seed = mixed_seed(self.seed, self.epoch, self.rank, number)
+            yield SeededBatch(batch, seed) if type(batch) is list else batch
+
+
+def with_batch_stream(loader: Loader, *, seed: int, rank: int) -> Loader:
+    """Return `loader` with its batches of indices as a `BatchStream`; as it is where it has none."""
+    if not is_shardable(loader) or loader.batch_sampler is None:
+        return loader
+    stream = BatchStream(loader.batch_sampler, seed=seed, rank=rank, seeds_workers=loader.num_workers > 0)
+    return with_stream(loader, stream)
+
+
+def sharded_sampler_of(loader: Any) -> ShardedSampler | None:
+    """Return the sampler that splits `loader` over the ranks, where it is one of ours."""
+    outer: Any = getattr(loader, "batch_sampler", None)
+    inner = outer.batches if isinstance(outer, BatchStream) else outer
+    candidates = (inner, getattr(outer, "sampler", None), getattr(loader, "sampler", None))
+    return next((found for found in candidates if isinstance(found, ShardedSampler)), None)
+
+
+def _has_length(sampler: Any) -> bool:
+    try:
+        len(sampler)
+    except (TypeError, NotImplementedError):
+        return False
+    return True

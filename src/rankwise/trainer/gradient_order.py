@@ -1,0 +1,73 @@
+"""The order in which a backward pass reaches the parameters: noted once, and gone through again on resuming.
+
+`DistributedDataParallel` sums its first step's gradients in the buckets that it guessed, and later ones' in
+buckets made after that order. Sums of three or more numbers depend on the buckets, in the last bit: so a run
+that goes on must have the later ones from its first step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from rankwise.strategies import Strategy
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["record_gradient_order", "replay_gradient_order"]
+
+_ATTRIBUTE = "_rankwise_gradients_in_order"
+
+
+def record_gradient_order(trainer: Trainer, module: nn.Module) -> None:
+    """Note the order of the next backward pass in `trainer.gradient_order`, unless it is known."""
+    if trainer.world_size == 1 or trainer.gradient_order:
+        return
+    order = trainer.gradient_order
+    for number, parameter in enumerate(_trainable(module)):
+        _note_once(parameter, number, order)
+
+
+def _note_once(parameter: Tensor, number: int, order: list[int]) -> None:
+    def note(_: Tensor) -> None:
+        order.append(number)
+        handle.remove()
+
+    handle = parameter.register_post_accumulate_grad_hook(note)
+
+
+def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[int]) -> None:
+    """Reach the parameters in that order once, with gradients of zero, so that the wrapper knows it.
+
+    Collective: every rank must call this, with the same order.
+    """
+    module = strategy.unwrap_module(wrapped)
+    parameters = _trainable(module)
+    if module is wrapped or _has_special_gradients(module) or sorted(order) != list(range(len(parameters))):
+        return
+    in_order = [parameters[number] for number in order]
+
+    def touch() -> Tensor:
+        total = torch.zeros((), device=strategy.root_device)
+        for parameter in reversed(in_order):  # what is added last is reached first
+            total = total + parameter.sum().float() * 0
+        return total
+
+    module.__dict__[_ATTRIBUTE] = touch  # call_method takes a name; past nn.Module's own registry
+    try:
+        strategy.call_method(wrapped, _ATTRIBUTE).backward()
+    finally:
+        del module.__dict__[_ATTRIBUTE]
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _has_special_gradients(module: nn.Module) -> bool:
+    is_sparse = any(getattr(submodule, "sparse", False) for submodule in module.modules())
+    return is_sparse or any(parameter.is_complex() for parameter in module.parameters())
+
+
+def _trainable(module: Any) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]

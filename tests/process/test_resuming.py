@@ -1,0 +1,52 @@
+"""A run whose processes are killed goes on from its last checkpoint, and ends like one that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise.errors import WorkerKilledError
+from tests.process.helpers import ddp
+from tests.process.resume_tasks import SAMPLES, KillAt, KillWhileSaving, Noting, everything, train
+
+
+def strategy(devices: int) -> Any:
+    """Return a strategy that forks, with many small buckets: three ranks then add up in another order."""
+    return ddp("fork", devices=devices, bucket_cap_mb=0.001)
+
+
+def killed_and_resumed(devices: int, folder: Path, kills: list[Any], workers: int) -> dict[str, Any]:
+    """Train, get killed, go on with another seed, and so on to the end."""
+    for number, kill in enumerate(kills):
+        with pytest.raises(WorkerKilledError):
+            train(strategy(devices), folder, seed=3 + number, kill=kill, workers=workers)
+    return everything(train(strategy(devices), folder, seed=99, workers=workers))
+
+
+@pytest.mark.parametrize(("devices", "workers"), [(2, 2), (3, 0)])
+def test_killed_run_ends_the_same(devices: int, workers: int, tmp_path: Path) -> None:
+    """SIGKILL for rank 1 within an epoch, for rank 0 while it saves, for rank 1 within the next epoch."""
+    whole = everything(train(strategy(devices), tmp_path / "whole", seed=3, workers=workers))
+    per_epoch = whole["progress"].global_step // 2
+    kills = [KillAt(1, 3), KillWhileSaving(2), KillAt(1, per_epoch + 1)]
+    assert killed_and_resumed(devices, tmp_path / "parts", kills, workers) == whole
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
+def test_other_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    """Killed within an epoch, a run goes on with other ranks and sees each sample of the epoch once."""
+    batch = 12  # on all ranks together
+    with pytest.raises(WorkerKilledError):
+        kill = KillAt(before - 1, 3)
+        train(
+            strategy(before), tmp_path, seed=3, kill=kill, batch_size=batch // before, module=Noting(tmp_path)
+        )
+    train(strategy(after), tmp_path, seed=4, batch_size=batch // after, max_epochs=1, module=Noting(tmp_path))
+    seen = {path.stem: torch.load(path).flatten().tolist() for path in tmp_path.glob("*.pt")}
+    lost = [f"3-{rank}" for rank in range(after, before)]  # the step that was killed, and was made again
+    samples = [int(number) for name, numbers in seen.items() if name not in lost for number in numbers]
+    assert sorted(samples) == list(range(SAMPLES))
+    assert len(seen) - len(lost) == 2 * before + 2 * after

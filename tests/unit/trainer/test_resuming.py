@@ -1,0 +1,199 @@
+"""A run that ends anywhere and goes on from its last checkpoint ends like the one that never stopped."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+
+from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from rankwise.errors import ConfigurationError
+from rankwise.seed import seed_everything
+from rankwise.trainer import Trainer, TrainingModule
+from tests.unit.trainer.helpers import trainer
+
+SAMPLES = 22
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Samples with noise from the process that loads them; the first feature is the sample's number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor([float(index), 1.0]) / SAMPLES + 0.1 * torch.randn(2), torch.ones(1)
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same without noise, and without indices."""
+
+    def __iter__(self) -> Any:
+        for index in range(SAMPLES):
+            yield torch.tensor([float(index), 1.0]) / SAMPLES, torch.ones(1)
+
+
+class Net(TrainingModule):
+    """Has what makes a difference: dropout, batch norm, a plateau scheduler, metrics by step and epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("worst", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"}
+
+
+class EndAt(Callback):
+    """Raises at the n-th of all the moments of a run at which it is called."""
+
+    def __init__(self, moment: float) -> None:
+        self.left = moment
+
+    def tick(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise InterruptedError
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.tick()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.tick()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.tick()
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.tick()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.tick()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.tick()
+
+
+def run(
+    folder: Path, loader: Any, seed: int, end_at: float = math.inf, **options: Any
+) -> tuple[Trainer, Net]:
+    """Train for three epochs, from the last checkpoint on if there is one."""
+    seed_everything(seed)
+    saving = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=1)
+    callbacks = [EarlyStopping("val_loss", patience=99), EndAt(end_at), saving]
+    options = {"val_check_interval": 2, "max_epochs": 3, **options}
+    train = trainer(folder, enable_checkpointing=True, callbacks=callbacks, **options)
+    net = Net()
+    train.fit(net, loader, DataLoader(Noisy(), batch_size=8), ckpt_path="last")
+    return train, net
+
+
+def everything(train: Trainer, net: Net) -> dict[str, Any]:
+    """Return all that has to be the same, in a form that can be compared."""
+    return {
+        "weights": {name: value.tolist() for name, value in net.state_dict().items()},
+        "optimizer": repr(train.optimizers[0].state_dict()),
+        "rate": train.optimizers[0].param_groups[0]["lr"],
+        "metrics": {name: float(value) for name, value in train.callback_metrics.items()},
+        "progress": train.progress,
+        "random": torch.rand(3).tolist(),
+        "stopping": train.early_stopping_callback and train.early_stopping_callback.state_dict(),
+    }
+
+
+def loader() -> DataLoader[Any]:
+    """Return a shuffled loader over noisy samples."""
+    return DataLoader(Noisy(), batch_size=4, shuffle=True)
+
+
+def undisturbed(folder: Path, loader: Any, **options: Any) -> dict[str, Any]:
+    """Run to the end."""
+    return everything(*run(folder / "whole", loader, 7, **options))
+
+
+def interrupted(folder: Path, make_loader: Any, moments: tuple[int, ...], **options: Any) -> dict[str, Any]:
+    """Run until the first moment, go on until the next one, and so on to the end; seeds differ."""
+    for number, moment in enumerate(moments):
+        with pytest.raises(InterruptedError):
+            run(folder / "parts", make_loader(), 7 + number, moment, **options)
+    return everything(*run(folder / "parts", make_loader(), 99, **options))
+
+
+@pytest.mark.parametrize(
+    ("moments", "options"),
+    [
+        ((4, 7), {}),  # within an epoch, before its first validation, and after it
+        ((18, 0, 3), {}),  # between the last step of an epoch and its validation; at once; within the next
+        ((19, 1, 25), {}),  # in the validation at the end of an epoch; at the end of an epoch
+        ((6, 6), {"accumulate_grad_batches": 2, "val_check_interval": 1.0}),
+        ((8,), {"max_steps": 10}),
+    ],
+)
+def test_ends_the_same(moments: tuple[int, ...], options: dict[str, Any], tmp_path: Path) -> None:
+    """Weights, optimizer, rate, metrics, progress, callbacks and random numbers are the undisturbed run's."""
+    assert interrupted(tmp_path, loader, moments, **options) == undisturbed(tmp_path, loader(), **options)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("moment", range(60))
+def test_ends_the_same_wherever_it_was_cut(moment: int, tmp_path: Path) -> None:
+    """The same, for every moment of a run."""
+    assert interrupted(tmp_path, loader, (moment,)) == undisturbed(tmp_path, loader())
+
+
+@pytest.mark.parametrize(
+    "make_loader",
+    [
+        lambda: DataLoader(Stream(), batch_size=4),
+        lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 4, True)),
+        lambda: DataLoader(Noisy(), batch_sampler=Dealt()),
+    ],
+)
+def test_other_loaders(make_loader: Any, tmp_path: Path) -> None:
+    """Without indices the loader is replayed; batch samplers are begun later."""
+    assert interrupted(tmp_path, make_loader, (9,)) == undisturbed(tmp_path, make_loader())
+
+
+class Dealt:
+    """A batch sampler of the user's own."""
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(SAMPLES).tolist()
+        return (order[at : at + 4] for at in range(0, SAMPLES - 2, 4))
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_users_own_split(tmp_path: Path) -> None:
+    """With use_distributed_sampler=False the loader's own order is kept up too."""
+    options = {"use_distributed_sampler": False}
+    assert interrupted(tmp_path, loader, (9,), **options) == undisturbed(tmp_path, loader(), **options)
+
+
+def test_length_that_is_wrong(tmp_path: Path) -> None:
+    """A loader that ends before its length says so is an error, not an epoch without an end."""
+
+    class TooLong(Dealt):
+        def __len__(self) -> int:
+            return 7
+
+    with pytest.raises(ConfigurationError, match="has a length of 7 batches, but it ended after 5"):
+        run(tmp_path, DataLoader(Noisy(), batch_sampler=TooLong()), 7)
