@@ -25,6 +25,7 @@ RankwiseError
 |-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time
 |-- UnevenInputsError (RuntimeError)        ranks have different numbers of batches
 |-- NonFiniteLossError (FloatingPointError) a loss or gradient is infinite or NaN
+|-- UnusedParametersError (RuntimeError)    parameters had no part in the loss, though DDP counts on all
 `-- CheckpointError (RuntimeError)          a checkpoint could not be written or read
 """
 
@@ -60,6 +61,7 @@ __all__ = [
     "UnknownNameError",
     "UnknownStrategyError",
     "UnshardableLoaderError",
+    "UnusedParametersError",
     "WorkerError",
     "WorkerExitedError",
     "WorkerKilledError",
@@ -239,15 +241,17 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 
 @dataclass(eq=False, repr=False)
 class DuplicateNameError(ConfigurationError):
-    """A name that is registered already."""
+    """A name that is registered already, in `registry`; `kind` says for what."""
 
     name: str = ""
+    kind: str = "Strategy"
+    registry: str = "StrategyRegistry"
 
     def summary(self) -> str:
-        return f"Strategy {self.name!r} is registered already."
+        return f"{self.kind} {self.name!r} is registered already."
 
     def fix(self) -> str:
-        return f'StrategyRegistry.register("{self.name}", ..., override=True), or choose another name.'
+        return f'{self.registry}.register("{self.name}", ..., override=True), or choose another name.'
 
 
 @dataclass(eq=False, repr=False)
@@ -577,6 +581,37 @@ class NonFiniteLossError(RankwiseError, FloatingPointError):
         return (
             "look for log(0), sqrt(0), a division by 0 or a learning rate too high; "
             'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" goes on.'
+        )
+
+
+@dataclass(eq=False, repr=False)
+class UnusedParametersError(RankwiseError, RuntimeError):
+    """Parameters of `module` had no part in the loss, so DDP waits for their gradients in vain.
+
+    `names_by_rank` has the names for the ranks that failed together.
+    """
+
+    names_by_rank: Mapping[int, tuple[str, ...]]
+    module: str = "the module"
+
+    def summary(self) -> str:
+        count = len({name for names in self.names_by_rank.values() for name in names})
+        words = "1 parameter" if count == 1 else f"{count} parameters"
+        return (
+            f"{words} of {self.module} had no part in the loss, so DDP waits for gradients that never come."
+        )
+
+    def seen(self) -> str:
+        return "; ".join(
+            f"unused on global_rank={rank}: {_listed(names) or 'none'}"
+            for rank, names in sorted(self.names_by_rank.items())
+        )
+
+    def fix(self) -> str:
+        return (
+            "use them in every step (loss + 0 * sum(parameter.sum() ...) counts); or freeze them with "
+            "parameter.requires_grad_(False) before training; or let DDP look for them: "
+            "DDPStrategy(find_unused_parameters=True)."
         )
 
 

@@ -197,6 +197,15 @@ CASES = [
         'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" goes on.',
     ),
     Case(
+        lambda: errors.UnusedParametersError(names_by_rank={1: ("head.weight",), 0: ()}, module="Net"),
+        RuntimeError,
+        "1 parameter of Net had no part in the loss, so DDP waits for gradients that never come.\n"
+        "  Seen: unused on global_rank=0: none; unused on global_rank=1: 'head.weight'\n"
+        "  Fix: use them in every step (loss + 0 * sum(parameter.sum() ...) counts); or freeze them with "
+        "parameter.requires_grad_(False) before training; or let DDP look for them: "
+        "DDPStrategy(find_unused_parameters=True).",
+    ),
+    Case(
         lambda: errors.CheckpointError(path="last.ckpt", problem="it ends early", remedy="use another."),
         RuntimeError,
         "Checkpoint 'last.ckpt': it ends early.\n  Fix: use another.",

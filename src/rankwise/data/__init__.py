@@ -1,5 +1,6 @@
 """Data: each rank's part of a data loader."""
 
+from rankwise.data.batch_sizes import BatchSizes, batch_sizes
 from rankwise.data.batch_stream import BatchStream, sharded_sampler_of, with_batch_stream
 from rankwise.data.sampler import ShardedSampler
 from rankwise.data.sharding import (
@@ -12,7 +13,9 @@ from rankwise.data.sharding import (
 
 __all__ = [
     "BatchStream",
+    "BatchSizes",
     "ShardedSampler",
+    "batch_sizes",
     "check_shardable",
     "is_shardable",
     "shard_for_evaluation",

@@ -47,20 +47,35 @@ class ShardedSampler(Sampler[Any]):
         self.uneven = uneven
         self.epoch = 0
         self.skip = 0
+        self._drawn: list[Any] | None = None  # for the next pass, by `items_by_rank`
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, for another order; passed on to a base sampler that has epochs too."""
         self.epoch = epoch
+        self._drawn = None
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        stream = self._draw()
-        evened = islice(cycle(stream), self.skip, self.skip + self._evened(len(stream)))
-        return islice(evened, self.rank, None, self.num_replicas)
+        stream = self._draw() if self._drawn is None else self._drawn
+        self._drawn = None
+        return self._dealt(stream, self.rank)
 
     def __len__(self) -> int:
-        return len(range(self.rank, self._evened(len(self.sampler)), self.num_replicas))
+        return self.length_of(self.rank)
+
+    def length_of(self, rank: int) -> int:
+        """Return how many items a rank takes."""
+        return len(range(rank, self._evened(len(self.sampler)), self.num_replicas))
+
+    def items_by_rank(self) -> list[list[Any]]:
+        """Return what each rank takes in the next pass, which then yields exactly that."""
+        self._drawn = self._draw()
+        return [list(self._dealt(self._drawn, rank)) for rank in range(self.num_replicas)]
+
+    def _dealt(self, stream: list[Any], rank: int) -> Iterator[Any]:
+        evened = islice(cycle(stream), self.skip, self.skip + self._evened(len(stream)))
+        return islice(evened, rank, None, self.num_replicas)
 
     def _draw(self) -> list[Any]:
         with isolated_random_state((self.seed + self.epoch) % 2**63, *own_generators(self.sampler)):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.errors import InvalidArgumentError, InvalidTypeError, UnknownArgumentError, UnknownNameError
+from rankwise.errors import (
+    ConfigurationError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    UnknownArgumentError,
+    UnknownNameError,
+)
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _LONGEST = timedelta(days=365)
@@ -119,3 +127,33 @@ def check_ddp_arguments(target: str, own: tuple[str, ...], given: Mapping[str, A
         if name not in known:
             raise UnknownArgumentError(target=target, name=name, known=(*known, *own))
     return {"find_unused_parameters": False, **given}
+
+
+def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
+    """Return the accelerator and devices that a list of devices stands for.
+
+    Raises:
+        InvalidTypeError: when it is no list of devices of one type.
+    """
+    is_list = isinstance(given, (list, tuple))
+    if not is_list or not given or not all(isinstance(device, torch.device) for device in given):
+        raise InvalidTypeError(argument="parallel_devices", value=given, expected="a list of torch.device")
+    kinds = {device.type for device in given}
+    if len(kinds) != 1:
+        raise InvalidTypeError(argument="parallel_devices", value=given, expected="devices of one type")
+    if kinds == {"cpu"}:
+        return "cpu", len(given)
+    return kinds.pop(), [device.index or 0 for device in given]
+
+
+def check_platform(start_method: str) -> None:
+    """Make sure that a start method exists here.
+
+    Raises:
+        ConfigurationError: when it does not.
+    """
+    if start_method in ("fork", "forkserver") and sys.platform == "win32":
+        raise ConfigurationError(
+            message=f"start_method={start_method!r} does not exist on Windows.",
+            remedy='use strategy="ddp" or "ddp_spawn".',
+        )

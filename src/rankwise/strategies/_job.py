@@ -31,8 +31,11 @@ class RankEntry:
             self.strategy.setup_environment()
             return self.function(self.strategy, *self.args, **self.kwargs)
         except BaseException as error:
-            seat.report_failure(error)  # before the clean-up, which takes its time
-            raise
+            explained = self.strategy.explained(error)
+            seat.report_failure(explained)  # before the clean-up, which takes its time
+            if explained is error:
+                raise
+            raise explained from None
         finally:
             self.strategy.teardown()
 

@@ -19,6 +19,8 @@ def averages_everywhere(wrapper: DistributedDataParallel) -> bool:
 
 
 def _is_averaging(hook: Any) -> bool:
+    if getattr(hook, "averages", False):  # rankwise's own
+        return True
     module = getattr(hook, "__module__", "")
     is_wrapper = "<locals>" in getattr(hook, "__qualname__", "")  # around another hook, which may be anything
     return module in _AVERAGING and not is_wrapper

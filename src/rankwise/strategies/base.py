@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError
+from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.launchers._seat import Seat
 from rankwise.precision import Precision
@@ -23,6 +24,7 @@ from rankwise.strategies._arguments import check_instance
 from rankwise.strategies._around_module import AroundModule
 from rankwise.strategies._binding import check_environment, check_world, find_environment
 from rankwise.strategies._devices import check_devices, check_num_nodes, device_type, local_devices
+from rankwise.strategies._gradient_sync import Gradients
 from rankwise.strategies._job import RankEntry
 from rankwise.strategies._redirect import call_through
 from rankwise.strategies._scopes import rank_zero_set, variables_set
@@ -37,7 +39,7 @@ T = TypeVar("T")
 Devices = int | str | list[int] | tuple[int, ...]
 
 
-class Strategy(AroundModule):
+class Strategy(AroundModule, Gradients):
     """Start the processes, connect them, wrap the model, synchronise, clean up.
 
     A strategy is plain configuration until `bind` gives it devices, nodes and an environment, once. Then
@@ -71,6 +73,7 @@ class Strategy(AroundModule):
         self.checkpoint_io: CheckpointIO = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         check_instance("precision", self.precision, Precision)
         check_instance("checkpoint_io", self.checkpoint_io, CheckpointIO)
+        self.gradients = GradientSync()
         self.results: dict[int, Any] = {}
         self._accelerator = accelerator
         self._devices = devices
@@ -331,10 +334,6 @@ class Strategy(AroundModule):
 
     def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Do something with the optimizers once they exist; for overriding."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes leave gradients as they are, on this rank."""
-        return nullcontext()
 
     # ------------------------------------------------------------------ state
 

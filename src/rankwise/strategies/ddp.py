@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import final
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
+from rankwise.gradient_sync import GradientSync, GradientSyncMode
+from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
-from rankwise.launchers.script import ScriptLauncher, can_rerun, script_ranks
+from rankwise.launchers.script import ScriptLauncher, script_ranks
 from rankwise.process_group import check_backend, default_backend, gloo_on_loopback, process_group
 from rankwise.ranks import RankInfo
 from rankwise.strategies._arguments import (
@@ -31,7 +32,9 @@ from rankwise.strategies._arguments import (
     check_command,
     check_ddp_arguments,
     check_grace_period,
+    check_platform,
     check_timeout,
+    from_parallel_devices,
 )
 from rankwise.strategies._same_gradients import averages_everywhere
 from rankwise.strategies._scopes import threads_shared_by
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-__all__ = ["AutoStrategy", "DDPForkStrategy", "DDPSpawnStrategy", "DDPStrategy"]
+__all__ = ["DDPStrategy"]
 
 _LOOPBACK = "127.0.0.1"
 _OWN_ARGUMENTS = (
@@ -61,6 +64,12 @@ _OWN_ARGUMENTS = (
     "grace_period_s",
     "command",
     "sync_batchnorm",
+    "sync_mode",
+    "comm_hook",
+    "comm_state",
+    "comm_wrapper",
+    "model_averaging_period",
+    "gradient_weighting",
 )
 
 
@@ -81,6 +90,16 @@ class DDPStrategy(Strategy):
         grace_period_s: how long a rank that is told to stop has before it is killed.
         command: with `"popen"`, what to run instead of this process's own command line.
         sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
+        sync_mode: when the gradients of accumulated batches are averaged: `"single_auto_sync"` (in the last
+            backward pass), `"multi_auto_sync"` (in each), `"forced_sync"` (after the last, also where ranks
+            lack some gradients), or `"auto"`: the first, but the second with `find_unused_parameters`.
+        comm_hook: how DDP averages a bucket of gradients: a name in `CommHookRegistry`, with options as in
+            `"powersgd:matrix_approximation_rank=2"`, or a function `hook(state, bucket)`.
+        comm_state: the hook's state; by default what its name stands for, or the process group.
+        comm_wrapper: `"fp16"` or `"bf16"` around the hook, or a function from a hook to a hook.
+        model_averaging_period: with `"post_localsgd"`, after how many steps the models are averaged.
+        gradient_weighting: how batches of different sizes count. None: alike. `"samples"`: by their number of
+            samples, which the samplers know beforehand. `"logged"`: by what `self.log_weight()` says.
         ddp_kwargs: for `DistributedDataParallel`, as this version of torch takes them.
 
     The other arguments are `Strategy`'s.
@@ -110,10 +129,16 @@ class DDPStrategy(Strategy):
         grace_period_s: float = 1.0,
         command: Sequence[str] | None = None,
         sync_batchnorm: bool = False,
+        sync_mode: GradientSyncMode | str = "auto",
+        comm_hook: Any = None,
+        comm_state: Any = None,
+        comm_wrapper: Any = None,
+        model_averaging_period: int | None = None,
+        gradient_weighting: str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         if parallel_devices is not None:
-            accelerator, devices = _from_parallel_devices(parallel_devices)
+            accelerator, devices = from_parallel_devices(parallel_devices)
         super().__init__(
             accelerator=accelerator,
             devices=devices,
@@ -125,12 +150,21 @@ class DDPStrategy(Strategy):
         self.start_method = check_choice(
             "start_method", self.default_start_method if start_method is None else start_method, START_METHODS
         )
-        _check_platform(self.start_method)
+        check_platform(self.start_method)
         self.rendezvous = check_choice("rendezvous", rendezvous, RENDEZVOUS)
         self.timeout = check_timeout("timeout", timeout)
         self.init_timeout = check_timeout("init_timeout", init_timeout)
         self.grace_period_s = check_grace_period(grace_period_s)
         self.ddp_kwargs = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
+        self.gradients = GradientSync(
+            sync_mode=sync_mode,
+            comm_hook=comm_hook,
+            comm_state=comm_state,
+            comm_wrapper=comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            gradient_weighting=gradient_weighting,
+            ddp_kwargs=self.ddp_kwargs,
+        )
         self._command = check_command(command)
         self.sync_batchnorm = sync_batchnorm
         self._synced_batchnorms = SyncedBatchNorms()
@@ -231,17 +265,21 @@ class DDPStrategy(Strategy):
             for part in ("reducer", "logger"):
                 wrapper.__dict__.pop(part, None)
         self._wrappers.clear()
+        self.gradients.detach()
 
     # ------------------------------------------------------------------ the model
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and wrap it; one with nothing to train is not wrapped."""
+        check_parameters(module)
         if self.sync_batchnorm and self.world_size > 1:
             self._synced_batchnorms.convert(module, self.data_parallel_group)
         module = super().setup_module(module)
-        if not any(parameter.requires_grad for parameter in module.parameters()):
+        if not trained_parameters(module):
             self._plain_modules.add(module)
             return module
+        if not dist.is_initialized():
+            raise self._not_yet("setup_module()", "a process group")
         with self._wrapping_stream():
             wrapped = self.configure_ddp(module, self.determine_ddp_device_ids())
         if not isinstance(wrapped, DistributedDataParallel):
@@ -251,6 +289,7 @@ class DDPStrategy(Strategy):
                 expected="it to return a DistributedDataParallel",
             )
         self._wrappers.add(wrapped)
+        self.gradients.attach(wrapped, self.local_world_size)
         if self.gradients_may_differ(wrapped):
             self.precision.agree = partial(self.reduce_boolean_decision, all=False)
         return wrapped
@@ -306,16 +345,26 @@ class DDPStrategy(Strategy):
             remedy="module = strategy.setup_module(module)",
         )
 
+    def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Refuse what cannot work with averaged models; an override should call this."""
+        self.gradients.check_optimizers(optimizers)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Let an optimizer step once, and average the model where it is time; return what `step` returns."""
+        returned = super().optimizer_step(optimizer, closure)
+        self.gradients.after_step(optimizer)
+        return returned
+
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state; torch's `ZeroRedundancyOptimizer` is consolidated first.
 
         Collective: where the optimizer is sharded, every rank must call this. Other ranks than 0 get {} then.
         """
-        sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-        if sharded is None or not isinstance(optimizer, sharded.ZeroRedundancyOptimizer):
+        if not self.is_sharded(optimizer):
             return super().get_optimizer_state(optimizer)
-        optimizer.consolidate_state_dict(to=0)
-        return optimizer.state_dict() if self.is_global_zero else {}
+        sharded: Any = optimizer
+        sharded.consolidate_state_dict(to=0)
+        return sharded.state_dict() if self.is_global_zero else {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without wrappers, which belong to a process group."""
@@ -331,57 +380,3 @@ class DDPStrategy(Strategy):
         self._wrappers = weakref.WeakSet()
         self._plain_modules = weakref.WeakSet()
         self._synced_batchnorms = SyncedBatchNorms()
-
-
-class DDPSpawnStrategy(DDPStrategy):
-    """`DDPStrategy` that spawns its processes."""
-
-    default_start_method = "spawn"
-
-
-class DDPForkStrategy(DDPStrategy):
-    """`DDPStrategy` that forks its processes; works in notebooks."""
-
-    default_start_method = "fork"
-
-
-@final
-class AutoStrategy(DDPStrategy):
-    """One process where one is enough, DDP where several devices or processes are there.
-
-    The script is run again where it can be; in a notebook or shell this process is forked.
-    """
-
-    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
-        if self.world_size == 1:
-            return InlineLauncher(self.ranks)
-        if not can_rerun():
-            self.start_method = "fork"
-        return super()._create_launcher(environment)
-
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        """Wrap a module where there are several ranks."""
-        if self.world_size > 1:
-            return super().setup_module(module)
-        self._plain_modules.add(module)
-        return Strategy.setup_module(self, module)
-
-
-def _from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
-    is_list = isinstance(given, (list, tuple))
-    if not is_list or not given or not all(isinstance(device, torch.device) for device in given):
-        raise InvalidTypeError(argument="parallel_devices", value=given, expected="a list of torch.device")
-    kinds = {device.type for device in given}
-    if len(kinds) != 1:
-        raise InvalidTypeError(argument="parallel_devices", value=given, expected="devices of one type")
-    if kinds == {"cpu"}:
-        return "cpu", len(given)
-    return kinds.pop(), [device.index or 0 for device in given]
-
-
-def _check_platform(start_method: str) -> None:
-    if start_method in ("fork", "forkserver") and sys.platform == "win32":
-        raise ConfigurationError(
-            message=f"start_method={start_method!r} does not exist on Windows.",
-            remedy='use strategy="ddp" or "ddp_spawn".',
-        )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from typing_extensions import final
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import InvalidArgumentError
+from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.ranks import RankInfo
@@ -16,7 +19,16 @@ __all__ = ["SingleDeviceStrategy"]
 
 @final
 class SingleDeviceStrategy(Strategy):
-    """Train in the calling process. Under an outer launcher it is refused where that has started several."""
+    """Train in the calling process. Under an outer launcher it is refused where that has started several.
+
+    Args:
+        gradient_weighting: how accumulated batches of different sizes count; see `DDPStrategy`.
+        arguments: `Strategy`'s.
+    """
+
+    def __init__(self, *, gradient_weighting: str | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.gradients = GradientSync(gradient_weighting=gradient_weighting)
 
     def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
         for name, count in (("devices", local_world_size), ("num_nodes", num_nodes)):

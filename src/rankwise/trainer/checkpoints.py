@@ -44,6 +44,8 @@ def make_checkpoint(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
         "seed": trainer.seed,
         "gradient_order": trainer.gradient_order,
     }
+    if comm_hooks := strategy.comm_hook_states():
+        checkpoint["comm_hooks"] = comm_hooks
     if module.hparams:
         checkpoint["hyper_parameters"] = module.hparams
     for callback in trainer.callbacks:
@@ -100,6 +102,7 @@ def restore_loop(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> Ran
         trainer.strategy.precision.load_state_dict(checkpoint.get("precision", {}))
     except ValueError as error:
         raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
+    trainer.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))
     for callback in trainer.callbacks:
         if callback.state_key in checkpoint["callbacks"]:
             callback.load_state_dict(checkpoint["callbacks"][callback.state_key])

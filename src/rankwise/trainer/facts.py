@@ -127,6 +127,11 @@ class TrainerFacts:
             self.load_optimizer_states(*states)
         self._pending_states = None
 
+    def keep_optimizer_states(self, optimizers: list[Any], schedulers: list[Any]) -> None:
+        """Keep the states for optimizers that cannot exist in this process."""
+        self.optimizers, self.lr_scheduler_configs = [], []
+        self._pending_states = optimizers, schedulers
+
     def load_optimizer_states(self, optimizers: list[Any], schedulers: list[Any]) -> None:
         """Give optimizers and schedulers their states.
 

@@ -77,6 +77,7 @@ class FitLoop:
                 seed_rank(trainer)
             while (self._progress.is_epoch_open or not trainer.is_done) and self._agreed_num_batches():
                 self._run_epoch()
+            self._strategy.end_training()
             call_hook(trainer, "on_train_end")
 
     def _agreed_num_batches(self) -> float:
@@ -93,6 +94,7 @@ class FitLoop:
         if not progress.is_within_epoch:
             progress.begin_epoch()
         self._results = trainer.results = trainer.epoch_results = self._results_so_far()
+        self._optimization.begin_epoch()
         call_hook(trainer, "on_train_epoch_start")
         for batch_idx, (batch, is_last) in self._batches_left():
             self._run_batch(batch, batch_idx, is_last)

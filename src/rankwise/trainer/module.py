@@ -43,6 +43,7 @@ class TrainingModule(ModuleHooks, nn.Module):
         super().__init__()
         self.hparams: dict[str, Any] = {}
         self._trainer: Trainer | None = None
+        self._weight: Tensor | float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel, and be copied, without the trainer."""
@@ -148,6 +149,23 @@ class TrainingModule(ModuleHooks, nn.Module):
         """Log several numbers with the same options, which are those of `log`."""
         for name, value in dictionary.items():
             self.log(name, value, **kwargs)
+
+    def log_weight(self, weight: Tensor | float) -> None:
+        """Say how much this training batch counts, as with a mean loss over that many tokens.
+
+        Needs `DDPStrategy(gradient_weighting="logged")`: the gradients of an optimizer step are then the
+        average over all its batches on all ranks, each weighted by this number. Returning
+        `{"loss": loss, "weight": weight}` from `training_step` does the same.
+
+        Args:
+            weight: a number from 0 on, or a tensor with one.
+        """
+        self._weight = weight
+
+    def take_weight(self) -> Tensor | float | None:
+        """Return what `log_weight` was last told since this was asked; None for nothing."""
+        weight, self._weight = self._weight, None
+        return weight
 
     def optimizers(self) -> Any:
         """Return the optimizer, or the list of them if there is not exactly one."""

@@ -11,6 +11,7 @@ from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
 from rankwise.trainer.nonfinite import NonFiniteGuard
+from rankwise.trainer.weighting import BatchWeighting
 
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
@@ -41,10 +42,14 @@ class AutomaticOptimization:
         self._strategy = trainer.strategy
         self._module = module
         self._wrapped = wrapped
-        self._share = share
+        self._weighting = BatchWeighting(trainer, module, share)
         self._has_gradients = False
         self._guard = NonFiniteGuard(trainer, wrapped)
         self.has_stepped = False
+
+    def begin_epoch(self) -> None:
+        """Prepare for an epoch, before its first batch is read."""
+        self._weighting.begin_epoch()
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Compute a batch's gradients, and step where its window ends; return what `training_step` did.
@@ -61,16 +66,20 @@ class AutomaticOptimization:
     def _forward_backward(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Compute gradients; only the last batch of a window averages them over the ranks."""
         strategy = self._strategy
-        with strategy.no_backward_sync(self._wrapped, enabled=not is_window_end):
+        optimizers = self._trainer.optimizers
+        has_backward = False
+        with strategy.gradient_sync_context(self._wrapped, optimizers, is_window_end):
             with strategy.precision.forward_context():
                 outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
             loss = self._loss_of(outputs, batch_idx)
-            if loss is not None and self._trainer.optimizers:
-                loss = self._guard.mark(loss / self._window_size(batch_idx))
+            if loss is not None and optimizers:
+                loss = self._guard.mark(self._weighting.scaled(loss, outputs, batch_idx))
                 self._module.on_before_backward(loss)
                 strategy.backward(loss)
-                self._module.on_after_backward()
-                self._has_gradients = True
+                has_backward = True
+        if has_backward:
+            self._has_gradients = True
+            self._module.on_after_backward()
         return outputs
 
     def _loss_of(self, outputs: Any, batch_idx: int) -> Tensor | None:
@@ -82,12 +91,6 @@ class AutomaticOptimization:
             facts=f"global_rank={self._strategy.global_rank}, batch {batch_idx}; the others wait.",
             remedy="return the loss, or a dictionary with 'loss'; to skip a batch, return the loss times 0.",
         )
-
-    def _window_size(self, batch_idx: int) -> int:
-        """Return how many batches the optimizer step is made of; the last window may be shorter."""
-        window = self._trainer.accumulate_grad_batches
-        start = batch_idx - batch_idx % window
-        return int(min(window, self._share.num_batches - start))
 
     def _clear_gradients(self) -> None:
         self._has_gradients = False

@@ -35,6 +35,8 @@ class CallerState:
         precision: the precision's state.
         trainer: the trainer's own facts, by attribute.
         hparams: the module's hyper parameters.
+        comm_hooks: what the ranks' communication hooks remember.
+        is_sharded: whether the optimizers exist only where a process group does.
     """
 
     tensors: dict[str, Tensor]
@@ -46,6 +48,8 @@ class CallerState:
     precision: dict[str, Any]
     trainer: dict[str, Any]
     hparams: dict[str, Any]
+    comm_hooks: list[list[dict[str, Any]]]
+    is_sharded: bool
 
 
 def capture(trainer: Trainer, module: TrainingModule, known_modules: set[str]) -> CallerState | None:
@@ -60,6 +64,7 @@ def capture(trainer: Trainer, module: TrainingModule, known_modules: set[str]) -
     """
     module.cpu()
     optimizers = [trainer.strategy.get_optimizer_state(optimizer) for optimizer in trainer.optimizers]
+    comm_hooks = trainer.strategy.comm_hook_states()
     if not trainer.is_global_zero:
         return None
     state = CallerState(
@@ -72,8 +77,10 @@ def capture(trainer: Trainer, module: TrainingModule, known_modules: set[str]) -
         precision=trainer.strategy.precision.state_dict(),
         trainer={name: getattr(trainer, name) for name in trainer.FACTS},
         hparams=module.hparams,
+        comm_hooks=comm_hooks,
+        is_sharded=any(trainer.strategy.is_sharded(optimizer) for optimizer in trainer.optimizers),
     )
-    for name in ("optimizers", "schedulers", "callbacks", "precision", "trainer"):
+    for name in ("optimizers", "schedulers", "callbacks", "precision", "trainer", "comm_hooks"):
         on_cpu = apply_to_collection(getattr(state, name), Tensor, lambda tensor: tensor.detach().cpu())
         setattr(state, name, on_cpu)
     return state
@@ -94,7 +101,10 @@ def restore(trainer: Trainer, module: TrainingModule, state: CallerState) -> Non
         callback.load_state_dict(own)
     for logger, own in zip(trainer.loggers, state.loggers, strict=True):
         logger.load_state_dict(own)
-    if state.optimizers:
+    trainer.strategy.load_comm_hook_states(state.comm_hooks)
+    if state.is_sharded:
+        trainer.keep_optimizer_states(state.optimizers, state.schedulers)
+    elif state.optimizers:
         trainer.create_optimizers()
         trainer.load_optimizer_states(state.optimizers, state.schedulers)
     trainer.strategy.precision.load_state_dict(state.precision)

@@ -193,6 +193,7 @@ class Trainer(TrainerFacts):
         """
         if model is not self._fitted_module:
             self._forget_fit()
+            self.strategy.load_comm_hook_states([])
         self.should_stop = False
         if ckpt_path is None and self.warn_if_done():
             return

@@ -1,0 +1,106 @@
+"""Average models now and then, where gradients are not averaged over all ranks (post-local SGD)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from typing_extensions import final
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
+
+__all__ = ["ModelAveraging", "refuse_distributed_optimizer"]
+
+_DISTRIBUTED = ("ZeroRedundancyOptimizer", "DistributedOptimizer", "_NamedOptimizer", "PostLocalSGDOptimizer")
+
+
+@final
+class ModelAveraging:
+    """torch's `PeriodicModelAverager`, one for each optimizer.
+
+    Args:
+        period: after how many optimizer steps the parameters are averaged.
+        warmup_steps: after how many steps that begins.
+        group: the ranks to average over; all of them by default.
+    """
+
+    def __init__(self, period: int, warmup_steps: int, group: ProcessGroup | None) -> None:
+        self._period = period
+        self._warmup_steps = warmup_steps
+        self._group = group
+        self._averagers: list[tuple[Optimizer, Any]] = []
+        self._steps: list[int] = []  # restored ones, for the optimizers that are still to come
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Average the optimizer's parameters where it is time.
+
+        Collective: every rank must call this, after each optimizer step.
+
+        Raises:
+            ConfigurationError: for an optimizer that is distributed itself.
+        """
+        self._averager(optimizer).average_parameters(_parameters(optimizer))
+
+    def finish(self) -> None:
+        """Average the parameters now, unless they are averaged already, so that all ranks have one model.
+
+        Collective: every rank must call this.
+        """
+        from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+        for optimizer, averager in self._averagers:
+            since = averager.step - 1 - self._warmup_steps  # torch averages, then counts
+            if averager.step > self._warmup_steps and since % self._period:
+                parameters: Any = iter(_parameters(optimizer))
+                average_parameters(parameters, averager.process_group)
+
+    @property
+    def steps(self) -> list[int]:
+        """How many steps each optimizer has made."""
+        return [averager.step for _, averager in self._averagers] or self._steps
+
+    @steps.setter
+    def steps(self, steps: list[int]) -> None:
+        self._steps = list(steps)
+        for (_, averager), step in zip(self._averagers, steps, strict=False):
+            averager.step = step
+
+    def _averager(self, optimizer: Optimizer) -> Any:
+        for known, averager in self._averagers:
+            if known is optimizer:
+                return averager
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+        refuse_distributed_optimizer(optimizer)
+        averager = PeriodicModelAverager(self._period, self._warmup_steps, self._group)
+        number = len(self._averagers)
+        averager.step = self._steps[number] if number < len(self._steps) else 0
+        self._averagers.append((optimizer, averager))
+        return averager
+
+
+def refuse_distributed_optimizer(optimizer: Optimizer) -> None:
+    """Make sure that the optimizer steps all of this rank's parameters by itself.
+
+    Raises:
+        ConfigurationError: when it does not.
+    """
+    kind = type(optimizer)
+    is_distributed = any(
+        base.__name__ in _DISTRIBUTED and base.__module__.startswith("torch.distributed.")
+        for base in kind.__mro__
+    )
+    if is_distributed:
+        raise ConfigurationError(
+            message=f"model_averaging_period cannot work with {kind.__name__}.",
+            facts="a distributed optimizer updates other parameters on each rank, or averages models itself.",
+            remedy="use a plain optimizer with it, such as torch.optim.SGD, or another comm_hook.",
+        )
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

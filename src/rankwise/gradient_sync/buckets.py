@@ -1,0 +1,134 @@
+"""Average gradients over the ranks in few large buckets, whichever rank has which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import final
+
+from rankwise.errors import ConfigurationError
+
+__all__ = ["BUCKET_BYTES", "reduce_gradients"]
+
+BUCKET_BYTES = 32 * 2**20
+_EXACT = (torch.float32, torch.float64)
+
+
+def reduce_gradients(
+    parameters: Iterable[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    weight: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> float | None:
+    """Average the gradients of `parameters` over the ranks, in place.
+
+    A gradient that exists on some ranks only counts as zero on the others, where it is created; one that
+    exists nowhere stays None. The ranks agree on the buckets because these depend on the parameters alone:
+    which gradients exist travels in the same all-reduce, one element per parameter.
+
+    Collective: every rank must call this, with the same parameters in the same order.
+
+    Args:
+        parameters: what is trained; those that require no gradient are left out.
+        group: the ranks to average over; all of them by default.
+        weight: this rank's weight, if the mean of all ranks' weights is wanted too.
+        bucket_bytes: how large a bucket may grow.
+
+    Returns:
+        The mean of the weights; None where none was given.
+
+    Raises:
+        ConfigurationError: for sparse gradients.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    _refuse_sparse(trained)
+    buckets = list(_buckets(trained, bucket_bytes))
+    # A weight travels with the first bucket, or alone where that one's numbers are too coarse for it.
+    lends_room = bool(buckets) and buckets[0][0].dtype in _EXACT
+    works: list[tuple[_Bucket, Any]] = []
+    for number, members in enumerate(buckets):
+        lent = weight if number == 0 and lends_room else None
+        bucket = _Bucket.filled(members, lent, 1 / dist.get_world_size(group))
+        works.append((bucket, dist.all_reduce(bucket.flat, group=group, async_op=True)))
+    for bucket, work in works:
+        work.wait()
+        bucket.unpack()
+    if weight is None:
+        return None
+    return float(works[0][0].flat[-1]) if lends_room else _mean_of(weight, group)
+
+
+def _mean_of(weight: float, group: dist.ProcessGroup | None) -> float:
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    total = torch.tensor([weight], dtype=torch.double, device=device)
+    dist.all_reduce(total, group=group)
+    return float(total) / dist.get_world_size(group)
+
+
+@final
+@dataclass
+class _Bucket:
+    """Some parameters' gradients, one after another; then one flag for each; then perhaps a weight."""
+
+    members: list[Tensor]
+    flat: Tensor
+
+    @classmethod
+    def filled(cls, members: list[Tensor], weight: float | None, share: float) -> _Bucket:
+        first = members[0]
+        pieces = [
+            first.new_zeros(member.numel()) if member.grad is None else member.grad.reshape(-1)
+            for member in members
+        ]
+        flags = [float(member.grad is not None) for member in members]
+        if weight is not None:
+            flags.append(weight)
+        tail = torch.tensor(flags, dtype=first.dtype).to(first.device, non_blocking=True)
+        return cls(members, torch.cat([*(piece.detach() for piece in pieces), tail]).mul_(share))
+
+    def unpack(self) -> None:
+        """Give each parameter its part, creating the gradients that only other ranks had."""
+        sizes = [member.numel() for member in self.members]
+        *means, flags = self.flat.split([*sizes, self.flat.numel() - sum(sizes)])
+        targets, sources = [], []
+        for member, mean, flag in zip(self.members, means, flags.tolist(), strict=False):
+            if flag == 0:
+                continue
+            if member.grad is None:
+                member.grad = torch.empty_like(member)
+            targets.append(member.grad)
+            sources.append(mean.view(member.shape))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+def _buckets(trained: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield parameters of one dtype and device together, in an order that is the same on every rank."""
+    open_buckets: dict[tuple[torch.dtype, str], list[Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, str], int] = {}
+    for parameter in trained:
+        kind = (parameter.dtype, parameter.device.type)
+        size = parameter.numel() * parameter.element_size()
+        if kind in open_buckets and sizes[kind] + size > bucket_bytes:
+            yield open_buckets.pop(kind)
+        if kind not in open_buckets:
+            open_buckets[kind], sizes[kind] = [], 0
+        open_buckets[kind].append(parameter)
+        sizes[kind] += size
+    yield from open_buckets.values()
+
+
+def _refuse_sparse(trained: Sequence[Tensor]) -> None:
+    for parameter in trained:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise ConfigurationError(
+                message='sync_mode="forced_sync" cannot average sparse gradients.',
+                facts=f"a parameter of shape {tuple(parameter.shape)} has one.",
+                remedy='use nn.Embedding(sparse=False), or sync_mode="single_auto_sync".',
+            )

@@ -1,0 +1,57 @@
+"""`GradientSyncMode`: when gradients are averaged over the ranks while they are accumulated."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from typing_extensions import final
+
+from rankwise.errors import InvalidTypeError, UnknownNameError
+
+__all__ = ["GradientSyncMode", "resolve_sync_mode"]
+
+
+@final
+class GradientSyncMode(Enum):
+    """When the gradients of a window of microbatches are averaged; the values are the names to use.
+
+    Attributes:
+        SINGLE_AUTO_SYNC: by DDP, during the window's last backward pass.
+        MULTI_AUTO_SYNC: by DDP, during every backward pass of the window.
+        FORCED_SYNC: by rankwise, in few large buckets after the window's last backward pass. A parameter
+            with a gradient on some ranks only counts as zero on the others.
+    """
+
+    SINGLE_AUTO_SYNC = "single_auto_sync"
+    MULTI_AUTO_SYNC = "multi_auto_sync"
+    FORCED_SYNC = "forced_sync"
+
+
+_AUTO = "auto"
+
+
+def resolve_sync_mode(mode: object = _AUTO, *, finds_unused_parameters: bool = False) -> GradientSyncMode:
+    """Return the mode of that name, in any case.
+
+    Args:
+        mode: a `GradientSyncMode`, its name, or `"auto"`: `multi_auto_sync` where DDP looks for unused
+            parameters, `single_auto_sync` otherwise.
+        finds_unused_parameters: whether it does.
+
+    Raises:
+        InvalidTypeError: when `mode` is neither.
+        UnknownNameError: when there is no such mode.
+    """
+    if isinstance(mode, GradientSyncMode):
+        return mode
+    if not isinstance(mode, str):
+        raise InvalidTypeError(argument="sync_mode", value=mode, expected="a GradientSyncMode or its name")
+    name = mode.lower()
+    if name == _AUTO:
+        multi, single = GradientSyncMode.MULTI_AUTO_SYNC, GradientSyncMode.SINGLE_AUTO_SYNC
+        return multi if finds_unused_parameters else single
+    try:
+        return GradientSyncMode(name)
+    except ValueError:
+        known = (_AUTO, *(member.value for member in GradientSyncMode))
+        raise UnknownNameError(kind="sync_mode", name=mode, known=known) from None

@@ -1,0 +1,288 @@
+"""`GradientSync`: how a strategy averages gradients; checked when it is made, kept from job to job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import final
+
+from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
+from rankwise.gradient_sync.averaging import ModelAveraging, refuse_distributed_optimizer
+from rankwise.gradient_sync.comm_hook import CommHook
+from rankwise.gradient_sync.comm_hooks import HookPlace
+from rankwise.gradient_sync.context import Pause, synchronised
+from rankwise.gradient_sync.hook_state import read_state, state_for_rank, write_state
+from rankwise.gradient_sync.modes import GradientSyncMode, resolve_sync_mode
+from rankwise.gradient_sync.unused import UnusedWatch
+from rankwise.gradient_sync.weights import WeightBook, WeightedReduction
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["WEIGHTINGS", "GradientSync"]
+
+WEIGHTINGS = ("samples", "logged")
+States = list[list[dict[str, Any]]]
+
+
+@final
+class GradientSync:
+    """How gradients are averaged: when, through which hook, with which weights.
+
+    Args:
+        sync_mode: a `GradientSyncMode`, its name, or `"auto"`.
+        comm_hook: a name with options, or a function; None for DDP's own average.
+        comm_state: the hook's state.
+        comm_wrapper: what is put around the hook.
+        model_averaging_period: under post-local SGD, after how many steps models are averaged.
+        gradient_weighting: `"samples"`, `"logged"` or None.
+        ddp_kwargs: what DDP is told.
+
+    Raises:
+        UnknownNameError, UnknownArgumentError, InvalidArgumentError, InvalidTypeError, ConfigurationError:
+        for what cannot work, or not together.
+    """
+
+    def __init__(
+        self,
+        *,
+        sync_mode: Any = "auto",
+        comm_hook: Any = None,
+        comm_state: Any = None,
+        comm_wrapper: Any = None,
+        model_averaging_period: int | None = None,
+        gradient_weighting: str | None = None,
+        ddp_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        told = ddp_kwargs or {}
+        self.mode = resolve_sync_mode(
+            sync_mode, finds_unused_parameters=bool(told.get("find_unused_parameters"))
+        )
+        self.hook = CommHook.checked(comm_hook, comm_state, comm_wrapper)
+        self.weighting = check_weighting(gradient_weighting)
+        self.period = _check_period(model_averaging_period, self.hook)
+        self._check_together(told)
+        self._saved: States = []  # of a checkpoint or an earlier job: by rank, then by wrapped module
+        self._own: list[dict[str, Any]] = []  # the same, of this very rank
+        self._clear()
+
+    def _clear(self) -> None:
+        self._states: list[Any] = []
+        self._group: dist.ProcessGroup | None = None
+        self._averaging: ModelAveraging | None = None
+        self._watches: dict[int, UnusedWatch] = {}
+        self.weights = WeightBook() if self.weighting == "logged" else None
+
+    def _check_together(self, told: Mapping[str, Any]) -> None:
+        if self.mode is GradientSyncMode.FORCED_SYNC:
+            if self.hook is not None:
+                raise ConfigurationError(
+                    message=f'comm_hook {self.hook.name!r} would never run with sync_mode="forced_sync".',
+                    facts="a hook changes how DDP averages gradients, and forced_sync averages them itself.",
+                    remedy='leave out one of them, or take sync_mode="single_auto_sync".',
+                )
+            if told.get("static_graph"):
+                raise ConfigurationError(
+                    message='static_graph=True cannot work with sync_mode="forced_sync".',
+                    facts="DDP records a static graph in a backward pass that it reduces itself.",
+                    remedy='leave out one of them, or take sync_mode="single_auto_sync".',
+                )
+        if self.weighting == "logged" and self.hook is not None:
+            self._wire_dtype()
+
+    def _wire_dtype(self) -> torch.dtype | None:
+        """Return what weighted gradients are sent as."""
+        if self.hook is None or (self.hook.name, self.hook.wrapper) == ("allreduce", None):
+            return None
+        if (self.hook.name, self.hook.wrapper) == ("bf16_compress", None):
+            return torch.bfloat16
+        raise ConfigurationError(
+            message=f'gradient_weighting="logged" cannot work with comm_hook {self.hook.name!r}'
+            f"{'' if self.hook.wrapper is None else ' and a comm_wrapper'}.",
+            facts="the weights travel in the hook's own all-reduce, as sums of gradients times weights: "
+            "too large for 16-bit floating point, and not what other hooks take for an average.",
+            remedy='gradient_weighting="samples", which goes with every hook; or comm_hook="bf16_compress".',
+        )
+
+    # ------------------------------------------------------------------ a job
+
+    def attach(self, wrapped: DistributedDataParallel, local_world_size: int) -> None:
+        """Have a wrapped module reduce its gradients in this way."""
+        group = self._group = wrapped.process_group
+        world_size = dist.get_world_size(group)
+        if wrapped.find_unused_parameters and self.mode is not GradientSyncMode.FORCED_SYNC:
+            self._watches[id(wrapped)] = UnusedWatch(wrapped)
+        if self.weights is not None and self.mode is not GradientSyncMode.FORCED_SYNC:
+            hook: Any = CommHook.checked(WeightedReduction(self.weights, group, self._wire_dtype()))
+            hook.attach(wrapped, HookPlace(group, local_world_size))
+        elif self.hook is not None:
+            state = self.hook.attach(wrapped, HookPlace(group, min(local_world_size, world_size)))
+            self._restore(len(self._states), state, world_size)
+            self._states.append(state)
+        if self.period is not None and self.hook is not None and self._averaging is None:
+            self._averaging = ModelAveraging(self.period, self.hook.first_local_step, group)
+            self._averaging.steps = self._saved_here(0, world_size).get("averaging", [])
+
+    def detach(self) -> None:
+        """End a job; what the hooks remember is kept for the next one."""
+        self._own = self.own_states()
+        self._clear()
+
+    def context(
+        self, module: nn.Module, optimizers: Iterable[Optimizer], is_final_microbatch: bool, pause: Pause
+    ) -> AbstractContextManager[None]:
+        """Return the block for a microbatch's forward and backward pass; see `gradient_sync_context`.
+
+        `pause(module, enabled)` is a block in which DDP reduces nothing if enabled.
+        """
+        block = synchronised(
+            module,
+            optimizers,
+            is_final_microbatch,
+            self.mode,
+            pause=pause,
+            group=self._group,
+            weights=self.weights,
+        )
+        watch = self._watches.get(id(module))
+        return (
+            block if watch is None or watch.is_done else watch.around(block, is_final_microbatch, self.mode)
+        )
+
+    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """Return the loss times its weight, and note that.
+
+        Raises:
+            ConfigurationError: when weights were not asked for.
+            InvalidArgumentError: for a weight that cannot be one.
+        """
+        if self.weights is None:
+            raise ConfigurationError(
+                message="A loss was given a weight, but nothing asks for weights.",
+                facts=f"gradient_weighting={self.weighting!r}.",
+                remedy='DDPStrategy(gradient_weighting="logged").',
+            )
+        return loss * self.weights.add(weight)
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Make sure that the optimizers can do with averaged models.
+
+        Raises:
+            ConfigurationError: when they cannot.
+        """
+        for optimizer in optimizers if self.period is not None else ():
+            refuse_distributed_optimizer(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Average the model where it is time."""
+        if self._averaging is not None:
+            self._averaging.after_step(optimizer)
+
+    def finish(self) -> None:
+        """End training: have one model on all ranks."""
+        if self._averaging is not None:
+            self._averaging.finish()
+
+    # ------------------------------------------------------------------ what hooks remember
+
+    def own_states(self) -> list[dict[str, Any]]:
+        """Return what this rank's hooks remember, by wrapped module; [] where they remember nothing."""
+        states = [read_state(state) for state in self._states]
+        if self._averaging is not None and states:
+            states[0]["averaging"] = self._averaging.steps
+        return states if any(states) else []
+
+    def gathered_states(self) -> States:
+        """Return what all ranks' hooks remember, on rank 0 (elsewhere []).
+
+        Collective: every rank must call this.
+        """
+        own = self.own_states()
+        if not dist.is_initialized() or not self._states:
+            return [own or self._own] if own or self._own else self._saved
+        if all(isinstance(state, (dist.ProcessGroup, type(None))) for state in self._states):
+            return []
+        rank = dist.get_rank(self._group)
+        gathered: list[Any] | None = [None] * dist.get_world_size(self._group) if rank == 0 else None
+        dist.gather_object(own, gathered, group=self._group, group_dst=0)
+        return gathered if gathered is not None and any(gathered) else []
+
+    def load_states(self, states: States) -> None:
+        """Take back what `gathered_states` returned on rank 0, now or for the next job."""
+        self._saved, self._own = states, []
+        for number, state in enumerate(self._states):
+            self._restore(number, state, dist.get_world_size(self._group))
+        if self._averaging is not None:
+            self._averaging.steps = self._saved_here(0, dist.get_world_size(self._group)).get("averaging", [])
+
+    def _restore(self, number: int, state: Any, world_size: int) -> None:
+        write_state(state, self._saved_here(number, world_size))
+
+    def _saved_here(self, number: int, world_size: int) -> dict[str, Any]:
+        """Return what was saved for this rank and a wrapped module; {} for nothing."""
+        if number < len(self._own):
+            return self._own[number]
+        by_rank = [states[number] for states in self._saved if number < len(states)]
+        return state_for_rank(by_rank, dist.get_rank(self._group), world_size) if by_rank else {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without what belongs to a process group."""
+        bare: dict[str, Any] = {
+            "_states": [],
+            "_group": None,
+            "_averaging": None,
+            "_watches": {},
+            "weights": None,
+        }
+        saved = [self._own] if self._own and not self._saved else self._saved
+        return {**self.__dict__, **bare, "_saved": saved, "_own": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._clear()
+
+
+def check_weighting(value: object) -> str | None:
+    """Return the name of a weighting in lower case.
+
+    Raises:
+        InvalidTypeError: when it is no string.
+        UnknownNameError: when there is none of that name.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise InvalidTypeError(
+            argument="gradient_weighting", value=value, expected="'samples', 'logged' or None"
+        )
+    if value.lower() not in WEIGHTINGS:
+        raise UnknownNameError(kind="gradient_weighting", name=value, known=WEIGHTINGS)
+    return value.lower()
+
+
+def _check_period(period: Any, hook: CommHook | None) -> int | None:
+    is_local = hook is not None and hook.is_local_sgd
+    if period is None:
+        if is_local:
+            raise ConfigurationError(
+                message="Post-local SGD needs a model_averaging_period: without it the models drift apart.",
+                remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4).',
+            )
+        return None
+    if isinstance(period, bool) or not isinstance(period, int):
+        raise InvalidTypeError(argument="model_averaging_period", value=period, expected="a number of steps")
+    if period < 1:
+        raise InvalidArgumentError(argument="model_averaging_period", value=period, expected="1 or more")
+    if not is_local:
+        raise ConfigurationError(
+            message="model_averaging_period is for post-local SGD: the models of other hooks stay the same.",
+            facts=f"comm_hook is {None if hook is None else hook.name!r}.",
+            remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4).',
+        )
+    return period

@@ -1,0 +1,143 @@
+"""Run-time weights: the average over the ranks is weighted by numbers that travel with the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import final
+
+from rankwise.errors import InvalidArgumentError, ProcessGroupError
+
+__all__ = ["WeightBook", "WeightedReduction"]
+
+_EXACT = (torch.float32, torch.float64)
+
+
+@final
+class WeightBook:
+    """This rank's weights of the window of microbatches that is being accumulated.
+
+    Every loss is multiplied by its weight. What the ranks average is then a sum of weighted gradients, and is
+    divided by the mean of their weights: the weighted average over all microbatches of all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.is_final = True
+        self._open()
+
+    def _open(self) -> None:
+        self.pending = 0.0  # not averaged yet
+        self.averaged: float | Tensor = 0.0  # the mean over the ranks of what was, in this window
+        self.is_used = False
+        self.num_reductions = 0
+
+    def add(self, weight: Any) -> float:
+        """Note a microbatch's weight, and return it.
+
+        Raises:
+            InvalidArgumentError: for what is no finite number from 0 on.
+        """
+        number = float(weight)
+        if not math.isfinite(number) or number < 0:
+            raise InvalidArgumentError(argument="weight", value=number, expected="a finite number from 0 on")
+        self.pending += number
+        self.is_used = True
+        return number
+
+    def take(self) -> float:
+        """Return what has not been averaged yet, which now is."""
+        weight, self.pending = self.pending, 0.0
+        return weight
+
+    def close(self) -> None:
+        """End the window."""
+        self._open()
+
+    def divide(self, parameters: Iterable[Tensor], mean: float | Tensor) -> None:
+        """Divide the gradients of `parameters`, which are averaged, by the mean of the window's weights."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients and float(mean) != 0:
+            torch._foreach_div_(gradients, float(mean))
+
+
+@final
+class WeightedReduction:
+    """A communication hook that averages buckets and divides them by the mean of the ranks' weights.
+
+    The weight is one more element of the bucket that is reduced first; the others wait for it before they
+    divide. With a `wire_dtype` all but that one travel compressed.
+
+    Args:
+        book: this rank's weights.
+        group: the ranks to average over.
+        wire_dtype: what gradients are sent as; None for what they are.
+    """
+
+    def __init__(
+        self, book: WeightBook, group: dist.ProcessGroup | None, wire_dtype: torch.dtype | None = None
+    ) -> None:
+        self._book = book
+        self._group = group
+        self._wire_dtype = wire_dtype
+        self._divisor: Any = None
+        self._first: Any = None
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket of gradients."""
+        self._book.num_reductions += 1
+        buffer = bucket.buffer()
+        return self._reduce_first(buffer) if bucket.index() == 0 else self._reduce(buffer)
+
+    def _reduce_first(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        book, length = self._book, buffer.numel()
+        sent = buffer.new_empty(length + 1, dtype=buffer.dtype if buffer.dtype in _EXACT else torch.float32)
+        sent[:length] = buffer
+        sent[length] = book.take()
+        is_final, before = book.is_final, book.averaged
+        share = 1 / dist.get_world_size(self._group)
+
+        def finish(reduced: torch.futures.Future[Any]) -> Tensor:
+            mean = reduced.value()[0][length].mul(share).add(before)
+            if not is_final:
+                book.averaged = mean
+            # A window without any weight has nothing but zeros to divide.
+            self._divisor = torch.where(mean == 0, 1, mean) if is_final else torch.ones_like(mean)
+            return buffer.copy_(sent[:length].mul_(share).div_(self._divisor))
+
+        self._first = first = self._sum(sent, finish)
+        return first
+
+    def _reduce(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        share, first = 1 / dist.get_world_size(self._group), self._first
+        sent = buffer if self._wire_dtype is None else buffer.to(self._wire_dtype)
+
+        def finish(reduced: torch.futures.Future[Any]) -> Tensor:
+            averaged = buffer.copy_(reduced.value()[0]).mul_(share)
+            first.wait()  # reduced first, so it is on its way; on CUDA this orders the streams
+            return averaged.div_(self._divisor)
+
+        return self._sum(sent, finish)
+
+    def _sum(self, sent: Tensor, finish: Any) -> torch.futures.Future[Tensor]:
+        work: Any = dist.all_reduce(sent, group=self._group, async_op=True)
+        future: torch.futures.Future[Tensor] = work.get_future().then(finish)
+        return future
+
+
+def check_reduced(book: WeightBook) -> None:
+    """Make sure that a window's gradients, and the weights with them, were averaged.
+
+    Raises:
+        ProcessGroupError: when no gradient was.
+    """
+    if book.is_used and book.num_reductions == 0:
+        raise ProcessGroupError(
+            "A backward pass reached no parameter of the wrapped module, so this rank sent no weight; the "
+            "others wait for it.",
+            "compute the loss with what the wrapped module returns: loss = module(batch).",
+        )

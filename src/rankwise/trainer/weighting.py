@@ -1,0 +1,100 @@
+"""How much each batch of an accumulation window counts, by the strategy's `gradient_weighting`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from typing_extensions import final
+
+from rankwise.data import BatchSizes, batch_sizes
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.training_share import TrainingShare
+
+__all__ = ["BatchWeighting"]
+
+
+@final
+class BatchWeighting:
+    """Scale each batch's loss, so that a window's gradients are the average that was asked for.
+
+    Args:
+        trainer: knows how long windows are.
+        module: may log weights.
+        share: this rank's training batches.
+    """
+
+    def __init__(self, trainer: Trainer, module: TrainingModule, share: TrainingShare) -> None:
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        self._module = module
+        self._share = share
+        self._sizes: BatchSizes | None = None
+
+    def begin_epoch(self) -> None:
+        """Learn the epoch's batch sizes, where they are needed.
+
+        Raises:
+            ConfigurationError: when nobody knows them.
+        """
+        if self._strategy.gradient_weighting != "samples" or not self._matters:
+            return
+        self._sizes = batch_sizes(self._share.loader)
+        if self._sizes is None:
+            raise ConfigurationError(
+                message='gradient_weighting="samples" needs batch sizes that are known beforehand.',
+                facts=f"nobody knows those of this {type(self._share.loader).__name__}: its samples have no "
+                "index stream that rankwise split.",
+                remedy='gradient_weighting="logged", and self.log_weight(len(batch)) in training_step.',
+            )
+
+    @property
+    def _matters(self) -> bool:
+        """Whether there is more than one batch to weigh against each other."""
+        return self._strategy.world_size > 1 or self._trainer.accumulate_grad_batches > 1
+
+    def scaled(self, loss: Tensor, outputs: Any, batch_idx: int) -> Tensor:
+        """Return what to compute gradients of.
+
+        Raises:
+            ConfigurationError: when a weight is missing, or nobody asked for the one that is there.
+        """
+        logged = self._take_logged(outputs)
+        if self._strategy.gradient_weighting == "logged":
+            if logged is None:
+                raise ConfigurationError(
+                    message=f'gradient_weighting="logged", but batch {batch_idx} has no weight.',
+                    facts=f"global_rank={self._strategy.global_rank}; the others wait.",
+                    remedy='self.log_weight(n) in training_step, or return {"loss": loss, "weight": n}.',
+                )
+            return self._strategy.weighted_loss(loss, logged)
+        if logged is not None and self._matters:
+            raise ConfigurationError(
+                message="training_step logged a weight, but gradients are not weighted by it.",
+                facts=f"gradient_weighting={self._strategy.gradient_weighting!r}.",
+                remedy='DDPStrategy(gradient_weighting="logged").',
+            )
+        return self._scaled_by_size(loss, batch_idx)
+
+    def _take_logged(self, outputs: Any) -> Any:
+        logged = self._module.take_weight()
+        returned = outputs.get("weight") if isinstance(outputs, Mapping) else None
+        return logged if returned is None else returned
+
+    def _scaled_by_size(self, loss: Tensor, batch_idx: int) -> Tensor:
+        """Return the loss by what it counts in its window; DDP then divides by the number of ranks."""
+        window = self._trainer.accumulate_grad_batches
+        first = batch_idx - batch_idx % window
+        beyond = int(min(first + window, self._share.num_batches))
+        if self._sizes is None:
+            mean: Tensor = loss / (beyond - first)
+            return mean
+        sizes = self._sizes
+        factor = sizes.own(batch_idx) * sizes.num_replicas / sizes.total(first, beyond)
+        scaled: Tensor = loss * factor
+        return scaled

@@ -1,0 +1,106 @@
+"""Ranks as threads of this process, on torch's private "threaded" back end, which only this file uses."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from rankwise.environments import ClusterEnvironment
+from rankwise.launchers import Launcher
+from rankwise.launchers.inline import InlineLauncher
+from rankwise.ranks import RankInfo
+from rankwise.strategies import DDPStrategy
+from rankwise.strategies._scopes import variables_set
+
+T = TypeVar("T")
+_private: Any = multi_threaded_pg  # untyped
+
+
+def run_ranks(world_size: int, function: Callable[[int], T]) -> list[T]:
+    """Run `function(rank)` on `world_size` threads that have a process group; return what each returned.
+
+    The first exception that is no consequence of another is raised.
+    """
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+    store = dist.HashStore()
+    hook = sys.excepthook  # torch wraps it
+
+    def run(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            try:
+                results[rank] = function(rank)
+            finally:
+                dist.destroy_process_group()
+        except BaseException as error:
+            errors.append(error)
+            _private.ProcessLocalGroup.exception_handle(error)
+
+    with variables_set({}):  # torch sets one
+        _run_threads(world_size, run)
+    sys.excepthook = hook
+    for error in errors:
+        if not isinstance(error, SystemExit):  # how a rank ends when another has failed
+            raise error
+    return [results[rank] for rank in range(world_size)]
+
+
+def _run_threads(world_size: int, run: Callable[[int], None]) -> None:
+    distributed: Any = torch._C._distributed_c10d
+    isolate = distributed._set_thread_isolation_mode
+    isolate(True)
+    _private._install_threaded_pg()
+    try:
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        _private.ProcessLocalGroup.reset()
+        _private._uninstall_threaded_pg()
+        isolate(False)
+
+
+@contextmanager
+def counted_reductions() -> Iterator[dict[int, list[int]]]:
+    """Count the all-reduces of the ranks that `run_ranks` runs in the block: their sizes, by rank."""
+    sizes: dict[int, list[int]] = {}
+    group = _private.ProcessLocalGroup
+    plain = group.allreduce
+
+    def counting(self: Any, tensors: Any, *options: Any, **named: Any) -> Any:
+        tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
+        sizes.setdefault(self._rank, []).append(tensor.numel())
+        return plain(self, tensors, *options, **named)
+
+    group.allreduce = counting
+    try:
+        yield sizes
+    finally:
+        group.allreduce = plain
+
+
+class ThreadedStrategy(DDPStrategy):
+    """DDP on one of the threads of `run_ranks`; the process group is there already."""
+
+    def __init__(self, rank: int, world_size: int, **arguments: Any) -> None:
+        super().__init__(accelerator="cpu", devices=world_size, start_method="fork", **arguments)
+        self._seat_of_thread = RankInfo(rank, rank, 0, world_size, world_size, 1)
+
+    def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
+        return self._seat_of_thread
+
+    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
+        return InlineLauncher(self.ranks)
+
+    def setup_environment(self) -> None:
+        self._job.callback(self._drop_wrappers)

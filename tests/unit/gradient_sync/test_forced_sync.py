@@ -1,0 +1,145 @@
+"""Forced sync: right averages where ranks have other gradients than their peers, and few collectives."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync import gradient_sync_context, reduce_gradients
+from tests.helpers.threaded import counted_reductions, run_ranks
+from tests.unit.gradient_sync.helpers import batch, loss_of, net
+
+
+class Branches(nn.Module):
+    """Uses one branch only, by what it is told; a third one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.left = nn.Linear(3, 1).double()
+        self.right = nn.Linear(3, 1).double()
+        self.never = nn.Linear(3, 1).double()
+
+    def forward(self, samples: Tensor, branch: str) -> Tensor:
+        result: Tensor = self.get_submodule(branch)(samples)
+        return result
+
+
+def by_composers_loop(model: nn.Module) -> None:
+    """Average each gradient by itself where it exists, as Composer's forced sync does."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+@pytest.mark.parametrize(("is_ours", "is_right"), [(True, True), (False, False)])
+def test_forced_sync_of_gradients_on_some_ranks_only(is_ours: bool, is_right: bool) -> None:
+    """Rank 0 uses one branch, rank 1 the other: ours is one process's average, a loop's is not.
+
+    The loop pairs up gradients that belong to different parameters.
+    """
+    models = [Branches(), Branches()]
+
+    def train(rank: int) -> dict[str, Tensor | None]:
+        model = models[rank]
+        with gradient_sync_context(model, mode="forced_sync") if is_ours else nullcontext():
+            model(batch(rank), ("left", "right")[rank]).sum().backward()
+        if not is_ours:
+            by_composers_loop(model)
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    single = Branches()
+    ((single(batch(0), "left").sum() + single(batch(1), "right").sum()) / 2).backward()
+    expected = {name: parameter.grad for name, parameter in single.named_parameters()}
+    for result in run_ranks(2, train):
+        assert all(_same(result[name], expected[name]) for name in expected) == is_right
+
+
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return torch.allclose(left, right, rtol=0, atol=1e-12)
+
+
+def test_buckets_are_few_and_full() -> None:
+    """Of 200 small parameters and one larger than a bucket, with a flag each, two buckets are made."""
+    sizes = [3] * 200 + [1000]
+    parameters = [[nn.Parameter(torch.zeros(size)) for size in sizes] for _ in range(2)]
+
+    def reduce(rank: int) -> list[float]:
+        for number, parameter in enumerate(parameters[rank]):
+            parameter.grad = torch.full_like(parameter, float(rank + number))
+        reduce_gradients(parameters[rank], bucket_bytes=3000)
+        return [float(parameter.grad.sum()) for parameter in parameters[rank] if parameter.grad is not None]
+
+    with counted_reductions() as counted:
+        first, second = run_ranks(2, reduce)
+    assert counted[0] == counted[1] == [800, 1001]
+    assert first == second == [(number + 0.5) * size for number, size in enumerate(sizes)]
+
+
+def test_a_bucket_holds_one_dtype() -> None:
+    """Half-precision gradients travel by themselves, and so does a weight where all are half."""
+    kinds = [torch.float32, torch.bfloat16, torch.float32]
+    parameters = [[nn.Parameter(torch.zeros(2, dtype=kind)) for kind in kinds] for _ in range(2)]
+
+    def reduce(rank: int) -> tuple[float | None, float | None]:
+        for parameter in parameters[rank]:
+            parameter.grad = torch.full_like(parameter, rank)
+        return reduce_gradients(parameters[rank], weight=rank + 1), reduce_gradients(
+            parameters[rank][1:2], weight=1000 + rank
+        )
+
+    with counted_reductions() as counted:
+        means = run_ranks(2, reduce)
+    assert means == [(1.5, 1000.5)] * 2
+    assert counted[0] == [4 + 2 + 1, 2 + 1, 2 + 1, 1]
+    assert all(float(parameter.grad[0]) == 0.5 for parameter in parameters[0] if parameter.grad is not None)
+
+
+def test_nothing_is_reduced_when_a_backward_raised() -> None:
+    """An exception in the block leaves gradients as they are, and waits for nobody."""
+    model = net()
+
+    def train(rank: int) -> None:
+        with gradient_sync_context(model, mode="forced_sync"):
+            loss_of(model, batch(0)).backward()
+            raise KeyError("no more")
+
+    with counted_reductions() as counted, pytest.raises(KeyError):
+        run_ranks(1, train)
+    assert counted == {}
+
+
+def test_sparse_gradients_are_refused() -> None:
+    """They have no fixed place in a bucket."""
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigurationError, match="sparse"):
+        run_ranks(1, lambda rank: reduce_gradients(embedding.parameters()))
+
+
+def test_ignored_parameters_stay_as_they_are() -> None:
+    """`_ddp_params_and_buffers_to_ignore` is honoured."""
+    models = [net(), net()]
+
+    def train(rank: int) -> list[Tensor | None]:
+        model = models[rank]
+        model._ddp_params_and_buffers_to_ignore = ["0.weight"]  # type: ignore[assignment]  # torch's way
+        with gradient_sync_context(model, torch.optim.SGD(model.parameters(), lr=0.1), mode="forced_sync"):
+            loss_of(model, batch(rank)).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    first, second = run_ranks(2, train)
+    assert [_same(left, right) for left, right in zip(first, second, strict=True)] == [
+        False,
+        True,
+        True,
+        True,
+    ]

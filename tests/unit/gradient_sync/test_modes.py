@@ -1,0 +1,134 @@
+"""Sync modes: their names, when DDP reduces under each, and how often."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
+from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context
+from rankwise.gradient_sync.modes import resolve_sync_mode
+from rankwise.strategies import DDPStrategy
+from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
+from tests.unit.gradient_sync.helpers import (
+    accumulate,
+    alone,
+    assert_close,
+    bare,
+    batch,
+    loss_of,
+    net,
+    on_ranks,
+)
+
+MODES = [mode.value for mode in GradientSyncMode]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_ddp_sync_strategy_names(name: str) -> None:
+    """Composer's `DDPSyncStrategy`: every mode goes by its name, in any case, and by itself."""
+    mode = GradientSyncMode(name)
+    assert resolve_sync_mode(name.upper()) is resolve_sync_mode(mode) is mode
+    assert DDPStrategy(sync_mode=name).gradients.mode is mode
+
+
+def test_auto() -> None:
+    """`"auto"` reduces once per window, but each time where DDP looks for unused parameters."""
+    assert DDPStrategy().gradients.mode is GradientSyncMode.SINGLE_AUTO_SYNC
+    assert DDPStrategy(find_unused_parameters=True).gradients.mode is GradientSyncMode.MULTI_AUTO_SYNC
+
+
+def test_an_unknown_name() -> None:
+    """A name that is none is refused in the constructor, with the nearest one."""
+    with pytest.raises(UnknownNameError, match="Did you mean 'forced_sync'"):
+        DDPStrategy(sync_mode="force_sync")
+    with pytest.raises(InvalidTypeError, match="sync_mode"):
+        DDPStrategy(sync_mode=3)  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("arguments", [{"comm_hook": "fp16_compress"}, {"static_graph": True}])
+def test_forced_sync_excludes(arguments: dict[str, object]) -> None:
+    """What needs DDP's own reductions cannot go with forced sync."""
+    with pytest.raises(ConfigurationError, match="forced_sync"):
+        DDPStrategy(sync_mode="forced_sync", **arguments)  # type: ignore[arg-type]  # one of several
+
+
+@pytest.mark.parametrize(
+    ("mode", "count"), [("single_auto_sync", 1), ("multi_auto_sync", 4), ("forced_sync", 1)]
+)
+def test_reductions_per_optimizer_step(mode: str, count: int) -> None:
+    """Four microbatches: one all-reduce per bucket and step, but with `multi_auto_sync` one in each."""
+    model = net()
+
+    def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> tuple[int, list[torch.Tensor | None]]:
+        before = len(sizes.get(strategy.global_rank, ()))  # wrapping reduces too
+        result = accumulate(strategy, wrapped, (2, 2, 2, 2))
+        return len(sizes[strategy.global_rank]) - before, result
+
+    with counted_reductions() as sizes:
+        results = on_ranks(2, work, model, sync_mode=mode)
+    expected = alone(model, [batch(rank, number) for rank in range(2) for number in range(4)])
+    for reductions, result in results:
+        assert reductions == count
+        assert_close(result, expected)
+
+
+def test_a_static_graph_may_accumulate() -> None:
+    """The first backward pass of a static graph, which torch lets not run under `no_sync`, reduces."""
+    model = net()
+    for result in on_ranks(2, lambda s, m: accumulate(s, m, (2, 2, 2)), model, static_graph=True):
+        assert_close(result, alone(model, [batch(rank, number) for rank in range(2) for number in range(3)]))
+
+
+@pytest.mark.parametrize("mode", [*MODES, "auto"])
+def test_ddp_sync_context_without_a_trainer(mode: str) -> None:
+    """Composer's `_ddp_sync_context`: the same gradients in any training loop, under each mode."""
+    model = net()
+
+    def train(rank: int) -> list[torch.Tensor | None]:
+        wrapped = bare(copies[rank])
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for number in range(3):
+            with gradient_sync_context(wrapped, optimizer, number == 2, mode):
+                (loss_of(wrapped, batch(rank, number)) / 3).backward()
+        return [parameter.grad for parameter in wrapped.parameters()]
+
+    copies = [net(), net(), net()]
+    expected = alone(model, [batch(rank, number) for rank in range(3) for number in range(3)])
+    for result in run_ranks(3, train):
+        assert_close(result, expected)
+
+
+def test_nothing_is_distributed() -> None:
+    """In one process, with no group, the block does nothing."""
+    model = net()
+    with gradient_sync_context(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        loss_of(model, batch(0)).backward()
+    assert_close([parameter.grad for parameter in model.parameters()], alone(net(), [batch(0)]))
+
+
+def test_a_module_that_ddp_has_not_wrapped() -> None:
+    """Nobody would average its gradients, so that is an error; forced sync averages them itself."""
+    models = [net(), net()]
+
+    def train(rank: int) -> list[torch.Tensor | None]:
+        with pytest.raises(InvalidTypeError, match="forced_sync"), gradient_sync_context(models[rank]):
+            loss_of(models[rank], batch(rank)).backward()
+        models[rank].zero_grad()
+        with gradient_sync_context(models[rank], mode="forced_sync"):
+            loss_of(models[rank], batch(rank)).backward()
+        return [parameter.grad for parameter in models[rank].parameters()]
+
+    for result in run_ranks(2, train):
+        assert_close(result, alone(net(), [batch(0), batch(1)]))
+
+
+def test_prepare_ddp_module() -> None:
+    """Composer's `_prepare_ddp_module`: nothing to train is not wrapped; without a group it says so."""
+    frozen = net().requires_grad_(False)
+    [plain] = on_ranks(1, lambda s, m: (type(m), len(list(m.parameters()))), frozen)
+    assert plain == (nn.Sequential, 4)
+    strategy = ThreadedStrategy(0, 1)
+    with pytest.raises(LifecycleError, match="a process group"):
+        strategy.launch(lambda s: s.setup_module(net()))
