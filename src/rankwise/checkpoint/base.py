@@ -31,3 +31,10 @@ class CheckpointIO(ABC):
     @abstractmethod
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at `path`, if there is one; called on global rank 0 only."""
+
+    def teardown(self) -> None:  # most have nothing to do
+        """Finish what is not finished yet; called on every rank when a job ends, be it by a failure.
+
+        Raises:
+            CheckpointError: when a checkpoint could not be written.
+        """

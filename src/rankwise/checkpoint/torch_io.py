@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import pickle
 import re
@@ -89,9 +90,11 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a temporary file that takes the place of `path` if the block succeeds, and vanishes if not."""
     target = Path(path).resolve()  # a symbolic link stays one; its target's file system is the one used
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
+            _lock(file)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -100,6 +103,25 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
         raise
     _flush_folder(target.parent)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Mark a temporary file as being written, for as long as it is open; return whether nobody else does."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):  # another writes it, or this platform or file system has no such locks
+        return False
+    return True
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote to `target`."""
+    for temporary in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+        with contextlib.suppress(OSError), temporary.open("rb") as file:
+            if _lock(file):
+                temporary.unlink()
 
 
 def _flush_folder(folder: Path) -> None:

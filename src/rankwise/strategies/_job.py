@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import final
 
 from rankwise.launchers._seat import Seat
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from rankwise.strategies.base import Strategy
@@ -29,15 +32,24 @@ class RankEntry:
         self.strategy.take_seat(seat)
         try:
             self.strategy.setup_environment()
-            return self.function(self.strategy, *self.args, **self.kwargs)
+            value = self.function(self.strategy, *self.args, **self.kwargs)
+            self.strategy.checkpoint_io.teardown()
+            return value
         except BaseException as error:
             explained = self.strategy.explained(error)
             seat.report_failure(explained)  # before the clean-up, which takes its time
+            self._finish_checkpoints()
             if explained is error:
                 raise
             raise explained from None
         finally:
             self.strategy.teardown()
+
+    def _finish_checkpoints(self) -> None:
+        try:
+            self.strategy.checkpoint_io.teardown()
+        except Exception:  # noqa: BLE001  what ended the job is raised
+            _log.exception("A checkpoint could not be finished.")
 
     def described(self) -> dict[str, object]:
         """Return the parts by the names that the user knows them by."""

@@ -1,0 +1,114 @@
+"""A disk that fills up, or SIGKILL, while a checkpoint is written: the one before it always loads."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.errors import CheckpointError
+from tests.helpers.scripts import ScriptRunner
+
+SOAK = pytest.param(50, marks=pytest.mark.soak)
+MEBIBYTE = 1 << 20
+
+
+def save_for_ever(io: CheckpointIO, path: Path, told: Connection) -> None:
+    """Save one checkpoint after the other, and tell of each."""
+    torch.set_num_threads(1)  # this process is forked
+    for step in itertools.count(1):
+        io.save_checkpoint({"step": step, "weights": torch.full((200_000,), float(step))}, path)
+        told.send(step)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of one mebibyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or (made := subprocess.run(command, capture_output=True)).returncode:
+        pytest.skip(f"no small file system can be mounted here: {made.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("io", [TorchCheckpointIO(), AsyncCheckpointIO()], ids=["torch", "async"])
+@pytest.mark.parametrize("times", [2, SOAK])
+def test_disk_full(io: CheckpointIO, times: int, small_disk: Path) -> None:
+    """The error names the path; the previous file is whole, and nothing else lies around."""
+    path = small_disk / "last.ckpt"
+    io.save_checkpoint({"step": 1}, path)
+    chance = random.Random(5)
+    for _ in range(times):
+        size = chance.randrange(MEBIBYTE, 2 * MEBIBYTE)
+        with pytest.raises(
+            CheckpointError, match=r"last\.ckpt.*could not be written: OSError.*No space left"
+        ):
+            io.save_checkpoint({"step": 2, "weights": torch.ones(size // 4)}, path)
+            io.teardown()
+        assert io.load_checkpoint(path) == {"step": 1}
+        assert list(small_disk.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("io", [TorchCheckpointIO(), AsyncCheckpointIO()], ids=["torch", "async"])
+@pytest.mark.parametrize("times", [5, SOAK])
+def test_killed_while_saving(io: CheckpointIO, times: int, tmp_path: Path) -> None:
+    """What was saved last, or is newer, loads; the next save clears up after the one that was killed."""
+    path, chance, context = tmp_path / "last.ckpt", random.Random(6), multiprocessing.get_context("fork")
+    pending = 3 if isinstance(io, AsyncCheckpointIO) else 0  # one in hand, two waiting
+    for _ in range(times):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=save_for_ever, args=(io, path, theirs))
+        process.start()
+        theirs.close()
+        told = [ours.recv() for _ in range(pending + 2)]
+        time.sleep(chance.random() / 50)
+        process.kill()
+        process.join()
+        while ours.poll():
+            try:
+                told.append(ours.recv())
+            except EOFError:
+                break
+        ours.close()
+        loaded = TorchCheckpointIO().load_checkpoint(path)
+        assert loaded["step"] >= told[-1] - pending
+        assert torch.equal(loaded["weights"], torch.full((200_000,), float(loaded["step"])))
+    TorchCheckpointIO().save_checkpoint({}, path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+SAVE_AS_ANOTHER = """
+    import os, sys, torch
+    from rankwise.checkpoint import TorchCheckpointIO
+
+    torch.save({}, os.devnull)
+    os.setuid(65534)
+    TorchCheckpointIO().save_checkpoint({"step": 2}, sys.argv[1])
+"""
+
+
+def test_no_permission(run_script: ScriptRunner) -> None:
+    """A folder that may not be written to is an error with its path; the file in it stays."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become another user")
+    path = run_script.folder / "last.ckpt"
+    TorchCheckpointIO().save_checkpoint({"step": 1}, path)
+    result = run_script(SAVE_AS_ANOTHER, str(path))
+    assert "could not be written: PermissionError" in result.stderr, result
+    assert str(path) in result.stderr
+    assert TorchCheckpointIO().load_checkpoint(path) == {"step": 1}
