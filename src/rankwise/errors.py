@@ -540,10 +540,10 @@ class RendezvousTimeoutError(RankwiseError, TimeoutError):
 
 @dataclass(eq=False, repr=False)
 class UnevenInputsError(RankwiseError, RuntimeError):
-    """Ranks have different numbers of batches; `lengths` holds each rank's, in rank order."""
+    """Ranks have different numbers of batches; `lengths` holds each rank's, such as "5" or "unknown"."""
 
     loader: str
-    lengths: tuple[int, ...]
+    lengths: tuple[str, ...]
 
     def summary(self) -> str:
         return f"{self.loader} has a different number of batches on different ranks."
@@ -552,8 +552,11 @@ class UnevenInputsError(RankwiseError, RuntimeError):
         return ", ".join(f"global_rank={rank}: {length}" for rank, length in enumerate(self.lengths))
 
     def fix(self) -> str:
+        if "0" in self.lengths or "unknown" in self.lengths:
+            return "give every rank a batch at least, and either all of them a loader with a length, or none."
         return (
-            "let use_distributed_sampler=True split the data evenly, or limit_train_batches to the smallest."
+            'Trainer(uneven_inputs="join") takes every sample, "truncate" stops with the shortest; '
+            "or split the data evenly, as use_distributed_sampler=True does."
         )
 
 

@@ -179,12 +179,28 @@ CASES = [
         "  Fix: look for a rank that is still starting or is stuck, or raise init_timeout.",
     ),
     Case(
-        lambda: errors.UnevenInputsError(loader="train_dataloader", lengths=(4, 3)),
+        lambda: errors.TensorMismatchError(
+            call="gather_all_tensors()", found=("torch.int8, shape (1,)", "no tensor")
+        ),
+        ValueError,
+        "The ranks gave tensors to gather_all_tensors() that do not go together.\n"
+        "  Seen: rank 0 of the group: torch.int8, shape (1,); rank 1 of the group: no tensor\n"
+        "  Fix: give a dense tensor of the same dtype and number of dimensions on every rank; "
+        "sizes may differ.",
+    ),
+    Case(
+        lambda: errors.RankZeroFailedError(global_rank=0, failure="OSError: disk full"),
+        RuntimeError,
+        "The block of rank_zero_first() failed on global_rank 0: OSError: disk full.\n"
+        "  Fix: start from the traceback of global_rank 0.",
+    ),
+    Case(
+        lambda: errors.UnevenInputsError(loader="train_dataloader", lengths=("4", "3")),
         RuntimeError,
         "train_dataloader has a different number of batches on different ranks.\n"
         "  Seen: global_rank=0: 4, global_rank=1: 3\n"
-        "  Fix: let use_distributed_sampler=True split the data evenly, "
-        "or limit_train_batches to the smallest.",
+        '  Fix: Trainer(uneven_inputs="join") takes every sample, "truncate" stops with the shortest; '
+        "or split the data evenly, as use_distributed_sampler=True does.",
     ),
     Case(
         lambda: errors.NonFiniteLossError(

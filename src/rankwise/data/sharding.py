@@ -23,16 +23,20 @@ __all__ = [
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 
-def shard_for_training(loader: Loader, num_replicas: int, rank: int, *, seed: int = 0) -> Loader:
-    """Return `loader` with this rank's samples: as many on every rank, and shuffled if they were.
+def shard_for_training(
+    loader: Loader, num_replicas: int, rank: int, *, seed: int = 0, uneven: Uneven | None = None
+) -> Loader:
+    """Return `loader` with this rank's samples, shuffled if they were; by default as many on every rank.
 
     Samples that do not divide evenly are repeated from the beginning, or left out if the loader drops its
-    last batch. With a batch sampler of the user's own, whole batches are dealt out instead of samples.
+    last batch; or what `uneven` says. With a batch sampler of the user's own, whole batches are dealt out
+    instead of samples.
 
     Raises:
         UnshardableLoaderError: when the loader has no index stream.
     """
-    return _sharded(loader, num_replicas, rank, seed=seed, uneven="drop" if _drops_last(loader) else "pad")
+    default: Uneven = "drop" if _drops_last(loader) else "pad"
+    return _sharded(loader, num_replicas, rank, seed=seed, uneven=default if uneven is None else uneven)
 
 
 def shard_for_evaluation(loader: Loader, num_replicas: int, rank: int, *, seed: int = 0) -> Loader:

@@ -6,6 +6,7 @@ from rankwise.process_group.collectives import all_reduce, barrier, broadcast
 from rankwise.process_group.connecting import init_process_group
 from rankwise.process_group.gathering import all_gather, all_gather_object, gather_all_tensors, gather_object
 from rankwise.process_group.group import gloo_on_loopback, join_process_group, process_group
+from rankwise.process_group.stores import default_store
 from rankwise.process_group.turns import rank_zero_first
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "broadcast",
     "check_backend",
     "default_backend",
+    "default_store",
     "gather_all_tensors",
     "gather_object",
     "gloo_on_loopback",

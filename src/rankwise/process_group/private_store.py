@@ -115,6 +115,8 @@ class PrivateStore(dist.Store):
         """Delete a key; return whether it was set."""
         return self._ask("delete", key) == b"1"
 
+    deleteKey = delete_key  # noqa: N815  what torch's PrefixStore calls, where others have their Python names
+
     def num_keys(self) -> int:
         """Return the number of keys."""
         return int(self._ask("count"))

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from rankwise.errors import InvalidArgumentError, RankZeroFailedError
 from rankwise.process_group._members import is_distributed
+from rankwise.process_group.stores import default_store
 from rankwise.ranks import RankInfo
 
 __all__ = ["rank_zero_first"]
@@ -51,7 +51,7 @@ def rank_zero_first(
         yield
         return
     is_first, scope = _place(local, ranks)
-    meeting = distributed_c10d._get_default_store() if store is None else store
+    meeting = default_store() if store is None else store
     turn = meeting.add(f"rank_zero_first/{scope}/turns of {dist.get_rank()}", 1)  # as many on every rank
     key = f"rank_zero_first/{scope}/{turn}"
     if is_first:

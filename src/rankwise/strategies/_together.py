@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -23,6 +24,9 @@ class Together(ABC):
 
     Where `group` is None, `data_parallel_group` is meant; `torch.distributed.group.WORLD` is all ranks.
     """
+
+    timeout = timedelta(minutes=10)
+    """How long a collective may take."""
 
     @property
     @abstractmethod

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from typing_extensions import final
 
-from rankwise.errors import UnevenInputsError
 from rankwise.trainer.gradient_order import record_gradient_order
 from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.optimization import AutomaticOptimization
 from rankwise.trainer.optimizers import step_schedulers
 from rankwise.trainer.rank_state import RankState, seed_rank
 from rankwise.trainer.results import Results
+from rankwise.trainer.turns import Turns
 
 if TYPE_CHECKING:
     from rankwise.trainer.evaluation_loop import EvaluationLoop
@@ -54,10 +54,11 @@ class FitLoop:
         self._module = module
         self._wrapped = wrapped
         self._share = share
+        self._turns = Turns(trainer, module, share)
         self._validation = validation
         self._rank_state = rank_state
         self._results = Results(is_evaluation=False)
-        self._optimization = AutomaticOptimization(trainer, module, wrapped, share)
+        self._optimization = AutomaticOptimization(trainer, module, wrapped, self._turns)
 
     def run(self) -> None:
         """Train.
@@ -81,13 +82,9 @@ class FitLoop:
             call_hook(trainer, "on_train_end")
 
     def _agreed_num_batches(self) -> float:
-        """Return how many batches each rank has, after making sure that they are as many on all."""
+        """Return how many batches the epoch has, which the ranks agree on."""
         self._share.place(self._progress)
-        lengths = self._strategy.all_gather_object(self._share.num_batches)
-        if len(set(lengths)) > 1:
-            known = tuple(-1 if math.isinf(length) else int(length) for length in lengths)
-            raise UnevenInputsError(loader="The training loader", lengths=known)
-        return lengths[0]
+        return self._turns.agree()
 
     def _run_epoch(self) -> None:
         trainer, progress = self._trainer, self._progress
@@ -119,7 +116,7 @@ class FitLoop:
             self._validate_if_due(progress.batches_done - 1, progress.is_epoch_done)
         if progress.is_epoch_done or (progress.is_within_epoch and self._trainer.is_done):
             return iter(())
-        return enumerate(batches, progress.batches_done)
+        return enumerate(self._turns.batches(batches, progress.batches_done), progress.batches_done)
 
     def _end_metrics(self) -> None:
         self._trainer.publish(self._results.epoch_values(self._strategy), is_logged=True)
@@ -133,7 +130,7 @@ class FitLoop:
         trainer = self._trainer
         is_window_end = is_last or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
-        self._results.begin_batch(batch)
+        self._results.begin_batch(batch, is_muted=self._turns.is_shadow)
         call_hook(trainer, "on_train_batch_start", batch, batch_idx)
         outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
         self._progress.end_batch(is_last, self._share.samples_per_batch)
@@ -173,6 +170,6 @@ class FitLoop:
         interval = self._trainer.val_check_interval
         if isinstance(interval, int):
             return interval
-        if interval == 1.0 or math.isinf(self._share.num_batches):
+        if interval == 1.0 or math.isinf(self._turns.num_batches):
             return math.inf
-        return max(1, int(self._share.num_batches * interval))
+        return max(1, int(self._turns.num_batches * interval))

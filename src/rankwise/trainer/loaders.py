@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final
 
 from rankwise.data import (
@@ -23,7 +23,15 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["LoaderShare", "as_list", "check_loaders", "length_of", "limited", "share_for"]
+__all__ = [
+    "LoaderShare",
+    "as_list",
+    "check_loaders",
+    "has_certain_length",
+    "length_of",
+    "limited",
+    "share_for",
+]
 
 _SHARDERS: dict[str, Callable[..., Any]] = {
     "train": shard_for_training,
@@ -41,10 +49,12 @@ class LoaderShare:
     Attributes:
         loader: this rank's part of it.
         num_batches: how many of its batches are run; `inf` where nobody knows.
+        is_certain: whether that number is known; where it is not, it is the most that are run.
     """
 
     loader: Iterable[Any]
     num_batches: float
+    is_certain: bool = True
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield each batch, and whether it is the last."""
@@ -102,9 +112,12 @@ def share_for(trainer: Trainer, phase: str, loader: Any, seed: int) -> LoaderSha
     is_split = trainer.use_distributed_sampler and (
         trainer.world_size > 1 or _is_shuffled_by_us(phase, loader)
     )
-    share = _SHARDERS[phase](loader, **place, seed=seed) if is_split else loader
+    options: dict[str, Any] = (
+        {"uneven": "keep"} if phase == "train" and trainer.uneven_inputs == "join" else {}
+    )
+    share = _SHARDERS[phase](loader, **place, seed=seed, **options) if is_split else loader
     if not is_split or phase != "predict":
-        return LoaderShare(share, limited(length_of(share), limit))
+        return LoaderShare(share, limited(length_of(share), limit), has_certain_length(share))
     # Predictions are dealt out by batches, so that the limit is one of the whole loader.
     whole = limited(length_of(loader), limit)
     own = whole if math.isinf(whole) else len(range(place["rank"], int(whole), place["num_replicas"]))
@@ -122,6 +135,12 @@ def length_of(loader: Any) -> float:
         return len(loader)
     except (TypeError, NotImplementedError):  # what iterable data sets and generators raise
         return math.inf
+
+
+def has_certain_length(loader: Any) -> bool:
+    """Return whether a loader's length is what comes; of iterable data it is but a claim."""
+    is_iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    return not is_iterable and not math.isinf(length_of(loader))
 
 
 def limited(length: float, limit: float) -> float:

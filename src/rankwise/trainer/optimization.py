@@ -16,7 +16,7 @@ from rankwise.trainer.weighting import BatchWeighting
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.trainer import Trainer
-    from rankwise.trainer.training_share import TrainingShare
+    from rankwise.trainer.turns import Turns
 
 __all__ = ["AutomaticOptimization"]
 
@@ -29,20 +29,19 @@ class AutomaticOptimization:
         trainer: keeps progress, and the limits that the user gave.
         module: the user's.
         wrapped: the same, as the strategy has wrapped it.
-        share: this rank's training batches.
+        turns: which batches the ranks take together.
 
     Attributes:
         has_stepped: whether the last window changed the weights; a step may have been skipped.
     """
 
-    def __init__(
-        self, trainer: Trainer, module: TrainingModule, wrapped: nn.Module, share: TrainingShare
-    ) -> None:
+    def __init__(self, trainer: Trainer, module: TrainingModule, wrapped: nn.Module, turns: Turns) -> None:
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._module = module
         self._wrapped = wrapped
-        self._weighting = BatchWeighting(trainer, module, share)
+        self._turns = turns
+        self._weighting = BatchWeighting(trainer, module, turns)
         self._has_gradients = False
         self._guard = NonFiniteGuard(trainer, wrapped)
         self.has_stepped = False
@@ -68,7 +67,8 @@ class AutomaticOptimization:
         strategy = self._strategy
         optimizers = self._trainer.optimizers
         has_backward = False
-        with strategy.gradient_sync_context(self._wrapped, optimizers, is_window_end):
+        synced = strategy.gradient_sync_context(self._wrapped, optimizers, is_window_end)
+        with self._turns.untouched(), synced:
             with strategy.precision.forward_context():
                 outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
             loss = self._loss_of(outputs, batch_idx)

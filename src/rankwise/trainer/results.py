@@ -103,18 +103,21 @@ class Results:
         self.num_batches = 0
         self._is_evaluation = is_evaluation
         self._is_in_batch = False
+        self._is_muted = False
         self._batch: Any = None
         self._batch_size: int | None = None
         self._metrics: dict[str, _Metric] = {}
 
-    def begin_batch(self, batch: Any) -> None:
-        """Weigh what is logged from here on by the size of `batch`."""
+    def begin_batch(self, batch: Any, *, is_muted: bool = False) -> None:
+        """Weigh what is logged from here on by the size of `batch`; muted, it does not count at all."""
+        self._is_muted = is_muted
         self.num_batches += 1
         self._is_in_batch = True
         self._batch, self._batch_size = batch, None
 
     def end_batch(self) -> None:
         """Weigh what is logged from here on by 1."""
+        self._is_muted = False
         self._is_in_batch = False
         self._batch, self._batch_size = None, None
 
@@ -135,6 +138,8 @@ class Results:
         if reduce_fx not in _REDUCTIONS:
             raise UnknownNameError(kind="reduce_fx", name=str(reduce_fx), known=_REDUCTIONS)
         number = _number(name, value)
+        if self._is_muted:
+            return
         metric = self._metrics.get(name + self.suffix)
         if metric is None:
             by_step = (self._is_in_batch if on_step is None else on_step) and not self._is_evaluation
@@ -195,7 +200,7 @@ class Results:
 
     def _over_ranks(self, strategy: Strategy, parts: dict[str, _Part]) -> dict[str, Tensor]:
         """Reduce all metrics with one collective, which also tells whether the ranks mean the same ones."""
-        gathered = strategy.all_gather_object((self.num_batches > 0, parts))
+        gathered = strategy.all_gather_object((self.num_batches > 0 and not self._is_muted, parts))
         _check_same_names([tuple(part) for has_batches, part in gathered if has_batches])
         names = dict.fromkeys(name for _, part in gathered for name in part)
         return {name: _reduced([part[name] for _, part in gathered if name in part]) for name in names}

@@ -19,6 +19,7 @@ from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.nonfinite import POLICIES
 from rankwise.trainer.stage import Plan, StageName, check_module, run_stage
 from rankwise.trainer.state import restore
+from rankwise.trainer.turns import UNEVEN_INPUTS
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
@@ -61,6 +62,9 @@ class Trainer(TrainerFacts):
             or None to look at none.
         sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
         use_distributed_sampler: whether loaders are split over the ranks.
+        uneven_inputs: what happens when ranks have different numbers of training batches: `"error"`,
+            `"truncate"` (all stop with the shortest) or `"join"` (a rank that ran out repeats its last batch
+            at weight 0 and steps like the others; shards are then left uneven instead of padded).
         log_every_n_steps: after how many optimizer steps loggers get the steps' metrics.
         enable_progress_bar: None shows one where tqdm is installed.
         enable_checkpointing: whether there is a `ModelCheckpoint` if none is among the callbacks.
@@ -114,6 +118,7 @@ class Trainer(TrainerFacts):
         on_nonfinite: str | None = None,
         sync_batchnorm: bool = False,
         use_distributed_sampler: bool = True,
+        uneven_inputs: str = "error",
         log_every_n_steps: int = 50,
         enable_progress_bar: bool | None = None,
         enable_checkpointing: bool = True,
@@ -148,6 +153,7 @@ class Trainer(TrainerFacts):
             None if on_nonfinite is None else arguments.check_choice("on_nonfinite", on_nonfinite, POLICIES)
         )
         self.use_distributed_sampler = use_distributed_sampler
+        self.uneven_inputs = arguments.check_choice("uneven_inputs", uneven_inputs, UNEVEN_INPUTS)
         self.log_every_n_steps = arguments.check_whole("log_every_n_steps", log_every_n_steps, 1)
         self.default_root_dir = str(Path(default_root_dir or Path.cwd()).absolute())
         self.callbacks = arguments.collect_callbacks(

@@ -12,7 +12,7 @@ from typing_extensions import final
 from rankwise.data import BatchStream, ShardedSampler, is_shardable, sharded_sampler_of, with_batch_stream
 from rankwise.data.random_state import isolated_random_state, mixed_seed
 from rankwise.errors import ConfigurationError
-from rankwise.trainer.loaders import LoaderShare, length_of, limited
+from rankwise.trainer.loaders import LoaderShare, has_certain_length, length_of, limited
 
 if TYPE_CHECKING:
     from rankwise.trainer.progress import Progress
@@ -37,6 +37,7 @@ class TrainingShare:
 
     Attributes:
         num_batches: how many batches the epoch has on this rank, those of an earlier run included.
+        is_certain: whether that number is known; where it is not, it is the most that are run.
         samples_per_batch: how many items of the stream of indices all ranks together take for a batch.
     """
 
@@ -47,6 +48,7 @@ class TrainingShare:
         self.loader: Any = with_batch_stream(given, seed=seed, rank=self._rank)
         self._share = LoaderShare(self.loader, share.num_batches)
         self.num_batches = share.num_batches
+        self.is_certain = has_certain_length(given)
         self.samples_per_batch = _samples_per_batch(self.loader, trainer)
         self._replayed = 0
 

@@ -14,7 +14,7 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.trainer import Trainer
-    from rankwise.trainer.training_share import TrainingShare
+    from rankwise.trainer.turns import Turns
 
 __all__ = ["BatchWeighting"]
 
@@ -26,14 +26,14 @@ class BatchWeighting:
     Args:
         trainer: knows how long windows are.
         module: may log weights.
-        share: this rank's training batches.
+        turns: which batches the ranks take together.
     """
 
-    def __init__(self, trainer: Trainer, module: TrainingModule, share: TrainingShare) -> None:
+    def __init__(self, trainer: Trainer, module: TrainingModule, turns: Turns) -> None:
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._module = module
-        self._share = share
+        self._turns = turns
         self._sizes: BatchSizes | None = None
 
     def begin_epoch(self) -> None:
@@ -44,11 +44,11 @@ class BatchWeighting:
         """
         if self._strategy.gradient_weighting != "samples" or not self._matters:
             return
-        self._sizes = batch_sizes(self._share.loader)
+        self._sizes = batch_sizes(self._turns.loader)
         if self._sizes is None:
             raise ConfigurationError(
                 message='gradient_weighting="samples" needs batch sizes that are known beforehand.',
-                facts=f"nobody knows those of this {type(self._share.loader).__name__}: its samples have no "
+                facts=f"nobody knows those of this {type(self._turns.loader).__name__}: its samples have no "
                 "index stream that rankwise split.",
                 remedy='gradient_weighting="logged", and self.log_weight(len(batch)) in training_step.',
             )
@@ -72,7 +72,7 @@ class BatchWeighting:
                     facts=f"global_rank={self._strategy.global_rank}; the others wait.",
                     remedy='self.log_weight(n) in training_step, or return {"loss": loss, "weight": n}.',
                 )
-            return self._strategy.weighted_loss(loss, logged)
+            return self._strategy.weighted_loss(loss, 0.0 if self._turns.is_shadow else logged)
         if logged is not None and self._matters:
             raise ConfigurationError(
                 message="training_step logged a weight, but gradients are not weighted by it.",
@@ -90,10 +90,10 @@ class BatchWeighting:
         """Return the loss by what it counts in its window; DDP then divides by the number of ranks."""
         window = self._trainer.accumulate_grad_batches
         first = batch_idx - batch_idx % window
-        beyond = int(min(first + window, self._share.num_batches))
+        beyond = int(min(first + window, self._turns.num_batches))
         if self._sizes is None:
-            mean: Tensor = loss / (beyond - first)
-            return mean
+            alike: Tensor = loss * self._turns.weight(first, beyond)
+            return alike
         sizes = self._sizes
         factor = sizes.own(batch_idx) * sizes.num_replicas / sizes.total(first, beyond)
         scaled: Tensor = loss * factor

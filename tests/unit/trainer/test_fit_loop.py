@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from rankwise.callbacks import Callback
-from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnevenInputsError
+from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.trainer import Trainer, TrainingModule
-from rankwise.trainer.fit_loop import FitLoop
 from rankwise.trainer.loaders import LoaderShare
 from rankwise.trainer.optimization import AutomaticOptimization
 from rankwise.trainer.training_share import TrainingShare
+from rankwise.trainer.turns import Turns
 from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
 
 
@@ -233,21 +233,10 @@ def test_none_with_other_ranks(tmp_path: Path) -> None:
     """With several ranks a skipped batch would make the others wait, so it is an error."""
     train = trainer(tmp_path)
     train.strategy = with_second_rank(lambda mine: mine)
-    optimization = AutomaticOptimization(
-        train, Line(), nn.Identity(), TrainingShare(train, LoaderShare([], 0), seed=0)
-    )
+    turns = Turns(train, Line(), TrainingShare(train, LoaderShare([], 0), seed=0))
+    optimization = AutomaticOptimization(train, Line(), nn.Identity(), turns)
     with pytest.raises(ConfigurationError, match="returned None"):
         optimization._loss_of(None, 3)
-
-
-def test_uneven_numbers_of_batches(tmp_path: Path) -> None:
-    """Ranks that have other numbers of batches do not begin an epoch; each one's number is said."""
-    train = trainer(tmp_path)
-    train.strategy = with_second_rank(lambda mine: mine + 1)
-    share = TrainingShare(train, LoaderShare([[torch.ones(1, 2)]] * 4, 4), seed=0)
-    loop = FitLoop(train, Line(), nn.Identity(), share, None)
-    with pytest.raises(UnevenInputsError, match="global_rank=0: 4, global_rank=1: 5"):
-        loop._agreed_num_batches()
 
 
 def test_second_fit_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,175 @@
+"""Ranks with different numbers of batches: an error on all, the shortest, or what one process would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from rankwise.errors import WorkerRaisedError
+from rankwise.trainer import Trainer
+from tests.process.training_tasks import Regression, dataset, quiet_trainer
+
+EPOCHS = 3
+
+
+class Watched(Regression):
+    """Makes sure that all ranks end with the same optimizer state."""
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+
+    def on_train_end(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        mine = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        for other in self.trainer.strategy.all_gather_object(mine):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+class Lengths(IterableDataset[Any]):
+    """Has, on each rank, as many samples as `counts` says: those which follow the other ranks' of a step."""
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self.counts = counts
+        self.data = dataset(16)
+
+    def steps(self) -> list[list[int]]:
+        """Return the samples that the ranks have together, step by step."""
+        number, steps = 0, []
+        for step in range(max(self.counts)):
+            ranks = [rank for rank, count in enumerate(self.counts) if step < count]
+            steps.append([number + index for index in range(len(ranks))])
+            number += len(ranks)
+        return steps
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = torch.distributed.get_rank()
+        for step, numbers in enumerate(self.steps()):
+            if step < self.counts[rank]:
+                before = sum(step < count for count in self.counts[:rank])
+                yield self.data[numbers[before]]
+
+
+def fitted(devices: int, loader: Any, **options: Any) -> tuple[dict[str, Tensor], Trainer]:
+    """Return the weights after a fit."""
+    strategy = "ddp_fork" if devices > 1 else "single_device"
+    trainer = quiet_trainer(strategy, devices, max_epochs=EPOCHS, **options)
+    module = Watched()
+    trainer.fit(module, loader)
+    weights = {name: value.detach().clone() for name, value in module.named_parameters()}
+    return weights, trainer
+
+
+def by_hand(steps: list[list[int]]) -> dict[str, Tensor]:
+    """Return the weights of one process that takes these samples in each step."""
+    module, data = Regression("adam"), dataset(16)
+    [optimizer], [scheduler] = module.configure_optimizers()
+    for _ in range(EPOCHS):
+        for numbers in steps:
+            x, y = (torch.stack(column) for column in zip(*[data[number] for number in numbers], strict=True))
+            optimizer.zero_grad()
+            nn.functional.mse_loss(module(x), y).backward()
+            optimizer.step()
+        scheduler.step()
+    return {name: value.detach() for name, value in module.named_parameters()}
+
+
+def assert_equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("devices", "accumulate"), [(3, 1), (2, 2)])
+def test_joining_ranks_train_as_one(devices: int, accumulate: int) -> None:
+    """Every sample is seen once, and weights and optimizer state are one process's, on every rank."""
+    weights, trainer = fitted(
+        devices,
+        DataLoader(Subset(dataset(16), range(7)), batch_size=1),
+        uneven_inputs="join",
+        accumulate_grad_batches=accumulate,
+    )
+    together = devices * accumulate
+    assert_equal(
+        weights, by_hand([list(range(7))[first : first + together] for first in range(0, 7, together)])
+    )
+    assert trainer.global_step == -(-7 // together) * EPOCHS
+
+
+def test_joining_counts_no_shadow_in_metrics() -> None:
+    """The epoch's metric is the mean over the samples that exist, at a learning rate of 0."""
+    with torch.no_grad():
+        module, (x, y) = Regression(), dataset(7).tensors
+        expected = nn.functional.mse_loss(module(x), y)
+    trainer = quiet_trainer("ddp_fork", 3, max_epochs=1, uneven_inputs="join", log_every_n_steps=1)
+    still = Still()
+    trainer.fit(still, DataLoader(dataset(7), batch_size=1))
+    torch.testing.assert_close(trainer.callback_metrics["train_loss_epoch"], expected, check_dtype=False)
+
+
+class Still(Regression):
+    """Does not learn."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_joining_without_lengths() -> None:
+    """Nobody knows how many batches there will be: the result is still one process's."""
+    data = Lengths((2, 4, 3))
+    weights, trainer = fitted(
+        3, DataLoader(data, batch_size=1), uneven_inputs="join", use_distributed_sampler=False
+    )
+    assert_equal(weights, by_hand(data.steps()))
+    assert trainer.global_step == 4 * EPOCHS
+
+
+def test_truncating_without_lengths() -> None:
+    """All stop with the shortest, also below a limit that the longest would reach."""
+    data = Lengths((2, 4, 3))
+    weights, trainer = fitted(
+        3,
+        DataLoader(data, batch_size=1),
+        uneven_inputs="truncate",
+        use_distributed_sampler=False,
+        limit_train_batches=3,
+    )
+    assert_equal(weights, by_hand(data.steps()[:2]))
+    assert trainer.global_step == 2 * EPOCHS
+
+
+def test_error_without_lengths() -> None:
+    """The ranks stop together, before the step that some cannot take, and say how many batches each had."""
+    with pytest.raises(WorkerRaisedError, match="global_rank=0: 2, global_rank=1: more than 2") as caught:
+        fitted(2, DataLoader(Lengths((2, 4)), batch_size=1), use_distributed_sampler=False)
+    assert caught.value.exception_type == "UnevenInputsError"
+
+
+class SizedOnRankZero:
+    """A loader that has a length on rank zero only."""
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = dataset(2).tensors
+        return iter([(x, y)])
+
+    def __len__(self) -> int:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank():
+            raise TypeError
+        return 1
+
+
+def test_length_on_some_ranks() -> None:
+    """A loader that has a length on some ranks only is refused before the first step."""
+    with pytest.raises(WorkerRaisedError, match="global_rank=0: 1, global_rank=1: unknown"):
+        fitted(2, SizedOnRankZero(), use_distributed_sampler=False)
+
+
+def test_no_batch_on_some_rank() -> None:
+    """A rank that has nothing at all is an error, with iterable data too, even where ranks may join."""
+    with pytest.raises(WorkerRaisedError, match="global_rank=0: more than 0, global_rank=1: 0"):
+        fitted(
+            2, DataLoader(Lengths((1, 0)), batch_size=1), uneven_inputs="join", use_distributed_sampler=False
+        )
