@@ -1,0 +1,105 @@
+"""Two hosts on this machine: network namespaces with names and addresses of their own, joined by a cable."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_NAMESPACES = Path("/etc/netns")  # `ip netns exec` puts the files in here over those in /etc
+_ENTER = 'hostname "$0" && exec "$@"'
+
+
+class TwoHosts:
+    """`hosta` and `hostb`, each with its own loopback, and an interface on which they reach each other only.
+
+    The names resolve within them. A process enters with `command`, and is otherwise like any other: it has
+    this machine's files, users and process ids.
+    """
+
+    names = ("hosta", "hostb")
+    addresses = ("10.77.0.1", "10.77.0.2")
+    interface = "eth0"
+
+    def __init__(self) -> None:
+        self._spaces = {name: f"rankwise-{os.getpid()}-{name}" for name in self.names}
+
+    @staticmethod
+    def problem() -> str | None:
+        """Return why there can be no such hosts here."""
+        if os.geteuid() != 0:
+            return "network namespaces need root"
+        missing = [tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None]
+        if missing:
+            return f"{', '.join(missing)} not installed (iproute2, util-linux, hostname)"
+        probe = subprocess.run(["unshare", "-n", "-u", "true"], capture_output=True, text=True, check=False)
+        return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else None
+
+    def start(self) -> None:
+        """Make the hosts and the cable between them."""
+        entries = [f"{address} {name}\n" for name, address in zip(self.names, self.addresses, strict=True)]
+        for space in self._spaces.values():
+            _ip("netns", "add", space)
+            _ip("-n", space, "link", "set", "lo", "up")
+            folder = _NAMESPACES / space
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(entries))
+            (folder / "resolv.conf").write_text("")  # nobody to ask: what is not in the file above is unknown
+        one, other = self._spaces.values()
+        cable = ("link", "add", self.interface, "netns", one, "type", "veth")
+        _ip(*cable, "peer", "name", self.interface, "netns", other)
+        for space, address in zip(self._spaces.values(), self.addresses, strict=True):
+            _ip("-n", space, "addr", "add", f"{address}/24", "dev", self.interface)
+        self.join()
+
+    def stop(self) -> None:
+        """Take them away. Processes that are still inside keep their namespace until they end."""
+        for space in self._spaces.values():
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+            shutil.rmtree(_NAMESPACES / space, ignore_errors=True)
+        if _NAMESPACES.exists() and not any(_NAMESPACES.iterdir()):
+            _NAMESPACES.rmdir()
+
+    def command(self, name: str, command: Sequence[str]) -> list[str]:
+        """Return the command that runs `command` on a host."""
+        return [
+            *("ip", "netns", "exec", self._spaces[name]),
+            *("unshare", "--uts", "bash", "-c", _ENTER, name),
+            *command,
+        ]
+
+    def cut(self) -> None:
+        """Pull the cable out."""
+        _ip("-n", self._spaces[self.names[0]], "link", "set", self.interface, "down")
+
+    def join(self) -> None:
+        """Plug the cable in, and wait until it carries."""
+        for space in self._spaces.values():
+            _ip("-n", space, "link", "set", self.interface, "up")
+        wait_until(lambda: all(self._carries(space) for space in self._spaces.values()), "the cable carries")
+
+    def _carries(self, space: str) -> bool:
+        return "state UP" in _ip("-n", space, "link", "show", self.interface)
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
+    """Wait until something holds.
+
+    Raises:
+        RuntimeError: when it does not within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"waited {timeout_s:g} s, and still not: {what}")
+        time.sleep(0.05)
+
+
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,122 @@
+"""A real Slurm cluster of two nodes: srun, sbatch, arrays, allocations, unequal tasks, submitit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import need
+from tests.cluster.digits import BRIEF, DIGITS, EXAMPLES, REPOSITORY, VARIABLES, check_digits, check_doctor
+from tests.cluster.slurm import SlurmCluster
+from tests.helpers.scripts import ScriptResult, ScriptRunner
+
+pytestmark = pytest.mark.cluster
+
+SCRIPTS = EXAMPLES / "slurm"
+DOCTOR = ("python", "-m", "rankwise", "doctor")
+
+
+class User:
+    """Somebody who is logged in on the first node, in the repository's folder."""
+
+    def __init__(self, cluster: SlurmCluster, runner: ScriptRunner) -> None:
+        self._cluster = cluster
+        self._runner = runner
+        self.folder = runner.folder
+        self.names = cluster.hosts.names
+
+    def run(self, *words: str) -> ScriptResult:
+        """Give a command."""
+        variables = {**VARIABLES, **self._cluster.variables}
+        command = self._cluster.command(*words)
+        return self._runner.command(command, env=variables, cwd=REPOSITORY, timeout=110)
+
+    def submit(
+        self, script: Path, *options: str, arguments: Sequence[str] = BRIEF
+    ) -> tuple[ScriptResult, list[str]]:
+        """Submit a job script, and wait; return also what each job of it has printed."""
+        output = f"--output={self.folder}/%x-%A-%a.out"
+        result = self.run("sbatch", "--wait", output, *options, str(script), *arguments)
+        return result, [path.read_text() for path in sorted(self.folder.glob("*.out"))]
+
+
+@pytest.fixture
+def user(slurm: SlurmCluster, run_script: ScriptRunner) -> User:
+    return User(slurm, run_script)
+
+
+def test_batch_jobs_in_an_array(user: User) -> None:
+    """Two jobs of an array share both nodes at the same time, and each trains on its own two ranks."""
+    result, outputs = user.submit(SCRIPTS / "digits.sh", "--array=0-1")
+    assert result.returncode == 0, (result, outputs)
+    assert len(outputs) == 2, result
+    for output in outputs:
+        check_doctor(output, "slurm", world_size=2)
+        check_digits(output, node_ranks=[0, 1], hosts=user.names)
+
+
+def test_unequal_tasks(user: User) -> None:
+    """With --ntasks alone, three tasks fall on two nodes as 2 and 1, and all train."""
+    result = user.run("srun", "--ntasks=3", "python", str(DIGITS), *BRIEF)
+    assert result.returncode == 0, result
+    check_digits(result.stdout, node_ranks=[0, 0, 1], hosts=user.names)
+
+
+def test_a_batch_script_without_srun(user: User) -> None:
+    """One task with a notebook's job name and devices=2 is two local processes, which see all of the data."""
+    result, [output] = user.submit(SCRIPTS / "one_node.sh", "--job-name=ood-jupyter")
+    assert result.returncode == 0, (result, output)
+    check_digits(output, node_ranks=[0, 0], hosts=user.names)
+
+
+def test_a_batch_script_of_two_tasks_without_srun(user: User) -> None:
+    """The batch step of a job with two tasks is one process: it is local, and the doctor says to use srun."""
+    script = user.folder / "job.sh"
+    script.write_text("#!/bin/bash\nexec python -m rankwise doctor --no-start-methods\n")
+    result, [output] = user.submit(script, "--ntasks=2", "--nodes=2", arguments=())
+    assert result.returncode == 0, (result, output)
+    check_doctor(output, "local", world_size=2)
+    assert "put srun before the command" in output, output
+
+
+def test_an_interactive_allocation(user: User) -> None:
+    """In an allocation a plain command is one process on the node where it was given; srun is the whole."""
+    inside = "python -m rankwise doctor --no-start-methods && srun python -m rankwise doctor"
+    result = user.run("salloc", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", inside)
+    assert result.returncode == 0, result
+    alone, together = re.split(r"(?=^Versions$)", result.stdout, flags=re.MULTILINE)[1:]
+    check_doctor(alone, "local", world_size=2)
+    assert "put srun before the command" in alone, alone
+    check_doctor(together, "slurm", world_size=2)
+    assert "(interface eth0)" in together, together
+
+
+def test_a_step_of_two_tasks_on_one_node(user: User) -> None:
+    """--ntasks alone, on one node, is two ranks that meet on loopback."""
+    result = user.run("srun", "--ntasks=2", *DOCTOR)
+    assert result.returncode == 0, result
+    check_doctor(result.stdout, "slurm", world_size=2)
+    assert "meet on loopback alone" in result.stdout, result
+
+
+def test_devices_that_are_not_there(user: User) -> None:
+    """A step of two tasks asked for three processes each is an error on every rank, with both numbers."""
+    result = user.run("srun", "--ntasks=2", "python", str(DIGITS), "--devices", "3")
+    assert result.returncode == 1, result
+    assert result.stderr.count("WorldSizeMismatchError: ") == 2, result
+    assert "samples per epoch" not in result.stdout, result
+
+
+def test_submitit(user: User) -> None:
+    """Submitit's executor submits the same script from Python."""
+    try:
+        import submitit  # noqa: F401  the program that is run needs it
+    except ImportError:
+        need("submitit not installed")
+    program = SCRIPTS / "submitit_digits.py"
+    result = user.run("python", str(program), str(user.folder / "jobs"), *BRIEF)
+    assert result.returncode == 0, result
+    check_digits(result.stdout, node_ranks=[0, 1], hosts=user.names)
