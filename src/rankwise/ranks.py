@@ -12,7 +12,16 @@ from rankwise.errors import InvalidArgumentError
 
 __all__ = ["RankInfo", "rank_zero_only"]
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK")
+# A guess that holds until a strategy is bound: mpirun's are nearer to the process than those of a batch job.
+_RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "JSM_NAMESPACE_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "PALS_RANKID",
+    "SLURM_PROCID",
+)
 
 
 @dataclass(frozen=True)

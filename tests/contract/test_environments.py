@@ -30,7 +30,7 @@ from rankwise.errors import (
     UnknownNameError,
     WorldSizeMismatchError,
 )
-from rankwise.ranks import RankInfo
+from rankwise.ranks import RankInfo, rank_zero_only
 from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
 
 Variables = Mapping[str, str]
@@ -428,12 +428,14 @@ def test_every_environment_has_a_name(name: str) -> None:
 # ---------------------------------------------------------------------- with a strategy
 
 
-def test_a_users_own_environment_is_used() -> None:
-    """An instance of a user's subclass gives the strategy its ranks."""
+def test_a_users_own_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instance of a user's subclass gives the strategy its ranks, and `rank_zero_only` too."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
     strategy = DDPStrategy(accelerator="cpu", cluster_environment=OwnEnvironment(OWN))
     assert strategy.bind() == RankInfo(3, 1, 1, 4, 2, 2)
     assert strategy.environment.name == "own"
     assert strategy.runs_in_caller
+    assert rank_zero_only.rank == 3  # type: ignore[attr-defined]  # its documented place
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rankwise.doctor._starting import examine_start_methods
 from rankwise.doctor.report import Finding, Report, Section
 from rankwise.environments import Detection
 from rankwise.errors import RankwiseError
-from rankwise.ranks import rank_zero_only
+from rankwise.ranks import RankInfo, rank_zero_only
 
 
 @final
@@ -89,8 +89,15 @@ def _examine_job(job: Job, environ: Mapping[str, str]) -> list[Section]:
 
 
 def _only_mine(job: Job) -> Section:
-    ranks = job.strategy.ranks
-    return Section("ranks", "Ranks", None, [f"{ranks!r}, {job.how}; the others were not asked"])
+    lines = [_place(job.strategy.ranks), "nothing was started and nobody was asked: --no-collectives"]
+    return Section("ranks", "Ranks", None, lines)
+
+
+def _place(ranks: RankInfo) -> str:
+    return (
+        f"global_rank {ranks.global_rank} of {ranks.world_size}, local_rank {ranks.local_rank} of "
+        f"{ranks.local_world_size}, node_rank {ranks.node_rank} of {ranks.num_nodes}"
+    )
 
 
 def _examine_starting(job: Job, wanted: Wanted) -> list[Section]:

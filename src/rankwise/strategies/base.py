@@ -19,7 +19,7 @@ from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.launchers._seat import Seat
 from rankwise.precision import Precision
-from rankwise.ranks import RankInfo
+from rankwise.ranks import RankInfo, set_rank_zero_only
 from rankwise.strategies._arguments import check_instance
 from rankwise.strategies._around_module import AroundModule
 from rankwise.strategies._binding import check_environment, check_world, find_environment
@@ -134,6 +134,8 @@ class Strategy(AroundModule, Gradients):
             )
         found.validate_settings(self._ranks.local_world_size, self._ranks.num_nodes)
         self._launcher = self._create_launcher(found)
+        if started is not None or self._ranks.node_rank > 0:
+            set_rank_zero_only(self._ranks.global_rank)  # this process is that rank as long as it lives
         self._state = State.BOUND
         return self._ranks
 

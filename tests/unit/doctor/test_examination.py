@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -10,6 +11,8 @@ from rankwise.doctor import Report
 from rankwise.doctor._examination import Wanted, examine
 from rankwise.doctor._measure import Measurement, Meeting, RankFacts, describe_measurements, describe_ranks
 from rankwise.doctor._network import address_towards, examine_network, interfaces
+from rankwise.environments.detect import environment_names
+from rankwise.ranks import rank_zero_only
 
 BY_HAND = {
     "RANK": "1",
@@ -41,12 +44,14 @@ def test_alone() -> None:
 
 def test_why_not_others() -> None:
     """Each launcher that was passed over is named with its reason."""
-    text = examined({})[0].to_text()
-    assert "not torchelastic: TORCHELASTIC_RUN_ID" in text
+    report, _ = examined({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0"})
+    assert set(facts(report, "environment")["rejected"]) == {*environment_names()} - {"local"}  # type: ignore[call-overload]  # a mapping
+    assert re.search(r"^  not slurm: .*SLURM_STEP_ID is not set", report.to_text(), re.MULTILINE)
 
 
-def test_only_rank_zero_speaks() -> None:
+def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks one prints."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
     assert [examined({**BY_HAND, "RANK": r, "LOCAL_RANK": r})[1] for r in "01"] == [True, False]
 
 
