@@ -70,6 +70,7 @@ def variables(rank: int, port: int) -> Mapping[str, str]:
         ("register_alias.py", "y = 3.00 x + 1.00"),
         ("plain_loop.py", "the same on every rank"),
         ("char_lm.py", "nats per character"),
+        ("gan.py", "mean images differ by 0.0"),
     ],
 )
 def test_example(name: str, promised: str, run_script: ScriptRunner) -> None:

@@ -62,9 +62,9 @@ class Precision:
         """Return what a forward pass gave in the format that the rest of the program takes: predictions."""
         return output
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute gradients of `loss`."""
-        loss.backward()
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute gradients of `loss`; `options` are those of `Tensor.backward`."""
+        loss.backward(**options)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Give `main_parameters` their gradients in true size; once is enough, and twice does no harm."""
@@ -99,6 +99,10 @@ class Precision:
     def main_parameters(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the parameters that `optimizer` updates, which are those whose gradients are clipped."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def model_parameters(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the module's parameters that `optimizer` updates, be it through copies of them."""
+        return self.main_parameters(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must keep of this precision; plain types and tensors only."""

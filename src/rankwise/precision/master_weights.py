@@ -137,8 +137,8 @@ class MasterWeightsPrecision(Precision):
     def convert_output(self, output: Any) -> Any:
         return floats_to(output, torch.get_default_dtype())
 
-    def backward(self, loss: Tensor) -> None:
-        (loss if self._scaler is None else self._scaler.scale(loss.float())).backward()
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss.float())).backward(**options)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Move the module's gradients to the 32-bit copies, and give them their true size there."""
@@ -177,6 +177,10 @@ class MasterWeightsPrecision(Precision):
         optimizer.zero_grad()
         for half, _ in self._pairs.get(id(optimizer), []):
             half.grad = None
+
+    def model_parameters(self, optimizer: Optimizer) -> list[Tensor]:
+        halves = {id(master): half for half, master in self._pairs.get(id(optimizer), [])}
+        return [halves.get(id(parameter), parameter) for parameter in self.main_parameters(optimizer)]
 
     # ------------------------------------------------------------------ state
 

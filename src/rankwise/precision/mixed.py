@@ -61,8 +61,8 @@ class MixedPrecision(Precision):
     def convert_output(self, output: Any) -> Any:
         return apply_to_collection(output, Tensor, lambda tensor: _widened(tensor, self.dtype))
 
-    def backward(self, loss: Tensor) -> None:
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward(**options)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self._scaler is not None:

@@ -326,9 +326,9 @@ class Strategy(AroundModule, Gradients):
         )
         return moved
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients."""
-        self.precision.backward(loss)
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Compute gradients; `options` are those of `Tensor.backward`."""
+        self.precision.backward(loss, **options)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Let an optimizer step once; return what its `step` returns."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
+    from rankwise.trainer.manual_optimization import ManualOptimization
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.stage import StageName
 
@@ -85,6 +86,7 @@ class TrainerFacts:
         self._phase: str | None = None
         self._results: Results | None = None
         self.epoch_results: Results | None = None
+        self.running_manual_optimization: ManualOptimization | None = None
 
     # ------------------------------------------------------------------ within a stage
 
@@ -190,6 +192,18 @@ class TrainerFacts:
     @results.setter
     def results(self, results: Results) -> None:
         self._results = results
+
+    @property
+    def manual_optimization(self) -> ManualOptimization:
+        """What runs the steps of a module with `automatic_optimization = False`."""
+        if self.running_manual_optimization is None:
+            raise LifecycleError(
+                call="a method of manual optimisation",
+                state=self._stage or "no stage",
+                needed="a fit of a module with automatic_optimization = False",
+                remedy="set self.automatic_optimization = False in __init__.",
+            )
+        return self.running_manual_optimization
 
     @property
     def max_epochs(self) -> int | None:

@@ -11,6 +11,7 @@ from typing_extensions import final
 
 from rankwise.trainer.gradient_order import record_gradient_order
 from rankwise.trainer.hooks import call_hook
+from rankwise.trainer.manual_optimization import ManualOptimization
 from rankwise.trainer.optimization import AutomaticOptimization
 from rankwise.trainer.optimizers import step_schedulers
 from rankwise.trainer.rank_state import RankState, seed_rank
@@ -58,7 +59,8 @@ class FitLoop:
         self._validation = validation
         self._rank_state = rank_state
         self._results = Results(is_evaluation=False)
-        self._optimization = AutomaticOptimization(trainer, module, wrapped, self._turns)
+        optimization = AutomaticOptimization if module.automatic_optimization else ManualOptimization
+        self._optimization = optimization(trainer, module, wrapped, self._turns)
 
     def run(self) -> None:
         """Train.

@@ -22,8 +22,11 @@ _ATTRIBUTE = "_rankwise_gradients_in_order"
 
 
 def record_gradient_order(trainer: Trainer, module: nn.Module) -> None:
-    """Note the order of the next backward pass in `trainer.gradient_order`, unless it is known."""
-    if trainer.world_size == 1 or trainer.gradient_order:
+    """Note the order of the next backward pass in `trainer.gradient_order`, unless it is known.
+
+    In manual optimisation the wrapper averages nothing, and needs no order.
+    """
+    if trainer.world_size == 1 or trainer.gradient_order or not trainer.module.automatic_optimization:
         return
     order = trainer.gradient_order
     for number, parameter in enumerate(_trainable(module)):

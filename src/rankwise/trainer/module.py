@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import ConfigurationError, LifecycleError
 from rankwise.trainer.hooks import ModuleHooks
+from rankwise.trainer.manual_module import ManualModule
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainingModule", "is_defined", "undefined"]
 
 
-class TrainingModule(ModuleHooks, nn.Module):
+class TrainingModule(ModuleHooks, ManualModule, nn.Module):
     """What a `Trainer` trains; subclass it and define `training_step` and `configure_optimizers`.
 
     Example:
@@ -54,7 +55,8 @@ class TrainingModule(ModuleHooks, nn.Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
         """Return the loss of a batch, or a mapping with `"loss"` in it.
 
-        None skips the batch, which only one process alone can do.
+        None skips the batch, which only one process alone can do. With `automatic_optimization = False` what
+        is returned does not matter: call `manual_backward` and step `self.optimizers()` here.
         """
         raise undefined(self, "training_step")
 
@@ -78,7 +80,7 @@ class TrainingModule(ModuleHooks, nn.Module):
 
         A dictionary has `"optimizer"` and perhaps `"lr_scheduler"`: a scheduler, or a dictionary with
         `"scheduler"`, `"interval"` (`"epoch"` or `"step"`), `"frequency"` and `"monitor"`. None, the
-        default, trains nothing.
+        default, trains nothing. With `automatic_optimization = False` there may be several optimizers.
         """
         return None
 
@@ -167,14 +169,6 @@ class TrainingModule(ModuleHooks, nn.Module):
         weight, self._weight = self._weight, None
         return weight
 
-    def optimizers(self) -> Any:
-        """Return the optimizer, or the list of them if there is not exactly one."""
-        return _one_or_all(self.trainer.optimizers)
-
-    def lr_schedulers(self) -> Any:
-        """Return the learning rate scheduler, or the list of them if there is not exactly one."""
-        return _one_or_all([config.scheduler for config in self.trainer.lr_scheduler_configs])
-
     @property
     def trainer(self) -> Trainer:
         """The trainer that this module was given to last."""
@@ -237,7 +231,3 @@ def undefined(module: TrainingModule, method: str) -> ConfigurationError:
         message=f"{name} does not define {method}().",
         remedy=remedy if is_loader else f"define {name}.{method}(self, batch, batch_idx).",
     )
-
-
-def _one_or_all(items: list[Any]) -> Any:
-    return items[0] if len(items) == 1 else items

@@ -34,13 +34,16 @@ class NonFiniteGuard:
     Args:
         trainer: has the policy, `on_nonfinite`.
         wrapped: the module as the strategy has wrapped it.
+
+    Attributes:
+        may_differ: whether gradients may be each rank's own, so that the ranks must ask each other.
     """
 
     def __init__(self, trainer: Trainer, wrapped: nn.Module) -> None:
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._policy = trainer.on_nonfinite
-        self._may_differ = trainer.strategy.gradients_may_differ(wrapped)
+        self.may_differ = trainer.strategy.gradients_may_differ(wrapped)
         self._is_bad: Tensor | None = None
 
     def mark(self, loss: Tensor) -> Tensor:
@@ -65,8 +68,9 @@ class NonFiniteGuard:
         """
         if self._policy is None or self._are_finite(optimizer):
             return True
-        votes = self._strategy.all_gather_object(self._is_bad is not None and bool(self._is_bad))
-        ranks = tuple(rank for rank, is_bad in enumerate(votes) if is_bad)
+        is_bad = self._is_bad is not None and bool(self._is_bad)
+        votes = self._strategy.all_gather_object((self._strategy.global_rank, is_bad))
+        ranks = tuple(rank for rank, is_bad in votes if is_bad)
         # Where losses are scaled, a gradient may overflow with every loss in order: the scaler sees to that.
         scales_loss = self._strategy.precision.scales_loss
         if scales_loss and not ranks:
@@ -88,7 +92,7 @@ class NonFiniteGuard:
         precision.unscale_gradients(optimizer)
         parameters = precision.main_parameters(optimizer)
         is_finite = are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
-        return is_finite if not self._may_differ else self._strategy.reduce_boolean_decision(is_finite)
+        return is_finite if not self.may_differ else self._strategy.reduce_boolean_decision(is_finite)
 
 
 @rank_zero_only

@@ -71,7 +71,7 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
 
     Raises:
         InvalidTypeError: when it returned something else than it may.
-        ConfigurationError: when it returned more than one optimizer.
+        ConfigurationError: when it returned more than one optimizer, with automatic optimisation.
     """
     optimizers, schedulers = _split(module.configure_optimizers())
     for optimizer in optimizers:
@@ -81,11 +81,12 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
                 value=optimizer,
                 expected="an optimizer, [optimizer], ([optimizer], [scheduler]) or a dictionary",
             )
-    if len(optimizers) > 1:
+    if len(optimizers) > 1 and module.automatic_optimization:
         raise ConfigurationError(
             message=f"{_METHOD} returned {len(optimizers)} optimizers.",
             facts="automatic optimisation steps exactly one.",
-            remedy="give one optimizer several parameter groups.",
+            remedy="give one optimizer several parameter groups, or step by hand: "
+            "self.automatic_optimization = False, and self.optimizers() in training_step.",
         )
     return optimizers, [_scheduler_config(scheduler) for scheduler in schedulers]
 
@@ -123,7 +124,12 @@ def _scheduler_config(given: Any) -> SchedulerConfig:
 
 
 def step_schedulers(trainer: Trainer, interval: str, *, needs_metric: bool) -> None:
-    """Step the schedulers whose turn it is, those that look at a metric or those that do not."""
+    """Step the schedulers whose turn it is, those that look at a metric or those that do not.
+
+    In manual optimisation the module steps them.
+    """
+    if not trainer.module.automatic_optimization:
+        return
     count = trainer.global_step if interval == "step" else trainer.current_epoch + 1
     for config in trainer.lr_scheduler_configs:
         is_due = config.interval == interval and count % config.frequency == 0

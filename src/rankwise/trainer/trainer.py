@@ -15,6 +15,7 @@ from rankwise.trainer import arguments
 from rankwise.trainer.checkpoints import find_checkpoint, make_checkpoint
 from rankwise.trainer.facts import TrainerFacts
 from rankwise.trainer.loaders import check_loaders
+from rankwise.trainer.manual_optimization import check_manual
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.nonfinite import POLICIES
 from rankwise.trainer.stage import Plan, StageName, check_module, run_stage
@@ -278,6 +279,8 @@ class Trainer(TrainerFacts):
         if not isinstance(model, TrainingModule):
             raise InvalidTypeError(argument="model", value=model, expected="an instance of TrainingModule")
         check_module(model, stage, loaders)
+        if stage == "fit":
+            check_manual(self, model)
         for given in loaders.values():
             check_loaders(self, given)
         path = find_checkpoint(self, ckpt_path)

@@ -1,0 +1,152 @@
+"""Manual optimisation on two ranks: equal gradients after every backward pass, and one process's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from rankwise import DDPStrategy, TrainingModule
+from rankwise.errors import WorkerRaisedError
+from tests.process.helpers import ddp
+from tests.process.training_tasks import FEATURES, loader, quiet_trainer
+
+
+class Gan(TrainingModule):
+    """A generator and a discriminator in float64; notes how far gradients and buffers of the ranks differ."""
+
+    differences: Tensor
+    reductions: Tensor
+    batches: Tensor
+
+    def __init__(self, ways: str = "plain") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.ways = ways
+        torch.manual_seed(5)
+        self.generator = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        self.discriminator = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+        self.unused = nn.Linear(1, 1).double()
+        for name in ("differences", "reductions", "batches"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.double))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.generator(x)
+        return made
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.note(self.batches)
+        self.batches.add_(1 + self.global_rank)  # DDP makes buffers rank 0's before each forward pass
+        generate, discriminate = self.optimizers()
+        x, y = batch
+        real = torch.cat([y, y.sin()], dim=1)
+        with_both = self.ways != "toggled"
+        if not with_both:
+            self.toggle_optimizer(discriminate)
+        discriminate.zero_grad()
+        made = self(x) if with_both else self(x).detach()
+        with self.no_backward_sync(enabled=self.ways == "blocked"):
+            self.backward((1 - self.discriminator(real)).square().mean(), is_equal=self.ways != "blocked")
+        self.backward(self.discriminator(made).square().mean())
+        discriminate.step()
+        if not with_both:
+            self.untoggle_optimizer(discriminate)
+            self.toggle_optimizer(generate)
+        generate.zero_grad()
+        self.backward((1 - self.discriminator(self(x))).square().mean())
+        generate.step()
+        if not with_both:
+            self.untoggle_optimizer(generate)
+
+    def backward(self, loss: Tensor, *, is_equal: bool = True) -> None:
+        self.manual_backward(loss)
+        gradients = [
+            parameter.grad.flatten() for parameter in self.parameters() if parameter.grad is not None
+        ]
+        if is_equal:
+            self.note(torch.cat(gradients))
+
+    def note(self, tensor: Tensor) -> None:
+        gathered = self.trainer.strategy.all_gather(tensor.detach())
+        if self.trainer.world_size > 1:
+            self.differences += (gathered[0] - gathered[1]).abs().max()
+
+    def on_train_end(self) -> None:
+        assert self.unused.weight.grad is None
+        self.reductions.fill_(getattr(dist.all_reduce, "calls", 0))
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=0.01),
+            torch.optim.SGD(self.discriminator.parameters(), lr=0.1),
+        ]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count all-reduces in the workers, which are forked from here."""
+    plain = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counting.calls += 1  # type: ignore[attr-defined]  # kept on the function, for the workers to see
+        return plain(*args, **kwargs)
+
+    counting.calls = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "all_reduce", counting)
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(
+    ("ways", "options"),
+    [
+        ("plain", {}),
+        ("plain", {"static_graph": True}),
+        ("plain", {"find_unused_parameters": True}),
+        ("toggled", {}),
+        ("blocked", {}),
+    ],
+)
+def test_two_ranks_train_a_gan_as_one(ways: str, options: dict[str, Any]) -> None:
+    """Three backward passes for two optimizers in a step: one average each, or two where one is blocked."""
+    alone, expected = quiet_trainer("single_device", 1, max_epochs=2), Gan(ways)
+    alone.fit(expected, loader(40, 8))
+    trainer, module = quiet_trainer(ddp("fork", **options), 2, max_epochs=2), Gan(ways)
+    trainer.fit(module, loader(40, 4))
+    assert trainer.global_step == alone.global_step == 20
+    assert module.differences.item() == 0
+    assert module.reductions.item() == 10 * (2 if ways == "blocked" else 3)
+    for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+    assert not torch.equal(next(module.parameters()), next(Gan().parameters()))
+
+
+def test_a_rank_that_has_run_out_takes_part() -> None:
+    """With an uneven last batch, its rank's shadow steps count nothing: weights are one process's."""
+    alone, expected = quiet_trainer("single_device", 1, max_epochs=2), Gan()
+    alone.fit(expected, loader(33, 8))
+    trainer, module = quiet_trainer(ddp("fork"), 2, max_epochs=2, uneven_inputs="join"), Gan()
+    trainer.fit(module, loader(33, 4))
+    assert module.differences.item() == 0
+    for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+
+
+class Hooked(DDPStrategy):
+    """Has a communication hook."""
+
+    def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
+        wrapper = super().configure_ddp(module, device_ids)
+        wrapper.register_comm_hook(None, fp16_compress_hook)
+        return wrapper
+
+
+def test_hooks_are_refused() -> None:
+    """A communication hook would never run, which is said instead of training without it."""
+    trainer = quiet_trainer(Hooked(start_method="fork"), 2, max_epochs=1)
+    with pytest.raises(WorkerRaisedError, match="communication hook would never run"):
+        trainer.fit(Gan(), loader(8, 4))
