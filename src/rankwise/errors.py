@@ -23,6 +23,7 @@ RankwiseError
 |-- TensorMismatchError (ValueError)        ranks gave tensors to a collective that do not go together
 |-- RankZeroFailedError (RuntimeError)      the rank that went first failed, while this one waited for it
 |-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time
+|-- StopAgreementError (TimeoutError)       a rank did not answer when to stop
 |-- UnevenInputsError (RuntimeError)        ranks have different numbers of batches
 |-- NonFiniteLossError (FloatingPointError) a loss or gradient is infinite or NaN
 |-- UnusedParametersError (RuntimeError)    parameters had no part in the loss, though DDP counts on all
@@ -55,6 +56,7 @@ __all__ = [
     "RankZeroFailedError",
     "RankwiseError",
     "RendezvousTimeoutError",
+    "StopAgreementError",
     "TensorMismatchError",
     "UnevenInputsError",
     "UnknownArgumentError",
@@ -536,6 +538,21 @@ class RendezvousTimeoutError(RankwiseError, TimeoutError):
 
     def fix(self) -> str:
         return "look for a rank that is still starting or is stuck, or raise init_timeout."
+
+
+@dataclass(eq=False, repr=False)
+class StopAgreementError(RankwiseError, TimeoutError):
+    """All were to stop, but the ranks `missing` did not say in `timeout_s` seconds which step they are in."""
+
+    missing: tuple[int, ...]
+    timeout_s: float
+
+    def summary(self) -> str:
+        ranks = ", ".join(str(rank) for rank in self.missing)
+        return f"Training was to stop, but global_rank {ranks} did not say when, in {self.timeout_s:g} s."
+
+    def fix(self) -> str:
+        return "look for what these ranks were doing: they are stuck, or never began to train."
 
 
 @dataclass(eq=False, repr=False)

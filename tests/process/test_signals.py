@@ -138,7 +138,7 @@ def test_sigint_to_workers_alone_changes_nothing(run_script: ScriptRunner) -> No
     time.sleep(0.3)
     assert all(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
     running.send_signal(signal.SIGTERM)
-    assert running.finish(timeout=10).returncode == -signal.SIGTERM
+    assert running.finish(timeout=10).returncode == 128 + signal.SIGTERM
 
 
 OWN_HANDLER = """

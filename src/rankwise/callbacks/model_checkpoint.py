@@ -51,6 +51,7 @@ class ModelCheckpoint(MonitoringCallback):
         every_n_train_steps: save after every n-th optimizer step instead.
 
     Attributes:
+        chosen_dirpath: the folder that was asked for, if any.
         best_model_path: the best (without `monitor`: the latest) file; an empty string before there is one.
         best_model_score: its score; None without `monitor`.
         best_k_models: the kept files, each with its score.
@@ -76,7 +77,8 @@ class ModelCheckpoint(MonitoringCallback):
             self.mode = "max"  # the number of steps decides
         _check_save_top_k(monitor, save_top_k)
         _check_intervals(every_n_epochs, every_n_train_steps)
-        self.dirpath = None if dirpath is None else str(Path(dirpath).absolute())
+        self.chosen_dirpath = None if dirpath is None else str(Path(dirpath).absolute())
+        self.dirpath = self.chosen_dirpath
         self.filename = filename or "{epoch}-{step}"
         _check_filename(self.filename)
         self.save_top_k = save_top_k

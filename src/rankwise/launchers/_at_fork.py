@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from typing import Protocol
 
@@ -62,5 +63,6 @@ def _after_fork() -> None:
 
 
 def _leave_with_parent(read_end: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread's to take
     os.read(read_end, 1)  # end of file, when the rank is gone
     os._exit(1)

@@ -28,6 +28,9 @@ class Kind(IntEnum):
     OVER = 5  # supervisor: the job is over on every rank
     STORE_REQUEST = 6  # worker: a question to the private store
     STORE_REPLY = 7  # supervisor: its answer
+    IN_LOOP = 8  # worker: from here on I stop at a boundary, if asked ("1"); no longer ("0")
+    REQUEST = 9  # supervisor: the main process was told by this signal (its number) to stop
+    STOPPED = 10  # worker: as DONE, but training has stopped for this signal (its number)
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:
@@ -78,6 +81,7 @@ class RankChannel:
         self._sock = sock
         self._on_lost = on_lost
         self._on_stop: Callable[[], None] | None = None
+        self._on_request: Callable[[int], None] | None = None
         self._stop_reason: str | None = None
         self._lock = threading.Lock()
         self._pending: dict[int, queue.SimpleQueue[bytes | None]] = {}
@@ -128,6 +132,11 @@ class RankChannel:
         if on_stop is not None and self._stop_reason is not None:
             threading.Thread(target=on_stop, name="rankwise-stop", daemon=True).start()
 
+    def call_on_request(self, on_request: Callable[[int], None] | None) -> None:
+        """Say whether this rank stops at a boundary when `on_request` is called with a signal's number."""
+        self._on_request = on_request
+        self.send(Kind.IN_LOOP, b"0" if on_request is None else b"1")
+
     def wait_until_over(self) -> None:
         """Wait until the supervisor says that the job is over on every rank."""
         self._over.get()
@@ -169,6 +178,9 @@ class RankChannel:
                 waiting.put(answer)
         elif kind is Kind.OVER:
             self._over.put(None)
+        elif kind is Kind.REQUEST:
+            if self._on_request is not None:
+                self._on_request(int(payload))
         elif kind is Kind.STOP:
             self._stop_reason = payload.decode("utf-8", "replace")
             self._release_pending()

@@ -25,6 +25,8 @@ class Member:
     has_started: bool = False
     has_failed: bool = False
     has_ended: bool = False
+    has_stopped: bool = False
+    is_in_loop: bool = False
     jobs_done: int = 0
 
     def has_data(self) -> bool:

@@ -13,10 +13,13 @@ from typing_extensions import final
 from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._interrupt import Interruptible
 from rankwise.launchers._records import FailureRecord
+from rankwise.launchers._signals import StoppedBySignal
 from rankwise.ranks import RankInfo
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+    from rankwise.process_group.agreement import StopAgreement
 
 Entry = Callable[["Seat"], Any]
 
@@ -52,16 +55,39 @@ class Seat:
         Raises:
             RendezvousTimeoutError: when the host of a TCP store cannot be reached in time.
         """
-        from torch.distributed import PrefixStore
-
         from rankwise.process_group.rendezvous import open_store
 
         ask = None if self.channel is None else self.channel.ask_store
         self._store = open_store(ask, self.address, hosts=self.hosts_store, timeout=timeout)
-        return PrefixStore(f"job{self.job}", self._store)
+        return self._of_this_job(self._store)
+
+    def agree_on_stopping(self, timeout: timedelta) -> StopAgreement:
+        """Return this rank's part in agreeing with the others when to stop; not started yet.
+
+        Args:
+            timeout: how long to wait for the other ranks' answers.
+        """
+        from rankwise.process_group.agreement import StopAgreement
+
+        store = self.open_store(timeout) if self._store is None else self._of_this_job(self._store)
+        return StopAgreement(self.ranks, store, partial(self._open_listener, store, timeout), timeout)
+
+    def _open_listener(self, store: Store, timeout: timedelta) -> Store:
+        from rankwise.process_group.rendezvous import open_another
+
+        if self.address is None:
+            return store  # a private store answers several threads at once
+        return self._of_this_job(open_another(self.address, timeout))
+
+    def _of_this_job(self, store: Store) -> Store:
+        from torch.distributed import PrefixStore
+
+        return PrefixStore(f"job{self.job}", store)
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the supervisor what ended this rank's work; only the first report counts."""
+        if isinstance(error, StoppedBySignal):
+            return  # no failure: every rank stops, at the same step
         if self.channel is not None and not self._has_reported:
             self._has_reported = True
             self.channel.send(Kind.FAILURE, FailureRecord.of_exception(self.ranks, error).to_json())
@@ -71,6 +97,7 @@ class Seat:
 
         Raises:
             JobStopped: when the supervisor said stop. Anything that `entry` raises.
+            StoppedBySignal: when all ranks have stopped for a signal.
         """
         if self.channel is None:
             raise ValueError("this seat has no channel: nobody supervises it")
@@ -80,6 +107,9 @@ class Seat:
                 value = entry(self)
                 finish(value)
                 return value
+        except StoppedBySignal as stopped:
+            self.channel.send(Kind.STOPPED, b"%d" % stopped.signal_number)
+            raise
         except BaseException as error:
             self.report_failure(error)
             raise

@@ -1,12 +1,38 @@
-"""Ctrl-C belongs to the main process: its workers are started deaf to it, and stay so."""
+"""Signal handlers: whose they are, for how long, and what a forked process makes of them."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+from typing_extensions import final
+
+Handler = Callable[[int, FrameType | None], Any]
+
+# Those that end a process which does nothing about them, and that a person or a scheduler sends.
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+# The handlers that are ours at the moment, and those of before.
+_before: dict[int, Any] = {}
+_is_hooked = False
+
+
+@final
+class StoppedBySignal(SystemExit):
+    """Raised on every rank once training has stopped for a signal: saved, and at the same step."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(128 + signal_number)
+        self.signal_number = signal_number
+
+
+# ---------------------------------------------------------------------------------------- Ctrl-C
 
 
 @contextmanager
@@ -31,3 +57,80 @@ def leave_interrupts_to_the_main_process() -> None:
 
 def _nothing(signum: int, interrupted: FrameType | None) -> None:
     pass
+
+
+# ---------------------------------------------------------------------------------------- for a while
+
+
+@contextmanager
+def handled(numbers: Iterable[int], handler: Handler | None = None) -> Iterator[None]:
+    """Call `handler` on these signals in the block, then whatever handled them before.
+
+    Outside the main thread, and for a signal that is ignored or handled in C, nothing changes. Processes that
+    are forked in the block begin with the handlers of before it.
+
+    Mutates: the handlers of the signals, restored on exit.
+    """
+    mine = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            before = signal.getsignal(number)
+            if before is signal.SIG_DFL or callable(before):
+                mine[number] = before
+    _undo_in_children(mine)
+    for number, before in mine.items():
+        signal.signal(number, _chained(handler, before))
+    try:
+        yield
+    finally:
+        for number, before in mine.items():
+            signal.signal(number, before)
+        _forget(mine)
+
+
+def _chained(first: Handler | None, then: Any) -> Handler:
+    def handle(signum: int, interrupted: FrameType | None) -> None:
+        if first is not None:
+            first(signum, interrupted)
+        if callable(then):
+            then(signum, interrupted)
+
+    return handle
+
+
+def _undo_in_children(mine: dict[int, Any]) -> None:
+    global _is_hooked
+    for number, before in mine.items():
+        _before.setdefault(number, before)
+    if not _is_hooked:
+        _is_hooked = True
+        os.register_at_fork(after_in_child=_restore_in_child)
+
+
+def _forget(mine: dict[int, Any]) -> None:
+    for number, before in mine.items():
+        if _before.get(number) is before:
+            del _before[number]
+
+
+def _restore_in_child() -> None:
+    if not _before:
+        return
+    signal.set_wakeup_fd(-1)  # it wakes the parent
+    for number, before in _before.items():
+        signal.signal(number, before)
+    if _is_forked_by_a_loader():
+        # A signal to the whole group must not end a rank's data before the rank has come to its boundary;
+        # torch would then raise in the rank. These leave with their rank in any case.
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(_before))
+    _before.clear()
+
+
+def _is_forked_by_a_loader() -> bool:
+    loading = sys.modules.get("torch.utils.data.dataloader")
+    frame: FrameType | None = sys._getframe()
+    while loading is not None and frame is not None:
+        if frame.f_globals is vars(loading):
+            return True
+        frame = frame.f_back
+    return False

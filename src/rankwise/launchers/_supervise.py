@@ -5,16 +5,14 @@ It waits, without polling, on the channels of all ranks and on the ends of the p
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from typing_extensions import final
 
@@ -24,6 +22,8 @@ from rankwise.launchers._channel import Kind, frame, split_id, with_id
 from rankwise.launchers._member import Member
 from rankwise.launchers._processes import StartedProcess
 from rankwise.launchers._records import FailureRecord, first_cause
+from rankwise.launchers._signals import ENDING_SIGNALS
+from rankwise.launchers._wakeup import Wakeup
 from rankwise.process_group.private_store import StoreTable
 from rankwise.ranks import RankInfo
 
@@ -48,11 +48,9 @@ class Supervisor:
     def __init__(self, grace_period_s: float) -> None:
         self._grace_period_s = grace_period_s
         self._selector = selectors.DefaultSelector()
-        self._wishes: deque[Callable[[], None]] = deque()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_write.setblocking(False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        _at_fork.close_in_child(self._wake_read, self._wake_write, self._selector)
+        self._wakeup = Wakeup()
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        _at_fork.close_in_child(self._selector)
         self._members: list[Member] = []
         self._table = StoreTable()
         self._failures: list[FailureRecord] = []
@@ -60,10 +58,12 @@ class Supervisor:
         self._started_s = time.monotonic()
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self.was_interrupted = False
+        self.ended_by: int | None = None  # a signal that ended the job at once
+        self._stopped_by: int | None = None  # a signal for which training has stopped
+        self._has_asked = False
         self._crash: BaseException | None = None
         self._is_stopping = False
         self._is_closed = False
-        self._next_wakeup = -1
         self._job = 0
         self._has_to_exit = False
         self._settled = threading.Event()
@@ -98,21 +98,26 @@ class Supervisor:
             self._check()
 
         self._settled.clear()
-        self._wish(begin)
+        self._wakeup.wish(begin)
 
     def wait_job(self) -> None:
         """Wait for the end of the job.
 
         Raises:
             WorkerError: when a rank failed; by then no started process is left.
+            SystemExit: when a signal has ended the job, or made it stop.
         """
         self._settled.wait()
         if self._crash is not None:
             raise RuntimeError(
                 "the supervisor of the job failed, which is a defect of rankwise"
             ) from self._crash
+        if self.ended_by is not None:
+            raise SystemExit(128 + self.ended_by)
         if error := self.error():
             raise error
+        if self._stopped_by is not None:
+            raise SystemExit(128 + self._stopped_by)
 
     def begin_exit(self) -> None:
         """Expect the ranks to leave by themselves now; `wait_job` waits until they have."""
@@ -123,7 +128,7 @@ class Supervisor:
             self._settled.clear()
             self._check()
 
-        self._wish(begin)
+        self._wakeup.wish(begin)
 
     def release(self) -> None:
         """Tell the ranks that the job is over for all of them."""
@@ -132,7 +137,7 @@ class Supervisor:
             for member in self._members:
                 self._send(member, Kind.OVER, b"")
 
-        self._wish(say_over)
+        self._wakeup.wish(say_over)
 
     def end_all(self) -> None:
         """End all ranks: the word, the grace, SIGKILL; wait until they are gone. A Ctrl-C skips the grace."""
@@ -141,31 +146,19 @@ class Supervisor:
         if not self._thread.is_alive():
             self.start()
         self._settled.clear()
-        self._wish(self._stop_all)
+        self._wakeup.wish(self._stop_all)
         try:
             self._settled.wait()
         except KeyboardInterrupt:
-            self._wish(self._kill_all)
+            self._wakeup.wish(self._kill_all)
             self._settled.wait()
 
-    @contextmanager
-    def hearing_interrupts(self) -> Iterator[None]:
-        """Act on Ctrl-C at once, also while the main thread is in a C call that lets no handler run.
+    def hearing_signals(self) -> AbstractContextManager[None]:
+        """Act on Ctrl-C, SIGTERM and SIGHUP at once, also where a rank 0 in this process is in a C call.
 
-        Without this, a rank 0 that waits in a collective would go on waiting: its peers must end first.
-        Mutates: the process's signal wake-up descriptor, restored on exit.
+        Such a rank waits in a collective: its peers must end first. See `Wakeup.hearing_signals`.
         """
-        is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if not is_ours or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        self._next_wakeup = before
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(before)
-            self._next_wakeup = -1
+        return self._wakeup.hearing_signals()
 
     def all_ended(self) -> bool:
         """Whether every started process is gone."""
@@ -185,26 +178,18 @@ class Supervisor:
         if self._is_closed:
             return
         if self._thread.is_alive():
-            self._wish(self._mark_closed)
+            self._wakeup.wish(self._mark_closed)
             self._thread.join()
         self._is_closed = True
-        _at_fork.forget(
-            self._wake_read, self._wake_write, self._selector, *(member.sock for member in self._members)
-        )
+        _at_fork.forget(self._selector, *(member.sock for member in self._members))
         for member in self._members:
             member.sock.close()
             if member.process is not None:
                 member.process.close()
         self._selector.close()
-        self._wake_read.close()
-        self._wake_write.close()
+        self._wakeup.close()
 
     # ------------------------------------------------------------------ the thread
-
-    def _wish(self, wish: Callable[[], None]) -> None:
-        self._wishes.append(wish)
-        with suppress(BlockingIOError):  # full: the thread is about to look anyway
-            self._wake_write.send(b"\0")
 
     def _mark_closed(self) -> None:
         self._is_closed = True
@@ -239,9 +224,7 @@ class Supervisor:
     def _dispatch(self, key: selectors.SelectorKey, events: int) -> None:
         member: Member | None = key.data
         if member is None:
-            self._on_signals(self._wake_read.recv(_CHUNK).replace(b"\0", b""))
-            while self._wishes:
-                self._wishes.popleft()()
+            self._on_signals(self._wakeup.fulfil())
         elif key.fileobj is member.process:
             self._on_process_end(member)
         else:
@@ -252,14 +235,28 @@ class Supervisor:
 
     def _on_signals(self, numbers: bytes) -> None:
         """Take note of the signals that this process has caught."""
-        if numbers and self._next_wakeup >= 0:
-            os.write(self._next_wakeup, numbers)
-        if signal.SIGINT in numbers:
-            self.was_interrupted = True
-            if self._is_stopping:
-                self._kill_all()
-            else:
-                self._stop_all()
+        for number in numbers:
+            if number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
+                self.was_interrupted = True
+                self._stop_or_kill()
+            elif number == signal.SIGTERM and not self._has_asked and self._ask_to_stop(number):
+                self._has_asked = True
+            elif number in ENDING_SIGNALS:
+                self.ended_by = number
+                self._stop_or_kill()
+
+    def _ask_to_stop(self, number: int) -> bool:
+        """Ask a rank that trains to stop with the others at a boundary; return whether there is one."""
+        asked = next((member for member in self._members if member.is_in_loop and not member.has_ended), None)
+        if asked is not None:
+            self._send(asked, Kind.REQUEST, b"%d" % number)
+        return asked is not None
+
+    def _stop_or_kill(self) -> None:
+        if self._is_stopping:
+            self._kill_all()
+        else:
+            self._stop_all()
 
     def _read(self, member: Member) -> None:
         try:
@@ -280,6 +277,13 @@ class Supervisor:
             member.has_started = True
         elif kind is Kind.DONE:
             member.jobs_done += 1
+            self._check()
+        elif kind is Kind.IN_LOOP:
+            member.is_in_loop = payload == b"1"
+        elif kind is Kind.STOPPED:
+            member.has_stopped = True
+            member.jobs_done += 1
+            self._stopped_by = int(payload)
             self._check()
         elif kind is Kind.FAILURE:
             member.has_failed = True
@@ -320,7 +324,8 @@ class Supervisor:
         status = process.wait()
         member.has_ended = True
         is_in_job = self._job > 0 and member.jobs_done < self._job
-        if (status != 0 or is_in_job) and not member.has_failed and not self._is_stopping:
+        is_expected = member.has_failed or member.has_stopped or self._is_stopping
+        if (status != 0 or is_in_job) and not is_expected:
             member.has_failed = True
             self._on_failure(
                 FailureRecord.of_exit(member.ranks, process.pid, status, member.phase(is_in_job))
@@ -344,7 +349,7 @@ class Supervisor:
         self._check()
 
     def _say_stop(self) -> None:
-        reason = self._failures[0].line() if self._failures else "the main process was interrupted"
+        reason = self._failures[0].line() if self._failures else "the main process was told to end"
         for member in self._members:
             if not member.has_failed and not member.has_ended and member.jobs_done < max(1, self._job):
                 self._stopped.append(member.ranks.global_rank)

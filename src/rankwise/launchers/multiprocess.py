@@ -29,7 +29,11 @@ from rankwise.launchers._openmp import pause_openmp
 from rankwise.launchers._pickling import pack_or_explain
 from rankwise.launchers._processes import MultiprocessingProcess
 from rankwise.launchers._seat import Entry, Seat, torchrun_variables
-from rankwise.launchers._signals import interrupts_blocked, leave_interrupts_to_the_main_process
+from rankwise.launchers._signals import (
+    StoppedBySignal,
+    interrupts_blocked,
+    leave_interrupts_to_the_main_process,
+)
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
 from rankwise.process_group.rendezvous import host_store
@@ -90,7 +94,8 @@ class MultiprocessLauncher(Launcher):
                     self._start(job, values, supervisor)
                 supervisor.start()
                 supervisor.begin_job(until_exit=True)
-                supervisor.wait_job()
+                with supervisor.hearing_signals():
+                    supervisor.wait_job()
             return {rank: unpack(descriptor, copy=False) for rank, descriptor in values.items()}
 
     def close(self) -> None:
@@ -201,9 +206,11 @@ def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: _Descriptor) 
     seat = Seat(ranks, torchrun_variables(ranks, job.address, job.run_id), job.address, channel=channel)
     try:
         seat.occupy(_entry_of(job), finish=lambda value: pack(value, values.number))
+        channel.send(Kind.DONE)
+    except StoppedBySignal:
+        pass  # told over the channel; the main process raises it, as this one has nothing else to do
     except BaseException:  # noqa: BLE001  whatever ended it
         _leave(1)  # told over the channel; the main process raises it
-    channel.send(Kind.DONE)
     if job.entry is not None:
         _end_fork()
     gc.freeze()  # what is left need not be searched for garbage: the process ends

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,7 +25,7 @@ from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherite
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._processes import PopenProcess
 from rankwise.launchers._seat import Entry, Seat, torchrun_variables
-from rankwise.launchers._signals import interrupts_blocked
+from rankwise.launchers._signals import StoppedBySignal, interrupts_blocked
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
 from rankwise.process_group.rendezvous import forget_store, host_store
@@ -176,10 +177,15 @@ class _ScriptGroup:
         )
         self._supervisor.begin_job(until_exit=False)
         try:
-            with self._supervisor.hearing_interrupts():
+            with self._supervisor.hearing_signals():
                 value = seat.occupy(entry, finish=lambda _: self._channel.send(Kind.DONE))
                 self._supervisor.wait_job()
             values = {ranks.global_rank: value, **self._other_values()}
+        except StoppedBySignal as stopped:
+            self._supervisor.begin_exit()
+            with suppress(SystemExit, WorkerError):  # raised below
+                self._supervisor.wait_job()
+            raise self._first_failure(stopped) from None
         except BaseException as error:  # noqa: BLE001  whatever ended it
             # Its frames hold what holds the connections, and peers wait in collectives until these close.
             traceback.clear_frames(error.__traceback__)
@@ -215,6 +221,8 @@ class _ScriptGroup:
         self._end()
         if self._supervisor.was_interrupted or isinstance(error, KeyboardInterrupt):
             return KeyboardInterrupt()
+        if self._supervisor.ended_by is not None:
+            return SystemExit(128 + self._supervisor.ended_by)
         return self._supervisor.error() or error
 
     def _end(self) -> None:
@@ -271,6 +279,8 @@ def _run_in_worker(mine: InheritedSeat, entry: Entry) -> dict[int, Any]:
 
     try:
         return {mine.ranks.global_rank: seat.occupy(entry, finish)}
+    except StoppedBySignal:
+        raise
     except BaseException:  # noqa: BLE001  whatever ended it
         # Told over the channel, and raised by the main process. This one leaves without a word.
         raise SystemExit(1) from None

@@ -74,6 +74,15 @@ def _connect(address: tuple[str, int], timeout: timedelta) -> dist.Store:
         raise RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds()) from None
 
 
+def open_another(address: tuple[str, int], timeout: timedelta) -> dist.Store:
+    """Return one more client of the TCP store at an address, for a thread that will wait in it.
+
+    Raises:
+        RendezvousTimeoutError: when the host cannot be reached in time.
+    """
+    return _connect(address, timeout)
+
+
 def forget_store(address: tuple[str, int]) -> None:
     """Let go of the client of a store whose host is gone."""
     _joined.pop(address, None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.callbacks import ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.trainer.progress import Progress
 from rankwise.trainer.rank_state import RankState, gather_rank_states
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["find_checkpoint", "make_checkpoint", "restore_loop", "restore_module"]
+__all__ = ["find_checkpoint", "make_checkpoint", "restore_loop", "restore_module", "stop_checkpoint_path"]
 
 _VERSION = 1
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
@@ -119,7 +119,7 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) 
         return None if ckpt_path is None else os.fspath(ckpt_path)
     saving = trainer.checkpoint_callback
     if ckpt_path == "last":
-        return saving.find_last() if isinstance(saving, ModelCheckpoint) else None
+        return _newest(saving.find_last() if saving is not None else None, stop_checkpoint_path(trainer))
     if saving is None or not saving.best_model_path:
         raise ConfigurationError(
             message='ckpt_path="best" finds no checkpoint.',
@@ -127,6 +127,18 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) 
             remedy="call fit() first, with a ModelCheckpoint, or pass a path.",
         )
     return saving.best_model_path
+
+
+def _newest(*paths: str | None) -> str | None:
+    existing = [path for path in paths if path is not None and Path(path).exists()]
+    return max(existing, key=lambda path: Path(path).stat().st_mtime_ns, default=None)
+
+
+def stop_checkpoint_path(trainer: Trainer) -> str:
+    """Return where a fit that a signal stops leaves its checkpoint; `ckpt_path="last"` finds it there."""
+    saving = trainer.checkpoint_callback
+    folder = None if saving is None else saving.chosen_dirpath
+    return str(Path(folder or trainer.default_root_dir) / "last.ckpt")
 
 
 def _plain(value: Any) -> Any:

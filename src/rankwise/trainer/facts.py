@@ -147,9 +147,17 @@ class TrainerFacts:
 
     @property
     def is_done(self) -> bool:
-        """Whether training has reached its end."""
-        if 0 <= self.max_steps <= self.global_step or 0 <= self._epoch_limit <= self.current_epoch:
-            return True
+        """Whether training has reached its end, or this rank wants it to."""
+        return self.is_at_limit or self.wants_to_stop
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether training has reached `max_steps` or `max_epochs`: the same on all ranks."""
+        return 0 <= self.max_steps <= self.global_step or 0 <= self._epoch_limit <= self.current_epoch
+
+    @property
+    def wants_to_stop(self) -> bool:
+        """Whether `should_stop` is set on this rank, and `min_epochs` are done."""
         return self.should_stop and self.current_epoch + self.progress.is_epoch_done >= self.min_epochs
 
     def warn_if_done(self) -> bool:

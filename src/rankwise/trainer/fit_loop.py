@@ -16,6 +16,7 @@ from rankwise.trainer.optimization import AutomaticOptimization
 from rankwise.trainer.optimizers import step_schedulers
 from rankwise.trainer.rank_state import RankState, seed_rank
 from rankwise.trainer.results import Results
+from rankwise.trainer.stopping import Stopping
 from rankwise.trainer.turns import Turns
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class FitLoop:
         self._results = Results(is_evaluation=False)
         optimization = AutomaticOptimization if module.automatic_optimization else ManualOptimization
         self._optimization = optimization(trainer, module, wrapped, self._turns)
+        self._stopping = Stopping(trainer)
 
     def run(self) -> None:
         """Train.
@@ -69,19 +71,24 @@ class FitLoop:
 
         Raises:
             UnevenInputsError: when the ranks have different numbers of batches.
+            SystemExit: on every rank, when a signal has made training stop.
         """
         trainer = self._trainer
         self._module.train()
-        with trainer.in_phase("train", self._results):
+        with trainer.in_phase("train", self._results), self._stopping:
             call_hook(trainer, "on_train_start")
             trainer.warn_if_done()
             record_gradient_order(trainer, self._module)
             if trainer.world_size > 1:
                 seed_rank(trainer)
-            while (self._progress.is_epoch_open or not trainer.is_done) and self._agreed_num_batches():
+            while self._goes_on() and self._agreed_num_batches():
                 self._run_epoch()
+            self._stopping.finish()
             self._strategy.end_training()
             call_hook(trainer, "on_train_end")
+
+    def _goes_on(self) -> bool:
+        return self._progress.is_epoch_open or self._stopping.may_go_on()
 
     def _agreed_num_batches(self) -> float:
         """Return how many batches the epoch has, which the ranks agree on."""
@@ -96,8 +103,9 @@ class FitLoop:
         self._optimization.begin_epoch()
         call_hook(trainer, "on_train_epoch_start")
         for batch_idx, (batch, is_last) in self._batches_left():
-            self._run_batch(batch, batch_idx, is_last)
-            if trainer.is_done:
+            is_window_end = is_last or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+            self._run_batch(batch, batch_idx, is_last, is_window_end)
+            if is_window_end and not is_last and not self._stopping.may_go_on():
                 break
         call_hook(trainer, "on_train_epoch_end", before_monitoring=self._end_metrics)
         progress.end_epoch()
@@ -116,7 +124,7 @@ class FitLoop:
             self._rank_state = None
         if progress.is_within_epoch and not progress.is_validated:
             self._validate_if_due(progress.batches_done - 1, progress.is_epoch_done)
-        if progress.is_epoch_done or (progress.is_within_epoch and self._trainer.is_done):
+        if progress.is_epoch_done or (progress.is_within_epoch and self._trainer.is_at_limit):
             return iter(())
         return enumerate(self._turns.batches(batches, progress.batches_done), progress.batches_done)
 
@@ -128,9 +136,8 @@ class FitLoop:
 
     # ------------------------------------------------------------------ a batch
 
-    def _run_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+    def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> None:
         trainer = self._trainer
-        is_window_end = is_last or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
         self._results.begin_batch(batch, is_muted=self._turns.is_shadow)
         call_hook(trainer, "on_train_batch_start", batch, batch_idx)

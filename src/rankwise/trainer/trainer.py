@@ -83,7 +83,7 @@ class Trainer(TrainerFacts):
         logged_metrics: the last values that loggers got.
         optimizers: the optimizers, once `fit` has made them; there also after a fit in other processes.
         lr_scheduler_configs: the learning rate schedulers, and when they step.
-        should_stop: set it to end training after the current batch; the same on all ranks.
+        should_stop: set it, on one rank or on several, to end training on all after the same optimizer step.
 
     Raises:
         InvalidArgumentError, InvalidTypeError, UnknownNameError, ConfigurationError: for wrong arguments.

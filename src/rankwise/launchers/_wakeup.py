@@ -1,0 +1,84 @@
+"""How other threads, and signals, reach the supervisor's thread while it waits on its descriptors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from typing_extensions import final
+
+from rankwise.launchers import _at_fork
+from rankwise.launchers._signals import ENDING_SIGNALS, handled
+
+_CHUNK = 1 << 16
+
+
+@final
+class Wakeup:
+    """A descriptor that becomes readable when there is a wish to fulfil, or this process caught a signal."""
+
+    def __init__(self) -> None:
+        self._wishes: deque[Callable[[], None]] = deque()
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._next_descriptor = -1
+        self._last_signal: int | None = None
+        _at_fork.close_in_child(self._read, self._write)
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._read.fileno()
+
+    def wish(self, wish: Callable[[], None]) -> None:
+        """Have something done by the supervisor's thread."""
+        self._wishes.append(wish)
+        with suppress(BlockingIOError):  # full: the thread is about to look anyway
+            self._write.send(b"\0")
+
+    def fulfil(self) -> bytes:
+        """Do what was wished for; return the numbers of the signals that were caught."""
+        numbers = self._read.recv(_CHUNK).replace(b"\0", b"")
+        if numbers and self._next_descriptor >= 0:
+            os.write(self._next_descriptor, numbers)
+        while self._wishes:
+            self._wishes.popleft()()
+        return numbers
+
+    @contextmanager
+    def hearing_signals(self) -> Iterator[None]:
+        """Be woken by every signal, also while the main thread is in a C call, where no handler runs.
+
+        Mutates: the process's signal wake-up descriptor, and the handlers of SIGTERM and SIGHUP, which
+        otherwise end the process; restored on exit.
+
+        Raises:
+            SystemExit: on exit, when one of these two came and nothing else was raised because of it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._next_descriptor = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._last_signal = None
+        try:
+            with handled(ENDING_SIGNALS, self._note):
+                yield
+        finally:
+            signal.set_wakeup_fd(self._next_descriptor)
+            self._next_descriptor = -1
+        if self._last_signal is not None:
+            raise SystemExit(128 + self._last_signal)
+
+    def close(self) -> None:
+        """Close the descriptor; nobody may wish any more."""
+        _at_fork.forget(self._read, self._write)
+        self._read.close()
+        self._write.close()
+
+    def _note(self, signum: int, interrupted: FrameType | None) -> None:
+        self._last_signal = signum

@@ -1,0 +1,107 @@
+"""When a fit stops before its end: on all ranks after the same step, for a signal or `should_stop`."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+from typing_extensions import Self, final
+
+from rankwise.launchers._signals import StoppedBySignal, handled
+from rankwise.trainer.checkpoints import stop_checkpoint_path
+
+if TYPE_CHECKING:
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["Stopping"]
+
+_SIGNAL = "signal:"
+
+
+@final
+class Stopping:
+    """The boundary between two optimizer steps, and the signals that are heard there.
+
+    SIGTERM makes all ranks save a checkpoint, leave, and exit with 143, whichever ranks it reached; a second
+    one ends this process at once.
+
+    Args:
+        trainer: of this rank.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._caught: int | None = None
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> Self:
+        strategy = self._trainer.strategy
+        channel = strategy.seat.channel
+        self._agreement = strategy.seat.agree_on_stopping(strategy.timeout)
+        self._agreement.start()
+        self._cleanup.callback(self._agreement.close)
+        if channel is not None:
+            channel.call_on_request(self._ask)
+            self._cleanup.callback(channel.call_on_request, None)
+        self._cleanup.enter_context(handled(self._signals(), self._catch))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._cleanup.close()
+        if kind is None and self._caught is not None:  # it came after the last boundary
+            raise SystemExit(128 + self._caught)
+
+    def may_go_on(self) -> bool:
+        """Return whether the next optimizer step may begin; False on all ranks after the same one.
+
+        Raises:
+            StoppedBySignal: on all ranks, with a checkpoint written, when that is what makes them stop.
+        """
+        if self._trainer.is_at_limit:
+            return False
+        if self._trainer.wants_to_stop:
+            self._agreement.ask("should_stop")
+        if self._agreement.begin_step():
+            return True
+        self._stop()
+        return False
+
+    def finish(self) -> None:
+        """Training has come to its end.
+
+        Raises:
+            StoppedBySignal: as `may_go_on`, for a signal that all have heard of by now.
+        """
+        if self._agreement.leave():
+            self._stop()
+
+    def _stop(self) -> None:
+        reason = self._agreement.reason or ""
+        if not reason.startswith(_SIGNAL):
+            self._trainer.should_stop = True
+            return
+        if not self._trainer.fast_dev_run:
+            self._trainer.save_checkpoint(stop_checkpoint_path(self._trainer))
+        self._caught = None
+        raise StoppedBySignal(int(reason.removeprefix(_SIGNAL)))
+
+    # ------------------------------------------------------------------ signals
+
+    def _signals(self) -> set[signal.Signals]:
+        return {signal.SIGTERM}
+
+    def _catch(self, signum: int, interrupted: FrameType | None) -> None:
+        if self._caught is not None:
+            raise SystemExit(128 + signum)
+        self._caught = signum
+        self._ask(signum)
+
+    def _ask(self, signum: int) -> None:
+        self._agreement.ask(f"{_SIGNAL}{signum}")

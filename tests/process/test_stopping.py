@@ -1,0 +1,155 @@
+"""SIGTERM while training: all ranks stop after the same step, a checkpoint is there, the exit code is 143."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.scripts import RunningScript, ScriptRunner
+from tests.process.helpers import with_tests
+
+pytestmark = pytest.mark.timeout(120)
+
+STRATEGIES = ("ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver")
+WHO = ("rank", "main", "group")
+CODE = 128 + signal.SIGTERM
+
+SCRIPT = """
+    import sys
+    from tests.process.stopping import train
+
+    if __name__ == "__main__":
+        train(*sys.argv[1:])
+"""
+
+
+def start(run_script: ScriptRunner, strategy: str, folder: Path, *more: str) -> RunningScript:
+    """Begin to train on two ranks; return when both have made a few steps."""
+    running = run_script.start(SCRIPT, strategy, str(folder), *more, env=with_tests())
+    running.wait_for("training", count=2, timeout=60)
+    return running
+
+
+def send(running: RunningScript, who: str, folder: Path) -> None:
+    """Send SIGTERM to one rank, to the main process or to the whole group."""
+    if who == "group":
+        running.send_signal_to_group(signal.SIGTERM)
+    elif who == "main":
+        running.send_signal(signal.SIGTERM)
+    else:
+        os.kill(int((folder / "pid1").read_text()), signal.SIGTERM)
+
+
+def check(running: RunningScript, folder: Path) -> None:
+    """The script ends with 143, with a checkpoint, and both ranks have the same weights at the same step."""
+    result = running.finish(timeout=30)
+    assert result.returncode == CODE, result
+    assert "Error" not in result.stderr, result
+    ends = [json.loads((folder / f"end{rank}").read_text()) for rank in range(2)]
+    assert ends[0] == ends[1]
+    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == ends[0]["step"] > 0
+    assert checkpoint["state_dict"]["net.0.bias"].tolist() == ends[0]["bias"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "who", "options"),
+    [
+        ("ddp", "rank", "accumulate"),
+        ("ddp_fork", "main", "validate"),
+        ("ddp_fork", "group", "workers"),
+        pytest.param("ddp", "group", "workers", marks=pytest.mark.soak),
+        pytest.param("ddp_spawn", "main", "accumulate", marks=pytest.mark.soak),
+        pytest.param("ddp_forkserver", "rank", "validate", marks=pytest.mark.soak),
+    ],
+)
+def test_sigterm(strategy: str, who: str, options: str, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """Whoever gets it: one step for all, a checkpoint, 143; accumulating, validating, with loader workers."""
+    running = start(run_script, strategy, tmp_path, options)
+    send(running, who, tmp_path)
+    check(running, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("who", WHO)
+def test_sigterm_fifty_times(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """At a random moment, with every strategy in turn."""
+    generator = random.Random(f"sigterm {who}")
+    strategies = itertools.cycle(STRATEGIES)
+    for repetition in range(int(os.environ.get("RANKWISE_SOAK_RUNS", "50"))):
+        folder = tmp_path / str(repetition)
+        folder.mkdir()
+        running = start(
+            run_script, next(strategies), folder, generator.choice(["", "accumulate", "validate"])
+        )
+        time.sleep(generator.random() / 2)
+        send(running, who, folder)
+        check(running, folder)
+
+
+def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """What one rank wants, all do: they end after the same step, and `fit` returns as always.
+
+    The same script then finds the second SIGTERM, in a step that does not end, to end the job at once.
+    """
+    running = run_script.start(SCRIPT, "ddp_fork", str(tmp_path), "should_stop", env=with_tests())
+    running.wait_for("fit has returned", timeout=60)
+    ends = [json.loads((tmp_path / f"end{rank}").read_text()) for rank in range(2)]
+    assert ends[0] == ends[1]
+    assert ends[0]["step"] in (7, 8)
+    running.wait_for("hanging", count=2, timeout=30)
+    running.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    running.send_signal(signal.SIGTERM)
+    result = running.finish(timeout=10)
+    assert result.returncode == CODE, result
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+OUTSIDE = """
+    import sys, time
+    from rankwise import DDPStrategy
+
+    def job(strategy):
+        try:
+            strategy.barrier()
+            print("busy", flush=True)
+            if strategy.global_rank == 0 or "sleep" in sys.argv:
+                time.sleep(60)
+            strategy.barrier()
+        finally:
+            print("cleaned", flush=True)
+
+    if __name__ == "__main__":
+        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start_method", "number"),
+    [
+        ("fork", signal.SIGHUP),
+        ("popen", signal.SIGTERM),
+        pytest.param("popen", signal.SIGHUP, marks=pytest.mark.soak),
+        pytest.param("spawn", signal.SIGTERM, marks=pytest.mark.soak),
+    ],
+)
+def test_outside_a_loop(start_method: str, number: signal.Signals, run_script: ScriptRunner) -> None:
+    """SIGTERM and SIGHUP end a job without a fit loop at once, through the `finally` blocks of its ranks."""
+    running = run_script.start(OUTSIDE, start_method)
+    running.wait_for("busy", count=2)
+    sent = time.monotonic()
+    running.send_signal(number)
+    result = running.finish(timeout=10)
+    assert time.monotonic() - sent < 5
+    assert result.returncode == 128 + number, result
+    assert result.stdout.count("cleaned") == 2, result

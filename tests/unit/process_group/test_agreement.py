@@ -1,0 +1,136 @@
+"""The stop agreement: threads of this process stand for ranks, a store in memory for the job's."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from rankwise.errors import StopAgreementError
+from rankwise.process_group.agreement import StopAgreement
+from rankwise.ranks import RankInfo
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def member(rank: int, world_size: int, store: dist.Store, timeout: timedelta = TIMEOUT) -> StopAgreement:
+    """Return a rank's agreement over `store`, listening."""
+    ranks = RankInfo(rank, rank, 0, world_size, world_size, 1)
+    agreement = StopAgreement(ranks, store, lambda: store, timeout)
+    agreement.start()
+    return agreement
+
+
+def train(agreement: StopAgreement, steps: int, act: Callable[[int], None]) -> tuple[int, bool]:
+    """Take up to `steps` steps; return how many, and whether all ranks have stopped."""
+    for step in range(steps):
+        if not agreement.begin_step():
+            return step, True
+        act(step)
+    return steps, agreement.leave()
+
+
+def together(
+    world_size: int, steps: int, act: Callable[[StopAgreement, int, int], None]
+) -> tuple[list[tuple[int, bool]], list[StopAgreement]]:
+    """Run all ranks at once; `act` gets the agreement, the rank and the step."""
+    store = dist.HashStore()
+    members = [member(rank, world_size, store) for rank in range(world_size)]
+    ends: list[tuple[int, bool]] = [(-1, False)] * world_size
+
+    def run(rank: int) -> None:
+        ends[rank] = train(members[rank], steps, lambda step: act(members[rank], rank, step))
+        members[rank].close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return ends, members
+
+
+def test_nobody_asks() -> None:
+    """Without a request every rank comes to its end, and no thread is left."""
+    ends, members = together(3, 50, lambda agreement, rank, step: None)
+    assert ends == [(50, False)] * 3
+    assert [each.reason for each in members] == [None] * 3
+    assert not [thread for thread in threading.enumerate() if "stop-agreement" in thread.name]
+
+
+@pytest.mark.parametrize("asking", [[0], [1], [0, 1, 2]])
+def test_all_stop_after_the_same_step(asking: list[int]) -> None:
+    """One rank or all ask, in the middle of step 20; nobody begins a step that another does not."""
+
+    def act(agreement: StopAgreement, rank: int, step: int) -> None:
+        time.sleep(0.001)
+        if rank in asking and step == 20:
+            agreement.ask("enough")
+
+    ends, members = together(3, 4000, act)
+    stops = {end for end, _ in ends}
+    assert len(stops) == 1, ends
+    assert all(has_stopped for _, has_stopped in ends)
+    assert 21 <= stops.pop() < 4000
+    assert {each.reason for each in members} == {"enough"}
+
+
+def test_who_asks_at_the_same_step_stops_there() -> None:
+    """Where every rank asks in the same step, as with early stopping, that step is the last."""
+
+    def act(agreement: StopAgreement, rank: int, step: int) -> None:
+        time.sleep(random.random() / 100)
+        if step == 5:
+            agreement.ask("early")
+
+    assert together(3, 100, act)[0] == [(6, True)] * 3
+
+
+def test_a_request_near_the_end_is_for_all_or_for_none() -> None:
+    """Whether a request still comes before the end of the loop is a race, but one outcome for all ranks."""
+    for repetition in range(60):
+
+        def act(agreement: StopAgreement, rank: int, step: int, when: int = repetition) -> None:
+            if rank == when % 3 and step == 29 - when % 4:
+                agreement.ask("late")
+
+        ends, members = together(3, 30, act)
+        assert len(set(ends)) == 1, ends
+        assert len({each.reason for each in members}) == 1
+
+
+def test_the_first_reason_is_everybodys() -> None:
+    """Two ranks ask for different reasons; all ranks name the same one."""
+
+    def act(agreement: StopAgreement, rank: int, step: int) -> None:
+        if step == 3:
+            agreement.ask(f"reason of {rank}")
+
+    _, members = together(2, 1000, act)
+    assert len({each.reason for each in members}) == 1
+
+
+def test_alone() -> None:
+    """A single rank asks nobody: no thread, no store."""
+    agreement = StopAgreement(RankInfo(), dist.HashStore(), dist.HashStore, TIMEOUT)
+    agreement.start()
+    assert agreement.begin_step()
+    agreement.ask("enough")
+    assert not agreement.begin_step()
+    assert agreement.reason == "enough"
+
+
+def test_a_silent_rank_is_named() -> None:
+    """A rank that never answers is named by those that wait for it."""
+    store = dist.HashStore()
+    first = member(0, 2, store, timedelta(seconds=0.2))
+    first.ask("enough")
+    with pytest.raises(StopAgreementError, match="global_rank 1 did not say"):
+        first.begin_step()
+    first.close()
