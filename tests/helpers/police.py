@@ -253,11 +253,12 @@ class SharedMemory(Files):
         path = self._folder / name
         own = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
         try:
-            if path.stat().st_uid != os.getuid():
+            status = path.stat()
+            if status.st_uid != os.getuid():
                 return True
         except OSError:  # gone by now
             return True
-        return any(_uses(pid, str(path)) for pid in psutil.pids() if pid not in own)
+        return any(_uses(pid, str(path), status.st_ino) for pid in psutil.pids() if pid not in own)
 
 
 class RankZeroOnly(Check):
@@ -319,10 +320,12 @@ def _set_rank(rank: int | None) -> None:
     setattr(rank_zero_only, "rank", rank)  # noqa: B010 -- mypy knows no attributes of functions
 
 
-def _uses(pid: int, path: str) -> bool:
+def _uses(pid: int, path: str, inode: int) -> bool:
     folder = Path("/proc", str(pid))
     try:
-        if path in (folder / "maps").read_text(errors="replace"):
+        lines = (folder / "maps").read_text(errors="replace").splitlines()
+        # glibc makes a semaphore under another name, which is the one that stands here, as deleted.
+        if any("/dev/shm/" in line and line.split()[4] == str(inode) for line in lines):
             return True
         return any(os.readlink(link) == path for link in (folder / "fd").iterdir())  # noqa: PTH115 -- "pipe:[1]" is no path
     except OSError:

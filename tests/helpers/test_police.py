@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -183,13 +184,26 @@ def test_a_shared_memory_segment_is_found() -> None:
             assert user.stdout is not None
             user.stdout.readline()
             assert str(theirs) in " ".join(check.problems()), "a user that is our own child is no excuse"
-            assert police._uses(user.pid, str(theirs))
+            assert police._uses(user.pid, str(theirs), theirs.stat().st_ino)
             user.stdin.close()
         assert str(ours) in caught(check)
         assert not ours.exists()
     finally:
         ours.unlink(missing_ok=True)
         theirs.unlink(missing_ok=True)
+
+
+def test_a_semaphore_in_use_is_known() -> None:
+    """A semaphore of multiprocessing, which is made under another name, belongs to who has it open."""
+    before = set(Path("/dev/shm").iterdir())
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    in_use = {
+        path
+        for path in set(Path("/dev/shm").iterdir()) - before
+        if police._uses(os.getpid(), str(path), path.stat().st_ino)
+    }
+    assert len(in_use) == 1
+    del semaphore
 
 
 def test_another_rank_is_found() -> None:
