@@ -106,7 +106,7 @@ def _subgroup(place: HookPlace, size: int | None) -> Any:
     size = place.local_world_size if size is None else size
     if size == world_size:
         return place.process_group or dist.group.WORLD
-    if world_size % size or place.process_group is not None:
+    if world_size % size or world_size != dist.get_world_size():
         raise ConfigurationError(
             message=f"{world_size} ranks cannot be split into groups of {size} for local SGD.",
             facts=f"{place.local_world_size} of them are on this node.",

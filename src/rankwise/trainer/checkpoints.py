@@ -28,13 +28,14 @@ def make_checkpoint(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
     Collective: every rank must call this, as sharded optimizers gather their state.
     """
     strategy, progress = trainer.strategy, trainer.progress
+    optimizers, schedulers = trainer.whole_states()
     checkpoint: dict[str, Any] = {
         "version": _VERSION,
         "epoch": progress.current_epoch,
         "global_step": progress.global_step,
         "state_dict": strategy.get_module_state_dict(module),
-        "optimizer_states": [strategy.get_optimizer_state(optimizer) for optimizer in trainer.optimizers],
-        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "optimizer_states": optimizers,
+        "lr_schedulers": schedulers,
         "callbacks": {
             callback.state_key: state for callback in trainer.callbacks if (state := callback.state_dict())
         },

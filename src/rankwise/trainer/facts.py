@@ -129,6 +129,16 @@ class TrainerFacts:
             self.load_optimizer_states(*states)
         self._pending_states = None
 
+    def whole_states(self) -> tuple[list[Any], list[Any]]:
+        """Return the whole states of optimizers and schedulers; those kept for ones that are not here too.
+
+        Collective: within a stage, every rank must call this.
+        """
+        if not self.optimizers and self._pending_states is not None:
+            return self._pending_states
+        optimizers = [self.strategy.get_optimizer_state(optimizer) for optimizer in self.optimizers]
+        return optimizers, [config.scheduler.state_dict() for config in self.lr_scheduler_configs]
+
     def keep_optimizer_states(self, optimizers: list[Any], schedulers: list[Any]) -> None:
         """Keep the states for optimizers that cannot exist in this process."""
         self.optimizers, self.lr_scheduler_configs = [], []

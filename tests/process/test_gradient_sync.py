@@ -1,0 +1,170 @@
+"""Communication hooks, weights and sharded optimizers through the Trainer, on two real processes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankwise import Trainer
+from rankwise.errors import ConfigurationError, UnusedParametersError, WorkerRaisedError
+from rankwise.strategies import DDPStrategy
+from tests.process.helpers import ddp
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+POWERSGD: dict[str, Any] = {
+    "comm_hook": "powersgd:start_powerSGD_iter=2,min_compression_rate=1",
+    "bucket_cap_mb": 0.0002,
+}
+
+
+def trainer_on(arguments: dict[str, Any], max_steps: int, **options: Any) -> Trainer:
+    return quiet_trainer(ddp("fork", **arguments), 2, max_steps=max_steps, **options)
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def fitted(arguments: dict[str, Any], max_steps: int) -> tuple[Trainer, Regression]:
+    trainer, module = trainer_on(arguments, max_steps), Regression("adam")
+    trainer.fit(module, loader(64, 4))
+    return trainer, module
+
+
+def test_hook_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
+    """A run with PowerSGD that is resumed, from the caller's checkpoint, ends as one that went through."""
+    _, whole = fitted(POWERSGD, 8)
+    stopped, module = fitted(POWERSGD, 5)
+    stopped.save_checkpoint(tmp_path / "five.ckpt")
+    states = torch.load(tmp_path / "five.ckpt", weights_only=True)["comm_hooks"]
+    assert [[entry["iter"] for entry in entries] for entries in states] == [[5], [5]]
+
+    resumed, resumed_module = trainer_on(POWERSGD, 8), Regression("adam")
+    resumed.fit(resumed_module, loader(64, 4), ckpt_path=tmp_path / "five.ckpt")
+    torch.testing.assert_close(weights(resumed_module), weights(whole), rtol=0, atol=0)
+
+    del states
+    forgetful, forgetful_module = trainer_on(POWERSGD, 8), Regression("adam")
+    checkpoint = torch.load(tmp_path / "five.ckpt", weights_only=True)
+    del checkpoint["comm_hooks"]
+    torch.save(checkpoint, tmp_path / "less.ckpt")
+    forgetful.fit(forgetful_module, loader(64, 4), ckpt_path=tmp_path / "less.ckpt")
+    assert not torch.allclose(weights(forgetful_module), weights(whole), rtol=0, atol=1e-6)
+    assert stopped.strategy.comm_hook_states()[1][0]["errors"].keys() == {
+        name for name, _ in module.named_parameters()
+    }
+
+
+def test_hook_memory_comes_back_to_the_caller() -> None:
+    """A second fit goes on with the memory of the first; another module's fit starts without any."""
+    trainer, module = fitted(POWERSGD, 5)
+    trainer.max_steps = 8
+    trainer.fit(module, loader(64, 4))
+    states = trainer.strategy.comm_hook_states()
+    assert [[entry["iter"] for entry in entries] for entries in states] == [[8], [8]]
+    trainer.fit(Regression("adam"), loader(64, 4))
+    states = trainer.strategy.comm_hook_states()
+    assert [[entry["iter"] for entry in entries] for entries in states] == [[8], [8]]
+    assert float(states[0][0]["errors"]["net.0.weight"].abs().max()) > 0
+
+
+class Sharded(Regression):
+    """Trains with torch's `ZeroRedundancyOptimizer`."""
+
+    def configure_optimizers(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what it imports
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
+
+
+def test_optimizer_state_of_a_sharded_optimizer(tmp_path: Path) -> None:
+    """`ZeroRedundancyOptimizer` through the Trainer: checkpoints have its whole state, and fits go on.
+
+    It equals Adam on one rank; the caller, which has no process group, keeps its state for the next fit.
+    """
+    arguments: dict[str, Any] = {}
+    expected = quiet_trainer("single_device", 1, max_steps=6)
+    expected_module = Regression()
+    expected_module.configure_optimizers = lambda: torch.optim.Adam(  # type: ignore[method-assign]  # for once
+        expected_module.parameters(), lr=0.01
+    )
+    expected.fit(expected_module, loader(64, 8))
+
+    trainer, module = trainer_on(arguments, 3, enable_checkpointing=False), Sharded()
+    trainer.fit(module, loader(64, 4))
+    trainer.max_steps = 6
+    trainer.fit(module, loader(64, 4))
+    torch.testing.assert_close(weights(module), weights(expected_module), rtol=0, atol=1e-9)
+
+    first, first_module = trainer_on(arguments, 3), Sharded()
+    first.fit(first_module, loader(64, 4))
+    first.save_checkpoint(tmp_path / "three.ckpt")
+    saved = torch.load(tmp_path / "three.ckpt", weights_only=True)["optimizer_states"]
+    assert len(saved) == 1
+    assert set(saved[0]["state"]) == set(range(4))
+    resumed, resumed_module = trainer_on(arguments, 6), Sharded()
+    resumed.fit(resumed_module, loader(64, 4), ckpt_path=tmp_path / "three.ckpt")
+    torch.testing.assert_close(weights(resumed_module), weights(expected_module), rtol=0, atol=1e-9)
+
+
+def test_averaging_refuses_a_sharded_optimizer() -> None:
+    """The error of every rank is the one that says so."""
+    arguments = {"comm_hook": "post_localsgd", "model_averaging_period": 2}
+    with pytest.raises(WorkerRaisedError, match="ZeroRedundancyOptimizer") as caught:
+        trainer_on(arguments, 3).fit(Sharded(), loader(64, 4))
+    assert caught.value.exception_type == ConfigurationError.__name__
+
+
+class Partial(Regression):
+    """Has a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+def test_unused_parameters_are_named() -> None:
+    """DDP's error comes back with the names, by rank, from the first step."""
+    with pytest.raises(WorkerRaisedError, match="2 parameters of Partial") as caught:
+        trainer_on({}, 1).fit(Partial(), loader(64, 4))
+    assert caught.value.exception_type == UnusedParametersError.__name__
+    assert "unused on global_rank=0: 'spare.weight', 'spare.bias'" in str(caught.value)
+
+
+def gradients_by_hook(strategy: DDPStrategy, names: list[str]) -> list[list[Tensor]]:
+    """Return each named hook's gradients, for the same data."""
+    found = []
+    for name in names:
+        again = DDPStrategy(accelerator="cpu", devices=2, comm_hook=name)
+        strategy.gradients = again.gradients
+        module = Regression()
+        wrapped = strategy.setup_module(module)
+        x, y = loader(8, 8).dataset[strategy.global_rank :: 2]
+        with strategy.gradient_sync_context(wrapped):
+            nn.functional.mse_loss(wrapped(x), y).backward()
+        found.append([parameter.grad for parameter in module.parameters() if parameter.grad is not None])
+    return found
+
+
+def test_hooks_work_on_gloo() -> None:
+    """Every averaging hook gives gloo's ranks the same gradients, near one process's; bf16 included."""
+    names = ["allreduce", "fp16_compress", "bf16_compress", "powersgd"]
+    strategy = ddp("fork")
+    strategy.launch(gradients_by_hook, names)
+    single = Regression()
+    x, y = loader(8, 8).dataset[:]
+    nn.functional.mse_loss(single(x), y).backward()
+    expected = [parameter.grad for parameter in single.parameters()]
+    for number, name in enumerate(names):
+        first, second = (strategy.results[rank][number] for rank in (0, 1))
+        atol = {"fp16_compress": 1e-2, "bf16_compress": 5e-2}.get(name, 1e-12)
+        for mine, other, theirs in zip(first, second, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)

@@ -1,0 +1,381 @@
+"""Communication hooks: named, given, wrapped, registered by users; and what cannot work."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from rankwise.errors import (
+    ConfigurationError,
+    DuplicateNameError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MissingExtraError,
+    UnknownArgumentError,
+    UnknownNameError,
+)
+from rankwise.gradient_sync import CommHookRegistry, HookPlace, register_ddp_comm_hook
+from rankwise.strategies import DDPStrategy
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.unit.gradient_sync.helpers import (
+    accumulate,
+    alone,
+    assert_close,
+    bare,
+    batch,
+    gradients,
+    loss_of,
+    net,
+    on_ranks,
+)
+
+TORCHS = cast(Any, default_hooks)  # untyped
+
+
+def reduced(**arguments: Any) -> list[list[Tensor | None]]:
+    """Return both ranks' gradients of one microbatch."""
+    return on_ranks(2, lambda s, m: accumulate(s, m, (2,)), net(), **arguments)
+
+
+def expected() -> list[Tensor | None]:
+    """Return one process's gradients."""
+    return alone(net(), [batch(0), batch(1)])
+
+
+@pytest.mark.parametrize(
+    ("hook", "atol"),
+    [
+        ("allreduce", 1e-12),
+        ("fp16_compress", 1e-2),
+        ("BF16_compress", 1e-1),
+        ("powersgd:matrix_approximation_rank=2", 1e-12),
+        (TORCHS.allreduce_hook, 1e-12),
+        (TORCHS.fp16_compress_hook, 1e-2),
+        (TORCHS.bf16_compress_hook, 1e-1),
+    ],
+)
+def test_comm_hook_averages(hook: Any, atol: float) -> None:
+    """Hooks by name, in any case, and as functions; bf16 too, which torch refuses on gloo."""
+    first, second = reduced(comm_hook=hook)
+    assert_close(first, second)
+    assert_close(first, expected(), atol)
+    if atol > 1e-12:
+        with pytest.raises(AssertionError):  # it is compressed
+            assert_close(first, expected())
+
+
+def test_noop_leaves_each_rank_its_own() -> None:
+    """`"noop"` communicates nothing."""
+    first, second = reduced(comm_hook="noop")
+    assert_close(first, alone(net(), [batch(0)]))
+    assert_close(second, alone(net(), [batch(1)]))
+
+
+@pytest.mark.parametrize("wrapper", ["fp16", "bf16_compress", TORCHS.fp16_compress_wrapper])
+def test_comm_wrapper(wrapper: Any) -> None:
+    """A wrapper casts around another hook, which sees the smaller numbers."""
+    seen = []
+
+    def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.append(bucket.buffer().dtype)
+        future: torch.futures.Future[Tensor] = TORCHS.allreduce_hook(state, bucket)
+        return future
+
+    for result in reduced(comm_hook=noting, comm_wrapper=wrapper):
+        assert_close(result, expected(), 1e-1)
+    assert set(seen) == {torch.bfloat16 if wrapper == "bf16_compress" else torch.float16}
+
+
+def test_a_hook_of_ones_own_with_state() -> None:
+    """The hook gets the state; its annotations may be strings, which torch alone refuses."""
+    counts: list[int] = []
+
+    def counting(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        state.append(bucket.buffer().numel())
+        future: torch.futures.Future[Tensor] = TORCHS.allreduce_hook(None, bucket)
+        return future
+
+    for result in reduced(comm_hook=counting, comm_state=counts):
+        assert_close(result, expected())
+    assert counts == [21, 21]
+
+
+def test_register_ddp_comm_hook() -> None:
+    """Lightning's `register_ddp_comm_hook(model, state, hook, wrapper)`, for any wrapped model."""
+    models = [net(), net()]
+
+    def train(rank: int) -> list[Tensor | None]:
+        wrapped = bare(models[rank])
+        register_ddp_comm_hook(wrapped, None, "allreduce", "fp16")
+        loss_of(wrapped, batch(rank)).backward()
+        return gradients(models[rank])
+
+    for result in run_ranks(2, train):
+        assert_close(result, expected(), 1e-2)
+    with pytest.raises(InvalidTypeError, match="DistributedDataParallel"):
+        register_ddp_comm_hook(net(), None, "noop")
+
+
+@pytest.fixture
+def names() -> Iterator[Any]:
+    """Give the table back as it was."""
+    before = set(CommHookRegistry)
+    yield CommHookRegistry
+    for name in set(CommHookRegistry) - before:
+        CommHookRegistry.remove(name)
+
+
+def test_hooks_can_be_registered(names: Any) -> None:
+    """A user's hook has a name like any other, with options for its state."""
+
+    def make_state(place: HookPlace, *, factor: float = 1) -> tuple[float, Any]:
+        return factor, place.process_group
+
+    def scaled(state: tuple[float, Any], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        factor, group = state
+        averaged = TORCHS.allreduce_hook(group, bucket)
+        future: torch.futures.Future[Tensor] = averaged.then(lambda done: done.value() * factor)
+        return future
+
+    names.register("Scaled", scaled, make_state, "scales")
+    assert "scaled" in names
+    assert len(names) == len(list(names)) > 6
+    assert names.describe("SCALED") == "scales"
+    assert "scaled" in repr(names)
+    for result in reduced(comm_hook="scaled:factor=0.5"):
+        assert_close([None if g is None else g * 2 for g in result], expected())
+    with pytest.raises(DuplicateNameError, match=r"CommHookRegistry.register\(\"scaled\""):
+        names.register("SCALED", scaled)
+    with pytest.raises(UnknownArgumentError, match="Did you mean 'factor'"):
+        DDPStrategy(comm_hook="scaled:facter=2")
+    with pytest.raises(InvalidTypeError):
+        names.register("", scaled)
+    with pytest.raises(InvalidTypeError, match="two arguments"):
+        names.register("wrong", lambda bucket: bucket)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"comm_hook": "fp16compress"}, UnknownNameError, "Did you mean 'fp16_compress'"),
+        ({"comm_hook": "noop:rank=1"}, UnknownArgumentError, "takes no argument 'rank'"),
+        ({"comm_hook": "powersgd:matrix_rank=1"}, UnknownArgumentError, "matrix_approximation_rank"),
+        ({"comm_hook": "powersgd:matrix_approximation_rank=0"}, InvalidArgumentError, "1 or more"),
+        ({"comm_hook": "powersgd:start_powerSGD_iter=1"}, ConfigurationError, "start_powerSGD_iter"),
+        ({"comm_hook": "powersgd:rank"}, InvalidTypeError, "option=value"),
+        ({"comm_hook": 3}, InvalidTypeError, "a name, or a function"),
+        ({"comm_hook": lambda bucket: bucket}, InvalidTypeError, "two arguments"),
+        ({"comm_hook": nn.Module}, InvalidTypeError, "two arguments"),
+        ({"comm_state": 1}, ConfigurationError, "comm_state is given without"),
+        ({"comm_wrapper": "fp16"}, ConfigurationError, "comm_wrapper is given without"),
+        ({"comm_hook": "noop", "comm_wrapper": "fp61"}, UnknownNameError, "Did you mean 'fp16'"),
+        ({"comm_hook": "noop", "comm_wrapper": 3}, InvalidTypeError, "from a hook to a hook"),
+        ({"comm_hook": "powersgd:warm_start=false", "comm_state": 1}, ConfigurationError, "has options"),
+        ({"comm_hook": "post_localsgd"}, ConfigurationError, "model_averaging_period"),
+        ({"model_averaging_period": 2}, ConfigurationError, "post-local SGD"),
+        ({"comm_hook": "post_localsgd", "model_averaging_period": 0}, InvalidArgumentError, "1 or more"),
+        (
+            {"comm_hook": "post_localsgd", "model_averaging_period": "2"},
+            InvalidTypeError,
+            "a number of steps",
+        ),
+        (
+            {"comm_hook": "post_localsgd:subgroup_size=0", "model_averaging_period": 2},
+            InvalidArgumentError,
+            "subgroup_size",
+        ),
+    ],
+)
+def test_refused_in_the_constructor(arguments: Any, error: type[Exception], words: str) -> None:
+    """What cannot work is refused before any process starts."""
+    with pytest.raises(error, match=words):
+        DDPStrategy(**arguments)
+
+
+def test_powersgd_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs NumPy's random numbers: the error says how to get them."""
+    monkeypatch.setitem(__import__("sys").modules, "numpy", None)
+    with pytest.raises(MissingExtraError, match=r"rankwise\[powersgd\]"):
+        DDPStrategy(comm_hook="powersgd")
+
+
+def test_a_state_of_torchs_travels() -> None:
+    """Torch's own state asks for a process group when it is unpickled; within a strategy it does not."""
+    state = PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=7)
+    strategy = pickle.loads(pickle.dumps(DDPStrategy(comm_hook=powerSGD_hook, comm_state=state)))
+    copy = strategy.gradients.hook.state
+    assert isinstance(copy, PowerSGDState)
+    assert (copy.matrix_approximation_rank, copy.start_powerSGD_iter, copy.process_group) == (3, 7, None)
+
+
+@pytest.mark.parametrize("name", sorted(CommHookRegistry))
+def test_named_hooks_travel(name: str) -> None:
+    """A strategy with a named hook can be spawned."""
+    period = 2 if name == "post_localsgd" else None
+    strategy = DDPStrategy(comm_hook=name, comm_wrapper="fp16", model_averaging_period=period)
+    assert pickle.loads(pickle.dumps(strategy)).gradients.hook.name == name
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def train_steps(
+    strategy: ThreadedStrategy, wrapped: nn.Module, steps: range, optimizer: torch.optim.Optimizer
+) -> None:
+    """Train over some of an endless series of batches."""
+    for number in steps:
+        optimizer.zero_grad()
+        with strategy.gradient_sync_context(wrapped):
+            loss_of(wrapped, batch(strategy.global_rank, number)).backward()
+        strategy.optimizer_step(optimizer)
+
+
+def big_net() -> nn.Module:
+    """Return a model with matrices that PowerSGD compresses, in several buckets."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1)).double()
+
+
+POWERSGD: dict[str, Any] = {
+    "comm_hook": "powersgd:start_powerSGD_iter=2,min_compression_rate=1",
+    "bucket_cap_mb": 0.002,
+}
+
+
+def test_powersgd_goes_on_from_its_memory() -> None:
+    """A run that stops and goes on with what all ranks remember ends as one that never stopped.
+
+    Without the memory it does not, and DDP's other buckets after a restart do no harm.
+    """
+
+    def run(strategy: ThreadedStrategy, wrapped: nn.Module, *, stop_at: int, remembers: bool) -> Tensor:
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        train_steps(strategy, wrapped, range(stop_at), optimizer)
+        if stop_at < 8:
+            gathered = strategy.comm_hook_states()
+            box = [gathered]
+            dist.broadcast_object_list(box)
+            strategy.gradients.detach()
+            strategy.load_comm_hook_states(box[0] if remembers else [])
+            again = strategy.setup_module(strategy.unwrap_module(wrapped))
+            train_steps(strategy, again, range(stop_at, 8), torch.optim.SGD(again.parameters(), lr=0.1))
+        return torch.cat([parameter.detach().flatten() for parameter in wrapped.parameters()])
+
+    def weights(stop_at: int, remembers: bool = True) -> Tensor:
+        first, second = on_ranks(
+            2, lambda s, m: run(s, m, stop_at=stop_at, remembers=remembers), big_net(), **POWERSGD
+        )
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
+        tensor: Tensor = first
+        return tensor
+
+    whole = weights(8)
+    assert float((weights(5, remembers=False) - whole).abs().max()) > 1e-4
+    # The bases of the first step's other buckets are drawn anew; the errors, which count, are not lost.
+    assert float((weights(5) - whole).abs().max()) < float((weights(5, remembers=False) - whole).abs().max())
+
+
+def test_hook_memory_is_plain_and_by_rank(tmp_path: Any) -> None:
+    """What goes into a checkpoint loads with `weights_only=True`, one entry for each rank, errors by name."""
+
+    def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
+        train_steps(strategy, wrapped, range(4), torch.optim.SGD(wrapped.parameters(), lr=0.1))
+        return strategy.comm_hook_states()
+
+    states, nothing = on_ranks(2, run, big_net(), **POWERSGD)
+    assert nothing == []
+    torch.save(states, tmp_path / "states")
+    [[first], [second]] = torch.load(tmp_path / "states", weights_only=True)
+    assert first["iter"] == second["iter"] == 4
+    assert set(first["errors"]) == {name for name, _ in big_net().named_parameters()}
+    assert any(
+        float(error.abs().max()) > 0 and not torch.equal(error, second["errors"][name])
+        for name, error in first["errors"].items()
+    )
+
+
+def test_hook_memory_in_another_world() -> None:
+    """On another number of ranks each has the mean of the errors, so that none of what is owed is lost."""
+
+    def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
+        train_steps(strategy, wrapped, range(4), torch.optim.SGD(wrapped.parameters(), lr=0.1))
+        return strategy.comm_hook_states()
+
+    states, _ = on_ranks(2, run, big_net(), **POWERSGD)
+
+    def go_on(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
+        strategy.load_comm_hook_states(states)
+        return strategy.gradients.own_states()
+
+    for [own] in on_ranks(3, go_on, big_net(), **POWERSGD):
+        for name, error in own["errors"].items():
+            mean = (states[0][0]["errors"][name] + states[1][0]["errors"][name]) / 2
+            torch.testing.assert_close(error, mean)
+
+
+# ------------------------------------------------------------------------------------------- local SGD
+
+
+LOCAL: dict[str, Any] = {
+    "comm_hook": "post_localsgd:start_localSGD_iter=2,post_local_gradient_allreduce=false",
+    "model_averaging_period": 3,
+}
+
+
+def local_steps(strategy: ThreadedStrategy, wrapped: nn.Module, steps: int, ends: bool = False) -> Tensor:
+    """Train with post-local SGD, and return the weights."""
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    strategy.on_after_setup_optimizers([optimizer])
+    train_steps(strategy, wrapped, range(steps), optimizer)
+    if ends:
+        strategy.end_training()
+    return torch.cat([parameter.detach().flatten() for parameter in wrapped.parameters()])
+
+
+@pytest.mark.parametrize(("steps", "is_same"), [(2, True), (3, True), (4, False), (5, False), (6, True)])
+def test_model_averaging_period(steps: int, is_same: bool) -> None:
+    """After the warm-up models drift apart, and every third step makes them one, as one process says."""
+    first, second = on_ranks(2, lambda s, m: local_steps(s, m, steps), net(), **LOCAL)
+    assert torch.equal(first, second) == is_same
+
+
+def test_training_ends_with_one_model() -> None:
+    """However many steps there were, all ranks end with the mean of their models."""
+    apart = on_ranks(2, lambda s, m: local_steps(s, m, 5), net(), **LOCAL)
+    for weights in on_ranks(2, lambda s, m: local_steps(s, m, 5, ends=True), net(), **LOCAL):
+        torch.testing.assert_close(weights, torch.stack(apart).mean(dim=0))
+
+
+def test_local_sgd_in_groups() -> None:
+    """With `subgroup_size` neighbours stay the same; a size that does not divide the world is refused."""
+    hook = "post_localsgd:start_localSGD_iter=0,subgroup_size={}"
+    options: dict[str, Any] = {"comm_hook": hook.format(2), "model_averaging_period": 100}
+    weights = on_ranks(4, lambda s, m: local_steps(s, m, 3), net(), **options)
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[2], weights[3])
+    assert not torch.equal(weights[0], weights[2])
+    with pytest.raises(ConfigurationError, match="groups of 3"):
+        on_ranks(4, lambda s, m: None, net(), **{**options, "comm_hook": hook.format(3)})
+
+
+def test_distributed_optimizers_are_refused_with_averaging() -> None:
+    """`ZeroRedundancyOptimizer` updates other parameters on each rank: no averaging under it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what it imports
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
+        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1)
+        strategy.on_after_setup_optimizers([optimizer])
+
+    with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer"):
+        on_ranks(1, run, net(), **LOCAL)
