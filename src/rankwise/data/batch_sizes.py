@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,12 @@ class BatchSizes:
         """Return how many samples this rank's batch has."""
         return self.size_of(self.rank, batch)
 
-    def total(self, first: int, beyond: int) -> int:
-        """Return how many samples all ranks' batches from `first` to before `beyond` have together."""
+    def total(self, first: int, beyond: Sequence[int]) -> int:
+        """Return how many samples the ranks' batches from `first` to before `beyond[rank]` have together."""
         return sum(
-            self.size_of(rank, batch) for rank in range(self.num_replicas) for batch in range(first, beyond)
+            self.size_of(rank, batch)
+            for rank in range(self.num_replicas)
+            for batch in range(first, beyond[rank])
         )
 
 

@@ -61,6 +61,11 @@ class Turns:
         """This rank's part of the loader."""
         return self._share.loader
 
+    def beyond(self, batch: int, num_replicas: int) -> list[int]:
+        """Return for each rank the number behind its last batch before `batch`."""
+        is_known = len(self._lengths) == num_replicas
+        return [int(min(length, batch)) for length in self._lengths] if is_known else [batch] * num_replicas
+
     def agree(self) -> float:
         """Agree on the next epoch's number of batches, and return it.
 

@@ -95,6 +95,7 @@ class BatchWeighting:
             alike: Tensor = loss * self._turns.weight(first, beyond)
             return alike
         sizes = self._sizes
-        factor = sizes.own(batch_idx) * sizes.num_replicas / sizes.total(first, beyond)
-        scaled: Tensor = loss * factor
+        total = sizes.total(first, self._turns.beyond(beyond, sizes.num_replicas))
+        own = 0 if self._turns.is_shadow else sizes.own(batch_idx)
+        scaled: Tensor = loss * (own * sizes.num_replicas / total)
         return scaled

@@ -1,0 +1,115 @@
+"""Batch sizes of all ranks, told before any batch is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from rankwise.data import batch_sizes, shard_for_evaluation, shard_for_training
+
+
+def dataset(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+def real(loader: Any) -> list[int]:
+    return [len(batch) for [batch] in loader]
+
+
+@pytest.mark.parametrize("count", [1, 7, 16, 23])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"shuffle": True}])
+@pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
+def test_they_are_what_the_loaders_yield(count: int, world_size: int, options: Any, shard: Any) -> None:
+    """Whatever the number of samples and ranks; 0 beyond a rank's last batch."""
+    plain = DataLoader(dataset(count), batch_size=4, **options)
+    loaders = [shard(plain, world_size, rank) for rank in range(world_size)]
+    lengths = [real(loader) for loader in loaders]
+    for rank, loader in enumerate(loaders):
+        sizes = batch_sizes(loader)
+        assert sizes is not None
+        assert (sizes.rank, sizes.num_replicas) == (rank, world_size)
+        for other, expected in enumerate(lengths):
+            assert [sizes.size_of(other, batch) for batch in range(len(expected) + 2)] == [*expected, 0, 0]
+        assert sizes.total(0, [100] * world_size) == sum(map(sum, lengths))
+        assert sizes.own(0) == (lengths[rank] or [0])[0]
+
+
+class Random(BatchSampler):
+    """Batches of random sizes, from torch's random numbers."""
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield list(range(int(torch.randint(1, 9, ()))))
+
+    def __len__(self) -> int:
+        return 6
+
+
+def test_batches_that_are_drawn() -> None:
+    """Batches of a user's own sampler are drawn once, and that draw is then what the loader yields."""
+    plain = DataLoader(dataset(9), batch_sampler=Random(SequentialSampler(range(9)), 1, False))
+    loaders = [shard_for_training(plain, 2, rank) for rank in range(2)]
+    for epoch in range(3):
+        for loader in loaders:
+            loader.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]  # ours has it
+        known = [batch_sizes(loader) for loader in loaders]
+        lengths = [real(loader) for loader in loaders]
+        for sizes in known:
+            assert sizes is not None
+            assert [[sizes.size_of(rank, batch) for batch in range(4)] for rank in (0, 1)] == [
+                [*lengths[0], 0],
+                [*lengths[1], 0],
+            ]
+
+
+def test_a_distributed_sampler_of_the_users() -> None:
+    """It gives every rank as many samples."""
+    sampler: Any = DistributedSampler(dataset(9), num_replicas=2, rank=1)
+    sizes = batch_sizes(DataLoader(dataset(9), batch_size=2, sampler=sampler))
+    assert sizes is not None
+    assert (sizes.rank, [sizes.own(batch) for batch in range(4)], sizes.total(0, [4, 4])) == (
+        1,
+        [2, 2, 1, 0],
+        10,
+    )
+
+
+class Endless(RandomSampler):
+    """Has no length."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+class Stream(IterableDataset[int]):
+    """Nobody knows how long."""
+
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        [1, 2, 3],
+        DataLoader(Stream(), batch_size=2),
+        DataLoader(dataset(4), batch_size=None),
+        DataLoader(dataset(4), batch_size=2, sampler=Endless(dataset(4))),
+        DataLoader(dataset(4), batch_sampler=Random(SequentialSampler(range(4)), 1, False)),
+    ],
+)
+def test_nobody_knows(loader: Any) -> None:
+    """No batches, no length, or a sampler of the user's own that nobody has drawn."""
+    assert batch_sizes(loader) is None

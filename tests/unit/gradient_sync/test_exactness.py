@@ -1,0 +1,100 @@
+"""A property: N ranks, here threads, equal one process on the same global data, whatever is drawn."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.helpers.exactness import Case, Model, expected_weights, loader, weights
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.process.training_tasks import quiet_trainer
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a training run that has at least one batch on every rank."""
+    world_size = draw(st.integers(1, 4))
+    batch_size = draw(st.integers(1, 5))
+    drop_last = draw(st.booleans())
+    least = world_size * batch_size if drop_last else world_size
+    return Case(
+        world_size,
+        draw(st.integers(least, least + 30)),
+        batch_size,
+        draw(st.integers(1, 3)),
+        kind=draw(st.sampled_from(["linear", "mlp", "branching"])),
+        optimizer=draw(st.sampled_from(["sgd", "adam", "adamw"])),
+        weighting=draw(st.sampled_from(["samples", "logged"])),
+        sync_mode=draw(st.sampled_from(["auto", "single_auto_sync", "multi_auto_sync", "forced_sync"])),
+        uneven_inputs=draw(st.sampled_from(["error", "join"])),
+        clip=draw(st.sampled_from([0.0, 0.3])),
+        clip_algorithm=draw(st.sampled_from(["norm", "value"])),
+        bucket_cap_mb=draw(st.sampled_from([25, 0.0001])),
+        drop_last=drop_last,
+    )
+
+
+def train(case: Case) -> list[Tensor]:
+    """Fit on threads; return each rank's weights."""
+    modules = [Model(case) for _ in range(case.world_size)]
+    data = loader(case)
+
+    def fit(rank: int) -> Tensor:
+        strategy = ThreadedStrategy(rank, case.world_size, **case.strategy_options)
+        quiet_trainer(strategy, case.world_size, **case.trainer_options).fit(modules[rank], data)
+        return weights(modules[rank])
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="find_unused_parameters")  # not what this is about
+        return run_ranks(case.world_size, fit)
+
+
+def check(case: Case) -> None:
+    """All ranks have one process's weights."""
+    expected = expected_weights(case)
+    for mine in train(case):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
+
+
+SLOW = [HealthCheck.too_slow]
+FEW = settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
+MANY = settings(max_examples=250, deadline=None, database=None, suppress_health_check=SLOW)
+
+
+@FEW
+@given(cases())
+def test_ranks_equal_one_process(case: Case) -> None:
+    """The weights after two epochs are those of one process on the concatenated data, to 1e-6."""
+    check(case)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@MANY
+@given(cases())
+def test_ranks_equal_one_process_again_and_again(case: Case) -> None:
+    """The same, over many more draws, which differ from run to run."""
+    check(case)
+
+
+def test_without_weights_they_differ() -> None:
+    """The property is not empty: unweighted, ranks with batches of other sizes train another model."""
+    case = Case(2, 11, 4, 2, weighting="samples", uneven_inputs="join")
+    unweighted = Case(2, 11, 4, 2, weighting="none", uneven_inputs="join")
+    assert not torch.allclose(train_unweighted(unweighted), expected_weights(case), rtol=0, atol=1e-4)
+
+
+def train_unweighted(case: Case) -> Tensor:
+    modules = [Model(case) for _ in range(case.world_size)]
+
+    def fit(rank: int) -> Tensor:
+        strategy = ThreadedStrategy(rank, case.world_size)
+        quiet_trainer(strategy, case.world_size, **case.trainer_options).fit(modules[rank], loader(case))
+        return weights(modules[rank])
+
+    return run_ranks(case.world_size, fit)[0]
