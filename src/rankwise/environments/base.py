@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from abc import ABC
 from collections.abc import Mapping
 from typing import ClassVar
@@ -43,6 +44,8 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         optional: variables that are read where they are set, for messages.
         markers: variables that only this launcher sets. With one of them present an incomplete or
             contradictory set is an error; without, an incomplete set means "not this environment".
+        requeue_signal: a signal that announces the end of the job's time: training stops on all ranks after
+            the same step, saves, and `requeue` is called; None where the scheduler has none.
         job_variables: what tells this job from another on the same node; where no variable says the main
             port, it is worked out from the ones that are set.
     """
@@ -53,6 +56,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     optional: ClassVar[tuple[str, ...]] = ()
     markers: ClassVar[tuple[str, ...]] = ()
     job_variables: ClassVar[tuple[str, ...]] = ()
+    requeue_signal: signal.Signals | None = None
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         """Read from `environ` (default: a copy of `os.environ` as it is now)."""
@@ -189,6 +193,9 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
             [*self.markers, *self.required, *self._table.values(), *self.job_variables, *self.optional]
         )
         return {name: environ[name] for name in names if name in environ}
+
+    def requeue(self) -> None:
+        """Put the job back into the scheduler's queue, if that was asked for. Runs on: global rank 0."""
 
     def validate_settings(self, devices: int, num_nodes: int) -> None:
         """Check what the user asked for against this environment; override to refuse more."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import warnings
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -31,6 +34,12 @@ class SlurmEnvironment(ClusterEnvironment):
     `MASTER_ADDR` and `MASTER_PORT` overrule the address (the step's first node) and the port (from the ids
     of job and step).
 
+    Args:
+        environ: the variables; by default those of the process.
+        requeue_signal: what announces the end of the job's time, as with `sbatch --signal=USR1@90`; None for
+            nothing.
+        auto_requeue: whether the job is put back into the queue once training has stopped for that signal.
+
     Source: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     """
 
@@ -46,6 +55,17 @@ class SlurmEnvironment(ClusterEnvironment):
     required = ("SLURM_JOB_ID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     optional = ("SLURM_GTIDS", "SLURM_JOB_NAME", "SLURMD_NODENAME", "MASTER_ADDR", "MASTER_PORT")
     job_variables = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        *,
+        requeue_signal: signal.Signals | None = signal.SIGUSR1,
+        auto_requeue: bool = False,
+    ) -> None:
+        super().__init__(environ)
+        self.requeue_signal = None if requeue_signal is None else signal.Signals(requeue_signal)
+        self.auto_requeue = auto_requeue
 
     @classmethod
     def rejection(cls, environ: Mapping[str, str]) -> str | None:
@@ -97,6 +117,19 @@ class SlurmEnvironment(ClusterEnvironment):
                     self.seen(),
                 )
         return ranks
+
+    def requeue(self) -> None:
+        """Put the job back into the queue with `scontrol requeue`; say so where Slurm refuses."""
+        if not self.auto_requeue:
+            return
+        array = [self._values.environ.get(f"SLURM_ARRAY_{part}", "") for part in ("JOB_ID", "TASK_ID")]
+        job = "_".join(array) if all(array) else self._values.text("SLURM_JOB_ID")
+        try:
+            command = ["scontrol", "requeue", job]
+            subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", None) or str(error)
+            warnings.warn(f"scontrol requeue {job} failed: {reason.strip()}", stacklevel=2)
 
     def _tasks_per_node(self) -> list[int]:
         try:

@@ -15,9 +15,6 @@ from typing_extensions import final
 
 Handler = Callable[[int, FrameType | None], Any]
 
-# Those that end a process which does nothing about them, and that a person or a scheduler sends.
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-
 # The handlers that are ours at the moment, and those of before.
 _before: dict[int, Any] = {}
 _is_hooked = False

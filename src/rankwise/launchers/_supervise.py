@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 from typing_extensions import final
@@ -22,7 +22,6 @@ from rankwise.launchers._channel import Kind, frame, split_id, with_id
 from rankwise.launchers._member import Member
 from rankwise.launchers._processes import StartedProcess
 from rankwise.launchers._records import FailureRecord, first_cause
-from rankwise.launchers._signals import ENDING_SIGNALS
 from rankwise.launchers._wakeup import Wakeup
 from rankwise.process_group.private_store import StoreTable
 from rankwise.ranks import RankInfo
@@ -40,15 +39,18 @@ class Supervisor:
 
     Args:
         grace_period_s: how long a rank that was told to stop has before it is killed.
+        stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
 
     A job is `begin_job`, then `wait_job`. All state is touched by the supervisor's thread alone; the public
     methods hand it their wishes.
     """
 
-    def __init__(self, grace_period_s: float) -> None:
+    def __init__(self, grace_period_s: float, stop_signals: Iterable[int] = (signal.SIGTERM,)) -> None:
+        self._stop_signals = frozenset(stop_signals)
+        self._ending = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
         self._grace_period_s = grace_period_s
         self._selector = selectors.DefaultSelector()
-        self._wakeup = Wakeup()
+        self._wakeup = Wakeup(self._ending)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         _at_fork.close_in_child(self._selector)
         self._members: list[Member] = []
@@ -239,9 +241,9 @@ class Supervisor:
             if number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
                 self.was_interrupted = True
                 self._stop_or_kill()
-            elif number == signal.SIGTERM and not self._has_asked and self._ask_to_stop(number):
+            elif number in self._stop_signals and not self._has_asked and self._ask_to_stop(number):
                 self._has_asked = True
-            elif number in ENDING_SIGNALS:
+            elif number in self._ending:
                 self.ended_by = number
                 self._stop_or_kill()
 

@@ -7,23 +7,28 @@ import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 from typing_extensions import final
 
 from rankwise.launchers import _at_fork
-from rankwise.launchers._signals import ENDING_SIGNALS, handled
+from rankwise.launchers._signals import handled
 
 _CHUNK = 1 << 16
 
 
 @final
 class Wakeup:
-    """A descriptor that becomes readable when there is a wish to fulfil, or this process caught a signal."""
+    """A descriptor that becomes readable when there is a wish to fulfil, or this process caught a signal.
 
-    def __init__(self) -> None:
+    Args:
+        ending: the signals that end a job, or make it stop.
+    """
+
+    def __init__(self, ending: Iterable[int]) -> None:
+        self._ending = tuple(ending)
         self._wishes: deque[Callable[[], None]] = deque()
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
@@ -54,11 +59,11 @@ class Wakeup:
     def hearing_signals(self) -> Iterator[None]:
         """Be woken by every signal, also while the main thread is in a C call, where no handler runs.
 
-        Mutates: the process's signal wake-up descriptor, and the handlers of SIGTERM and SIGHUP, which
-        otherwise end the process; restored on exit.
+        Mutates: the process's signal wake-up descriptor, and the handlers of the signals that would end the
+        process; restored on exit.
 
         Raises:
-            SystemExit: on exit, when one of these two came and nothing else was raised because of it.
+            SystemExit: on exit, when one of these came and nothing else was raised because of it.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -66,7 +71,7 @@ class Wakeup:
         self._next_descriptor = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._last_signal = None
         try:
-            with handled(ENDING_SIGNALS, self._note):
+            with handled(self._ending, self._note):
                 yield
         finally:
             signal.set_wakeup_fd(self._next_descriptor)

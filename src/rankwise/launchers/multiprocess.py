@@ -6,10 +6,11 @@ import gc
 import multiprocessing
 import multiprocessing.process
 import os
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,6 +64,7 @@ class MultiprocessLauncher(Launcher):
         seats: the ranks to start, in order.
         grace_period_s: how long a rank that was told to stop has before it is killed.
         init_timeout: how long the ranks may take to meet.
+        stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
     """
 
     runs_in_caller = False
@@ -74,12 +76,14 @@ class MultiprocessLauncher(Launcher):
         *,
         grace_period_s: float,
         init_timeout: timedelta,
+        stop_signals: Sequence[int] = (signal.SIGTERM,),
     ) -> None:
         self.pickles_entry = start_method != "fork"
         self._start_method = start_method
         self._seats = seats
         self._grace_period_s = grace_period_s
         self._init_timeout = init_timeout
+        self._stop_signals = tuple(stop_signals)
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, bring back; see `Launcher.launch`."""
@@ -87,7 +91,7 @@ class MultiprocessLauncher(Launcher):
         with ExitStack() as cleanup:
             with _one_at_a_time:
                 job = self._prepare(entry, described, rendezvous, cleanup)
-            supervisor = Supervisor(self._grace_period_s)
+            supervisor = Supervisor(self._grace_period_s, self._stop_signals)
             values = {ranks.global_rank: _owned_descriptor(cleanup) for ranks in self._seats}
             with _ending_everything(supervisor):
                 with _one_at_a_time, interrupts_blocked():

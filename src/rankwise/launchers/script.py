@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -45,6 +46,7 @@ class ScriptLauncher(Launcher):
         seats: the local ranks, this process first.
         grace_period_s: how long a rank that was told to stop has before it is killed.
         init_timeout: how long the ranks may take to meet.
+        stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
         command: what to run instead of this process's own command line.
     """
 
@@ -56,11 +58,13 @@ class ScriptLauncher(Launcher):
         *,
         grace_period_s: float,
         init_timeout: timedelta,
+        stop_signals: Sequence[int] = (signal.SIGTERM,),
         command: Sequence[str] | None = None,
     ) -> None:
         self._seats = seats
         self._grace_period_s = grace_period_s
         self._init_timeout = init_timeout
+        self._stop_signals = tuple(stop_signals)
         self._command = command
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
@@ -82,7 +86,9 @@ class ScriptLauncher(Launcher):
         global _group
         if _group is None:
             command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
-            _group = _ScriptGroup(self._seats, rendezvous, self._grace_period_s, self._init_timeout)
+            _group = _ScriptGroup(
+                self._seats, rendezvous, self._grace_period_s, self._init_timeout, self._stop_signals
+            )
             _group.start(command, directory)
         _check_same(len(_group.seats), len(self._seats))
         if rendezvous == "tcp" and _group.address is None:
@@ -129,10 +135,15 @@ class _ScriptGroup:
     """The processes that run one script together; lives until the script ends or one of them fails."""
 
     def __init__(
-        self, seats: tuple[RankInfo, ...], rendezvous: str, grace_period_s: float, init_timeout: timedelta
+        self,
+        seats: tuple[RankInfo, ...],
+        rendezvous: str,
+        grace_period_s: float,
+        init_timeout: timedelta,
+        stop_signals: Sequence[int],
     ) -> None:
         self.seats = seats
-        self._supervisor = Supervisor(grace_period_s)
+        self._supervisor = Supervisor(grace_period_s, stop_signals)
         self._store: Store | None = None
         self.address: tuple[str, int] | None = None
         if rendezvous == "tcp":

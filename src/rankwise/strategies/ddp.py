@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -212,6 +213,7 @@ class DDPStrategy(Strategy):
         options: dict[str, Any] = {
             "grace_period_s": self.grace_period_s,
             "init_timeout": self.init_timeout,
+            "stop_signals": [signal.SIGTERM, *filter(None, [environment.requeue_signal])],
         }
         if self.start_method == "popen" or script_ranks() is not None:
             return ScriptLauncher(seats, command=self._command, **options)

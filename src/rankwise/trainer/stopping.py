@@ -24,8 +24,8 @@ _SIGNAL = "signal:"
 class Stopping:
     """The boundary between two optimizer steps, and the signals that are heard there.
 
-    SIGTERM makes all ranks save a checkpoint, leave, and exit with 143, whichever ranks it reached; a second
-    one ends this process at once.
+    SIGTERM, and under Slurm its requeue signal, makes all ranks save a checkpoint, leave, and exit with 143,
+    whichever ranks it reached; a second one ends this process at once.
 
     Args:
         trainer: of this rank.
@@ -89,13 +89,18 @@ class Stopping:
             return
         if not self._trainer.fast_dev_run:
             self._trainer.save_checkpoint(stop_checkpoint_path(self._trainer))
+        number = int(reason.removeprefix(_SIGNAL))
+        environment = self._trainer.strategy.environment
+        if number == environment.requeue_signal and self._trainer.is_global_zero:
+            environment.requeue()
         self._caught = None
-        raise StoppedBySignal(int(reason.removeprefix(_SIGNAL)))
+        raise StoppedBySignal(signal.SIGTERM)  # one exit code, whatever asked
 
     # ------------------------------------------------------------------ signals
 
-    def _signals(self) -> set[signal.Signals]:
-        return {signal.SIGTERM}
+    def _signals(self) -> list[signal.Signals]:
+        requeue_signal = self._trainer.strategy.environment.requeue_signal
+        return [signal.SIGTERM] if requeue_signal is None else [signal.SIGTERM, requeue_signal]
 
     def _catch(self, signum: int, interrupted: FrameType | None) -> None:
         if self._caught is not None:

@@ -1,0 +1,59 @@
+"""Putting a Slurm job back into the queue; `scontrol` is a script of the test's."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from rankwise.environments import SlurmEnvironment
+
+STEP = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file into which `scontrol` writes what it was asked; it refuses job 99."""
+    program, asked = tmp_path / "scontrol", tmp_path / "asked"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {asked}\n[ "$2" != 99 ] || {{ echo no such job >&2; exit 1; }}\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return asked
+
+
+def test_only_if_asked(scontrol: Path) -> None:
+    """Without auto_requeue nothing is asked of Slurm; the signal is SIGUSR1."""
+    environment = SlurmEnvironment(STEP)
+    environment.requeue()
+    assert environment.requeue_signal is signal.SIGUSR1
+    assert not scontrol.exists()
+
+
+def test_a_job_and_a_task_of_an_array(scontrol: Path) -> None:
+    """A job is named by its id, a task of an array by the array's and its own."""
+    SlurmEnvironment(STEP, auto_requeue=True).requeue()
+    array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "5"}
+    SlurmEnvironment({**STEP, **array}, auto_requeue=True).requeue()
+    assert scontrol.read_text() == "requeue 17\nrequeue 12_5\n"
+
+
+def test_a_refusal_is_said(scontrol: Path) -> None:
+    """Training has stopped and saved all the same."""
+    with pytest.warns(UserWarning, match="scontrol requeue 99 failed: no such job"):
+        SlurmEnvironment({**STEP, "SLURM_JOB_ID": "99"}, auto_requeue=True).requeue()
+
+
+def test_no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a container without Slurm's programs that is said as well."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.warns(UserWarning, match="scontrol requeue 17 failed: .*No such file"):
+        SlurmEnvironment(STEP, auto_requeue=True).requeue()
+
+
+def test_no_signal() -> None:
+    """Another signal, or none, can be chosen; what is no signal is refused."""
+    assert SlurmEnvironment(STEP, requeue_signal=None).requeue_signal is None
+    assert SlurmEnvironment(STEP, requeue_signal=signal.SIGUSR2).requeue_signal is signal.SIGUSR2

@@ -1,0 +1,101 @@
+"""Signals to a fit in this process: it stops at a boundary, saves, and goes on later."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typing_extensions import override
+
+from rankwise.callbacks import ModelCheckpoint
+from rankwise.environments import LocalEnvironment
+from rankwise.trainer import Trainer
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class Queue(LocalEnvironment):  # type: ignore[misc]  # one that differs from the real one in this alone
+    """A scheduler that announces the end by SIGUSR1."""
+
+    requeue_signal = signal.SIGUSR1
+    requeued = 0
+
+    @override
+    def requeue(self) -> None:
+        type(self).requeued += 1
+
+
+class Signalled(Line):
+    """Sends signals to itself in the middle of a batch."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+        return super().training_step(batch, batch_idx)
+
+
+def stopped(model: Line, train: Trainer, **options: Any) -> int:
+    """Fit, and return the exit code with which that ends."""
+    with pytest.raises(SystemExit) as caught:
+        train.fit(model, loader(), **options)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_sigterm_stops_at_the_step(tmp_path: Path) -> None:
+    """The step is finished, a checkpoint is written that "last" finds, the handlers are restored."""
+    before = signal.getsignal(signal.SIGTERM)
+    assert stopped(Signalled(signal.SIGTERM), trainer(tmp_path)) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+    model = Line()
+    trainer(tmp_path).fit(model, loader(), ckpt_path="last")
+    assert model.seen == ["train 2", "train 3"]
+
+
+def test_the_second_one_ends_at_once(tmp_path: Path) -> None:
+    """Who sends it twice does not want a checkpoint."""
+    model = Signalled(signal.SIGTERM, signal.SIGTERM)
+    assert stopped(model, trainer(tmp_path)) == 143
+    assert model.seen == ["train 0"]
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_an_own_handler_is_called_too(tmp_path: Path) -> None:
+    """The handler of before is called after ours, and is there again afterwards."""
+    heard: list[int] = []
+
+    def own(signum: int, frame: object) -> None:
+        heard.append(signum)
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        stopped(Signalled(signal.SIGTERM), trainer(tmp_path))
+        assert heard == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_requeue(tmp_path: Path) -> None:
+    """The scheduler's signal stops training like SIGTERM, and the job goes back into the queue."""
+    saving = ModelCheckpoint(dirpath=tmp_path / "kept")
+    train = trainer(tmp_path, plugins=[Queue()], callbacks=[saving], enable_checkpointing=True)
+    assert stopped(Signalled(signal.SIGUSR1), train) == 143
+    assert Queue.requeued == 1
+    assert (tmp_path / "kept" / "last.ckpt").exists()
+
+
+def test_nothing_is_saved_in_a_fast_dev_run(tmp_path: Path) -> None:
+    """A trial run leaves no files, stopped or not."""
+    assert stopped(Signalled(signal.SIGTERM), trainer(tmp_path, fast_dev_run=4)) == 143
+    assert list(tmp_path.iterdir()) == []
