@@ -5,5 +5,6 @@ from rankwise.callbacks.early_stopping import EarlyStopping
 from rankwise.callbacks.model_checkpoint import ModelCheckpoint
 from rankwise.callbacks.monitoring import MonitoringCallback
 from rankwise.callbacks.progress_bar import TQDMProgressBar
+from rankwise.callbacks.timer import Timer
 
-__all__ = ["Callback", "EarlyStopping", "ModelCheckpoint", "MonitoringCallback", "TQDMProgressBar"]
+__all__ = ["Callback", "EarlyStopping", "ModelCheckpoint", "MonitoringCallback", "TQDMProgressBar", "Timer"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer, TQDMProgressBar
 from rankwise.checkpoint import CheckpointIO
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
@@ -66,13 +66,13 @@ def check_interval(name: str, value: Any) -> int | float:
     return limit
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
     """Return `value` if it is one of `choices`."""
     if value not in choices:
         raise InvalidArgumentError(
             argument=name, value=value, expected=" or ".join(repr(choice) for choice in choices)
         )
-    return str(value)
+    return value
 
 
 class Plugins:
@@ -139,10 +139,12 @@ def collect_precision(precision: Any, plugins: Plugins) -> Precision | None:
 
 
 def collect_callbacks(
-    callbacks: Any, *, enable_checkpointing: bool, enable_progress_bar: bool | None
+    callbacks: Any, *, enable_checkpointing: bool, enable_progress_bar: bool | None, max_time: Any = None
 ) -> list[Callback]:
     """Return the user's callbacks and those that every run has; those that save checkpoints come last."""
     given: list[Callback] = _as_list("callbacks", callbacks, Callback)
+    if max_time is not None:
+        given.append(Timer(max_time))
     saving = [callback for callback in given if isinstance(callback, ModelCheckpoint)]
     if saving and not enable_checkpointing:
         raise ConfigurationError(

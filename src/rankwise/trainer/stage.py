@@ -16,6 +16,7 @@ from rankwise.trainer.loaders import as_list, share_for
 from rankwise.trainer.module import is_defined, undefined
 from rankwise.trainer.prediction_loop import PredictionLoop
 from rankwise.trainer.state import CallerState, capture
+from rankwise.trainer.torch_flags import torch_flags_set
 from rankwise.trainer.training_share import TrainingShare
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ def run_stage(
     trainer.enter_stage(strategy, model, plan.stage)
     status = "failed"
     try:
-        _prepare(trainer, model, plan)
-        value = _RUNNERS[plan.stage](trainer, model, loaders, plan)
+        with torch_flags_set(trainer):
+            _prepare(trainer, model, plan)
+            value = _RUNNERS[plan.stage](trainer, model, loaders, plan)
         status = "success"
     except BaseException as error:
         for callback in trainer.callbacks:

@@ -48,6 +48,7 @@ class Trainer(TrainerFacts):
         max_epochs: after how many epochs to stop, -1 for never; 1000 if `max_steps` is not given either.
         min_epochs: how many epochs to train even if a callback wants to stop.
         max_steps: after how many optimizer steps to stop; -1 for never.
+        max_time: how long to train, all fits together: a `timedelta`, `"DD:HH:MM:SS"` or `{"hours": 3}`.
         limit_train_batches: how many batches of an epoch (int), or which fraction (float), each rank runs.
         limit_val_batches: the same for validation.
         limit_test_batches: the same for test.
@@ -61,6 +62,9 @@ class Trainer(TrainerFacts):
         gradient_clip_algorithm: `"norm"` or `"value"`.
         on_nonfinite: what all ranks do when a loss is infinite or NaN on any: `"raise"`, `"skip"` the step,
             or None to look at none.
+        deterministic: whether torch uses deterministic algorithms in this trainer's stages; `"warn"` only
+            warns of operations that have none.
+        benchmark: whether cuDNN measures which algorithm is fastest; None leaves that as it is.
         sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
         use_distributed_sampler: whether loaders are split over the ranks.
         uneven_inputs: what happens when ranks have different numbers of training batches: `"error"`,
@@ -105,6 +109,7 @@ class Trainer(TrainerFacts):
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,
+        max_time: Any = None,
         limit_train_batches: int | float = 1.0,
         limit_val_batches: int | float = 1.0,
         limit_test_batches: int | float = 1.0,
@@ -118,6 +123,8 @@ class Trainer(TrainerFacts):
         gradient_clip_algorithm: str = "norm",
         on_nonfinite: str | None = None,
         sync_batchnorm: bool = False,
+        deterministic: bool | str = False,
+        benchmark: bool | None = None,
         use_distributed_sampler: bool = True,
         uneven_inputs: str = "error",
         log_every_n_steps: int = 50,
@@ -153,12 +160,19 @@ class Trainer(TrainerFacts):
         self.on_nonfinite = (
             None if on_nonfinite is None else arguments.check_choice("on_nonfinite", on_nonfinite, POLICIES)
         )
+        self.deterministic = arguments.check_choice("deterministic", deterministic, (True, False, "warn"))
+        self.benchmark = (
+            None if benchmark is None else arguments.check_choice("benchmark", benchmark, (True, False))
+        )
         self.use_distributed_sampler = use_distributed_sampler
         self.uneven_inputs = arguments.check_choice("uneven_inputs", uneven_inputs, UNEVEN_INPUTS)
         self.log_every_n_steps = arguments.check_whole("log_every_n_steps", log_every_n_steps, 1)
         self.default_root_dir = str(Path(default_root_dir or Path.cwd()).absolute())
         self.callbacks = arguments.collect_callbacks(
-            callbacks, enable_checkpointing=enable_checkpointing, enable_progress_bar=enable_progress_bar
+            callbacks,
+            enable_checkpointing=enable_checkpointing,
+            enable_progress_bar=enable_progress_bar,
+            max_time=max_time,
         )
         self.loggers = arguments.collect_loggers(logger, self.default_root_dir)
         self.fast_dev_run = arguments.check_whole("fast_dev_run", int(fast_dev_run), 0)
@@ -167,7 +181,8 @@ class Trainer(TrainerFacts):
         found = arguments.Plugins(plugins)
         self.strategy = arguments.collect_strategy(strategy, found)
         self.strategy.precision = arguments.collect_precision(precision, found) or self.strategy.precision
-        self.strategy.sync_batchnorm = sync_batchnorm or self.strategy.sync_batchnorm
+        if arguments.check_choice("sync_batchnorm", sync_batchnorm, (True, False)):
+            self.strategy.sync_batchnorm = True
         self.strategy.checkpoint_io = found.checkpoint_io or self.strategy.checkpoint_io
         self.strategy.bind(
             accelerator=accelerator, devices=devices, num_nodes=num_nodes, environment=found.environment

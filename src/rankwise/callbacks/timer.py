@@ -1,0 +1,106 @@
+"""`Timer`: end training when its time is up, on all ranks after the same step."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import final
+
+from rankwise.callbacks.base import Callback
+from rankwise.errors import InvalidArgumentError, InvalidTypeError
+
+if TYPE_CHECKING:
+    from rankwise.trainer import Trainer, TrainingModule
+
+__all__ = ["Timer"]
+
+_EXPECTED = 'a timedelta, "DD:HH:MM:SS", or keywords of timedelta such as {"hours": 3}'
+
+
+@final
+class Timer(Callback):
+    """Set `trainer.should_stop` once training has taken `duration`, all fits of this callback together.
+
+    Each rank looks at its own clock; the trainer makes one rank's stop everybody's.
+
+    Args:
+        duration: a `timedelta`, `"DD:HH:MM:SS"` or a mapping such as `{"hours": 3}`; None only measures.
+        interval: when to look: after each `"step"` or each `"epoch"`.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError: for a duration or interval that cannot be.
+    """
+
+    def __init__(self, duration: Any = None, interval: str = "step") -> None:
+        if interval not in ("step", "epoch"):
+            raise InvalidArgumentError(argument="interval", value=interval, expected="'step' or 'epoch'")
+        self.duration = None if duration is None else _parsed(duration)
+        self.interval = interval
+        self._before = 0.0
+        self._started: float | None = None
+
+    @property
+    def time_elapsed(self) -> float:
+        """The seconds that training has taken so far, in earlier fits too."""
+        return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    @property
+    def time_remaining(self) -> float | None:
+        """The seconds that are left; None without a duration."""
+        if self.duration is None:
+            return None
+        return max(0.0, self.duration.total_seconds() - self.time_elapsed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": self.time_elapsed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._before = state_dict["time_elapsed"]
+        self._started = None
+
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        self._started = time.monotonic()
+        self._stop_if_due(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.interval == "step":
+            self._stop_if_due(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        if self.interval == "epoch":
+            self._stop_if_due(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        self._before, self._started = self.time_elapsed, None
+
+    def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
+        self._before, self._started = self.time_elapsed, None
+
+    def _stop_if_due(self, trainer: Trainer) -> None:
+        if self.time_remaining == 0.0:
+            trainer.should_stop = True
+
+
+def _parsed(given: Any) -> timedelta:
+    if isinstance(given, str):
+        match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", given.strip())
+        if match is None:
+            raise InvalidArgumentError(argument="max_time", value=given, expected=_EXPECTED)
+        days, hours, minutes, seconds = map(int, match.groups())
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    if isinstance(given, Mapping):
+        try:
+            given = timedelta(**given)
+        except TypeError:
+            raise InvalidArgumentError(argument="max_time", value=given, expected=_EXPECTED) from None
+    if not isinstance(given, timedelta):
+        raise InvalidTypeError(argument="max_time", value=given, expected=_EXPECTED)
+    if given < timedelta(0):
+        raise InvalidArgumentError(argument="max_time", value=given, expected="no negative duration")
+    return given

@@ -1,0 +1,27 @@
+"""A timer on two ranks: time that is up on one of them ends training on both after the same step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankwise.callbacks import Timer
+from rankwise.trainer import Trainer
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+
+class OneRankIsLate(Regression):
+    """On rank 1 alone an hour passes in batch 1."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        trainer: Trainer = self.trainer
+        [timer] = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
+        if batch_idx == 1 and self.global_rank == 1:
+            timer.load_state_dict({"time_elapsed": 3600.0})
+
+
+def test_one_ranks_time_ends_training_on_all() -> None:
+    """Nobody waits for a rank that has stopped, and the steps made are in the caller."""
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=50, max_time={"hours": 1})
+    trainer.fit(OneRankIsLate(), loader(48, 4))
+    assert 2 <= trainer.global_step < 300
+    assert trainer.should_stop

@@ -1,0 +1,103 @@
+"""The timer: durations in every form, when it stops training, what it remembers."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.callbacks import Timer
+from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("00:00:00:05", timedelta(seconds=5)),
+        ("02:03:04:05", timedelta(days=2, hours=3, minutes=4, seconds=5)),
+        (timedelta(minutes=2), timedelta(minutes=2)),
+        ({"hours": 1, "minutes": 30}, timedelta(minutes=90)),
+        (None, None),
+    ],
+)
+def test_durations(given: Any, expected: timedelta | None) -> None:
+    """Every form that Lightning takes means the same."""
+    assert Timer(given).duration == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("5 minutes", InvalidArgumentError),
+        ("00:05:00", InvalidArgumentError),
+        ({"hour": 1}, InvalidArgumentError),
+        (timedelta(seconds=-1), InvalidArgumentError),
+        (60, InvalidTypeError),
+    ],
+)
+def test_durations_that_cannot_be(tmp_path: Path, given: Any, error: type[Exception]) -> None:
+    """A Trainer refuses them before anything starts."""
+    with pytest.raises(error, match="max_time"):
+        trainer(tmp_path, max_time=given)
+
+
+def test_other_intervals() -> None:
+    """Steps and epochs are all there is."""
+    with pytest.raises(InvalidArgumentError, match="'step' or 'epoch'"):
+        Timer(interval="batch")
+
+
+@pytest.mark.parametrize(("interval", "steps"), [("step", 2), ("epoch", 4)])
+def test_stops(tmp_path: Path, interval: str, steps: int) -> None:
+    """Training ends after the step, or the epoch, in which time ran out."""
+    timer = Timer(timedelta(hours=1), interval)
+
+    class Late(Line):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                timer._before = 3600.0
+
+    train = trainer(tmp_path, max_epochs=9, callbacks=[timer])
+    train.fit(Late(), loader())
+    assert train.global_step == steps
+    assert timer.time_remaining == 0.0
+
+
+def test_max_time(tmp_path: Path) -> None:
+    """With no time at all there is no step."""
+    train = trainer(tmp_path, max_time=timedelta(0))
+    with pytest.warns(UserWarning, match="Nothing to train"):
+        train.fit(Line(), loader())
+    assert train.global_step == 0
+
+
+def test_fits_add_up(tmp_path: Path) -> None:
+    """What a fit has taken counts in the next one, here or from a checkpoint; between them no time passes."""
+    timer = Timer({"hours": 1})
+    train = trainer(tmp_path, callbacks=[timer])
+    train.fit(Line(), loader())
+    first = timer.time_elapsed
+    assert 0 < first == timer.time_elapsed < 60
+    train.max_epochs = 2
+    train.fit(train.module, loader())
+    assert timer.time_elapsed > first
+    other = Timer({"hours": 1})
+    other.load_state_dict(timer.state_dict())
+    assert other.time_elapsed == timer.time_elapsed
+
+
+def test_measuring_only(tmp_path: Path) -> None:
+    """Without a duration nothing is stopped."""
+    timer = Timer()
+    train = trainer(tmp_path, callbacks=[timer])
+    train.fit(Line(), loader())
+    assert (train.global_step, timer.time_remaining) == (4, None)
+
+
+def test_two_timers(tmp_path: Path) -> None:
+    """`max_time` beside a `Timer` is refused: one of them would hide the other's state."""
+    with pytest.raises(ConfigurationError, match="Two callbacks"):
+        trainer(tmp_path, max_time={"hours": 1}, callbacks=[Timer()])

@@ -1,0 +1,84 @@
+"""torch's switches: in force within a stage, and as they were after it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise.errors import InvalidArgumentError
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+Flags = tuple[bool, bool, bool, str | None]
+
+
+def flags() -> Flags:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+
+
+class Looking(Line):
+    """Notes the flags within each stage; may fail."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.flags: list[Flags] = []
+        self.fails = fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.flags.append(flags())
+        if self.fails:
+            raise RuntimeError
+        return super().training_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.flags.append(flags())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "within"),
+    [
+        ({}, (False, False, False, None)),
+        ({"deterministic": True}, (True, False, False, ":4096:8")),
+        ({"deterministic": "warn"}, (True, True, False, ":4096:8")),
+        ({"benchmark": True}, (False, False, True, None)),
+    ],
+)
+def test_in_force_within_stages(tmp_path: Path, arguments: dict[str, Any], within: Flags) -> None:
+    """Every stage has them, and none leaves them behind."""
+    before, model, train = flags(), Looking(), trainer(tmp_path, max_steps=1, **arguments)
+    train.fit(model, loader())
+    train.test(model, loader(2))
+    assert model.flags == [within, within]
+    assert flags() == before == (False, False, False, None)
+
+
+def test_put_back_after_a_failure(tmp_path: Path) -> None:
+    """An error in a stage puts them back too."""
+    with pytest.raises(RuntimeError):
+        trainer(tmp_path, deterministic=True, benchmark=True).fit(Looking(fails=True), loader())
+    assert flags() == (False, False, False, None)
+
+
+def test_the_users_workspace_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cuBLAS workspace that the user has chosen is used, and stays."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    model = Looking()
+    trainer(tmp_path, max_steps=1, deterministic=True).fit(model, loader())
+    assert model.flags[0][3] == ":16:8" == os.environ["CUBLAS_WORKSPACE_CONFIG"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"deterministic": "maybe"}, {"benchmark": "yes"}, {"sync_batchnorm": 2}]
+)
+def test_values_that_cannot_be(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """Other values are refused at once."""
+    with pytest.raises(InvalidArgumentError):
+        trainer(tmp_path, **arguments)
