@@ -2,7 +2,8 @@
 
 from rankwise.data.batch_sizes import BatchSizes, batch_sizes
 from rankwise.data.batch_stream import BatchStream, sharded_sampler_of, with_batch_stream
-from rankwise.data.sampler import ShardedSampler
+from rankwise.data.iterable import ShardedIterable, ShardInfo, shard_info
+from rankwise.data.sampler import ShardedSampler, tell_epoch
 from rankwise.data.sharding import (
     check_shardable,
     is_shardable,
@@ -14,6 +15,8 @@ from rankwise.data.sharding import (
 __all__ = [
     "BatchStream",
     "BatchSizes",
+    "ShardInfo",
+    "ShardedIterable",
     "ShardedSampler",
     "batch_sizes",
     "check_shardable",
@@ -21,6 +24,8 @@ __all__ = [
     "shard_for_evaluation",
     "shard_for_prediction",
     "shard_for_training",
+    "shard_info",
     "sharded_sampler_of",
+    "tell_epoch",
     "with_batch_stream",
 ]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 from typing_extensions import TypeVar, final
 
 from rankwise.data.random_state import isolated_random_state, mixed_seed, seed_process
-from rankwise.data.sampler import ShardedSampler, own_generators
+from rankwise.data.sampler import ShardedSampler, has_length, own_generators, tell_epoch
 from rankwise.data.sharding import is_shardable, with_stream
 
 __all__ = ["BatchStream", "SeededBatch", "sharded_sampler_of", "with_batch_stream"]
@@ -63,8 +63,7 @@ class BatchStream(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; passed on to a batch sampler that has epochs too."""
         self.epoch = epoch
-        if callable(set_epoch := getattr(self.batches, "set_epoch", None)):
-            set_epoch(epoch)
+        tell_epoch(epoch, self.batches)
 
     def __len__(self) -> int:
         return max(0, len(self.batches) - self.skipped)
@@ -75,7 +74,7 @@ class BatchStream(Sampler[Any]):
 
     def _drawn(self) -> Iterator[Any]:
         is_ours = isinstance(self.sampler, ShardedSampler) or isinstance(self.batches, ShardedSampler)
-        if is_ours or not _has_length(self.batches):  # the first draw for themselves, the others have no end
+        if is_ours or not has_length(self.batches):  # the first draw for themselves, the others have no end
             return iter(self.batches)
         with isolated_random_state(mixed_seed(self.seed, self.epoch), *own_generators(self.batches)):
             return iter(list(self.batches))
@@ -100,11 +99,3 @@ def sharded_sampler_of(loader: Any) -> ShardedSampler | None:
     inner = outer.batches if isinstance(outer, BatchStream) else outer
     candidates = (inner, getattr(outer, "sampler", None), getattr(loader, "sampler", None))
     return next((found for found in candidates if isinstance(found, ShardedSampler)), None)
-
-
-def _has_length(sampler: Any) -> bool:
-    try:
-        len(sampler)
-    except (TypeError, NotImplementedError):
-        return False
-    return True

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import Sampler
 from typing_extensions import final
 
-from rankwise.data.random_state import isolated_random_state
+from rankwise.data.random_state import isolated_random_state, mixed_seed
 
-__all__ = ["ShardedSampler", "Uneven", "own_generators"]
+__all__ = ["ShardedSampler", "Uneven", "has_length", "own_generators", "tell_epoch"]
 
 Uneven = Literal["pad", "drop", "keep"]
+_PART = 1024  # items of an endless stream that are drawn at a time
 
 
 @final
@@ -53,10 +54,11 @@ class ShardedSampler(Sampler[Any]):
         """Choose the epoch, for another order; passed on to a base sampler that has epochs too."""
         self.epoch = epoch
         self._drawn = None
-        if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
-            set_epoch(epoch)
+        tell_epoch(epoch, self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._drawn is None and not has_length(self.sampler):
+            return self._dealt_one_by_one()
         stream = self._draw() if self._drawn is None else self._drawn
         self._drawn = None
         return self._dealt(stream, self.rank)
@@ -81,6 +83,31 @@ class ShardedSampler(Sampler[Any]):
         with isolated_random_state((self.seed + self.epoch) % 2**63, *own_generators(self.sampler)):
             return list(self.sampler)
 
+    def _dealt_one_by_one(self) -> Iterator[Any]:
+        """Deal out a stream of unknown length, which may be endless."""
+        stream = islice(self._draw_in_parts(), self.skip, None)
+        first: list[Any] = []
+        while group := list(islice(stream, self.num_replicas)):
+            first = first or group
+            missing = self.num_replicas - len(group)
+            if missing and self.uneven == "drop":
+                return
+            if missing and self.uneven == "pad":
+                group += islice(cycle(first), missing)
+            if self.rank < len(group):
+                yield group[self.rank]
+
+    def _draw_in_parts(self) -> Iterator[Any]:
+        stream: Iterator[Any] | None = None
+        for number in count():
+            seed = mixed_seed(self.seed, self.epoch, number)
+            with isolated_random_state(seed, *own_generators(self.sampler)):
+                stream = iter(self.sampler) if stream is None else stream
+                part = list(islice(stream, _PART))
+            if not part:
+                return
+            yield from part
+
     def _evened(self, length: int) -> int:
         """Return how many items all ranks take together of what is left of a stream of `length`."""
         length = max(0, length - self.skip)
@@ -88,6 +115,27 @@ class ShardedSampler(Sampler[Any]):
         if self.uneven == "keep" or rest == 0:
             return length
         return length - rest if self.uneven == "drop" else length - rest + self.num_replicas
+
+
+def has_length(sampler: Any) -> bool:
+    """Return whether a sampler knows how many items it yields."""
+    try:
+        len(sampler)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def tell_epoch(epoch: int, *samplers: Any) -> None:
+    """Tell the epoch to samplers, and to those that they wrap, where they have epochs."""
+    told: set[int] = set()
+    for start in samplers:
+        sampler = start
+        while sampler is not None and id(sampler) not in told:
+            told.add(id(sampler))
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+            sampler = getattr(sampler, "sampler", None)
 
 
 def own_generators(sampler: Any) -> Iterator[torch.Generator]:

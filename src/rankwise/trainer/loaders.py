@@ -17,6 +17,7 @@ from rankwise.data import (
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
+    tell_epoch,
 )
 from rankwise.errors import ConfigurationError
 
@@ -68,16 +69,11 @@ class LoaderShare:
             batch = following
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers, which shuffle differently in each epoch."""
+        """Tell the samplers and iterable data, which shuffle differently in each epoch."""
         batch_sampler = getattr(self.loader, "batch_sampler", None)
-        samplers = (
-            getattr(self.loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        )
-        for sampler in {id(sampler): sampler for sampler in samplers}.values():
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(epoch)
+        dataset = getattr(self.loader, "dataset", None)
+        iterable = dataset if isinstance(dataset, IterableDataset) else None
+        tell_epoch(epoch, batch_sampler, getattr(self.loader, "sampler", None), iterable)
 
 
 _END = object()
@@ -89,15 +85,15 @@ def as_list(loaders: Any) -> list[Any]:
     return list(loaders) if is_several else [loaders]
 
 
-def check_loaders(trainer: Trainer, loaders: Any) -> None:
-    """Make sure, before anything starts, that the loaders can be split over the ranks.
+def check_loaders(trainer: Trainer, phase: str, loaders: Any) -> None:
+    """Make sure, before anything starts, that the loaders of a phase can be split over the ranks.
 
     Raises:
         UnshardableLoaderError: when one cannot.
     """
     if loaders is not None and trainer.use_distributed_sampler and trainer.world_size > 1:
         for loader in as_list(loaders):
-            check_shardable(loader)
+            check_shardable(loader, by_index=phase == "predict")
 
 
 def share_for(trainer: Trainer, phase: str, loader: Any, seed: int) -> LoaderShare:

@@ -105,7 +105,7 @@ class TrainingModule(ModuleHooks, ManualModule, nn.Module):
     def log(
         self,
         name: str,
-        value: Tensor | float,
+        value: Any,
         prog_bar: bool = False,
         logger: bool = True,
         on_step: bool | None = None,
@@ -118,7 +118,8 @@ class TrainingModule(ModuleHooks, ManualModule, nn.Module):
 
         Args:
             name: what it is called, in `trainer.callback_metrics` and for loggers.
-            value: a number, or a tensor with one element.
+            value: a number, a tensor with one element, or a metric object of torchmetrics, which is computed
+                at the end of the epoch, from what all ranks have seen, and reset.
             prog_bar: whether the progress bar shows it.
             logger: whether loggers get it.
             on_step: whether each step's value is logged. By default, only in training batches. Evaluation
@@ -147,7 +148,7 @@ class TrainingModule(ModuleHooks, ManualModule, nn.Module):
             batch_size=batch_size,
         )
 
-    def log_dict(self, dictionary: Mapping[str, Tensor | float], **kwargs: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         """Log several numbers with the same options, which are those of `log`."""
         for name, value in dictionary.items():
             self.log(name, value, **kwargs)

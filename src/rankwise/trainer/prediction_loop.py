@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["PredictionLoop", "interleaved"]
+__all__ = ["GATHERINGS", "Gather", "PredictionLoop", "interleaved"]
+
+Gather = Literal["all", "rank_zero"] | None
+GATHERINGS: tuple[Gather, ...] = ("all", "rank_zero", None)
 
 T = TypeVar("T")
 _NOTHING: Any = object()
@@ -42,8 +45,8 @@ class PredictionLoop:
         self._module = module
         self._shares = shares
 
-    def run(self) -> list[Any]:
-        """Return the outputs, batch by batch, on every rank; with several loaders a list for each.
+    def run(self, gather: Gather = "all") -> list[Any]:
+        """Return the outputs, batch by batch, where `gather` says; with several loaders a list for each.
 
         Collective: every rank must call this.
         """
@@ -51,11 +54,20 @@ class PredictionLoop:
             call_hook(self._trainer, "on_predict_start")
             call_hook(self._trainer, "on_predict_epoch_start")
             own = [self._run_loader(index, share) for index, share in enumerate(self._shares)]
-            by_rank = self._trainer.strategy.all_gather_object(own)
+            by_rank = self._gathered(own, gather)
             predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
             call_hook(self._trainer, "on_predict_epoch_end")
             call_hook(self._trainer, "on_predict_end")
         return predictions[0] if len(predictions) == 1 else predictions
+
+    def _gathered(self, own: list[list[Any]], gather: Gather) -> list[list[list[Any]]]:
+        """Return the outputs of each rank, or of those that are wanted here."""
+        strategy = self._trainer.strategy
+        if gather is None:
+            return [own]
+        if gather == "all" or strategy.data_parallel_group is not None:
+            return strategy.all_gather_object(own)
+        return strategy.gather_object(own) or [[[] for _ in own]]
 
     def _run_loader(self, dataloader_idx: int, share: LoaderShare) -> list[Any]:
         index = (dataloader_idx,) if len(self._shares) > 1 else ()

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
+from rankwise.trainer.metric_objects import LoggedObject, check_by_epoch, computed, is_metric_object
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
@@ -107,6 +108,7 @@ class Results:
         self._batch: Any = None
         self._batch_size: int | None = None
         self._metrics: dict[str, _Metric] = {}
+        self._objects: dict[str, LoggedObject] = {}
 
     def begin_batch(self, batch: Any, *, is_muted: bool = False) -> None:
         """Weigh what is logged from here on by the size of `batch`; muted, it does not count at all."""
@@ -124,7 +126,7 @@ class Results:
     def log(
         self,
         name: str,
-        value: Tensor | float,
+        value: Any,
         *,
         prog_bar: bool = False,
         logger: bool = True,
@@ -137,6 +139,10 @@ class Results:
         """Take one value; see `TrainingModule.log`."""
         if reduce_fx not in _REDUCTIONS:
             raise UnknownNameError(kind="reduce_fx", name=str(reduce_fx), known=_REDUCTIONS)
+        if is_metric_object(value):
+            check_by_epoch(name, on_step, on_epoch)
+            self._objects[name + self.suffix] = LoggedObject(value, prog_bar, logger)
+            return
         number = _number(name, value)
         if self._is_muted:
             return
@@ -193,22 +199,25 @@ class Results:
             ConfigurationError: on every rank, when some logged names that others did not.
         """
         chosen = {name: metric for name, metric in self._metrics.items() if metric.on_epoch}
-        synced = {name: metric.part() for name, metric in chosen.items() if metric.sync_dist}
+        synced: dict[str, Any] = {name: logged.state() for name, logged in self._objects.items()}
+        synced |= {name: metric.part() for name, metric in chosen.items() if metric.sync_dist}
         values = {name: _reduced([metric.part()]) for name, metric in chosen.items() if not metric.sync_dist}
         values.update(self._over_ranks(strategy, synced))
+        for logged in self._objects.values():
+            logged.reset()
         return self._reported(values, "_epoch")
 
-    def _over_ranks(self, strategy: Strategy, parts: dict[str, _Part]) -> dict[str, Tensor]:
+    def _over_ranks(self, strategy: Strategy, parts: Mapping[str, Any]) -> dict[str, Tensor]:
         """Reduce all metrics with one collective, which also tells whether the ranks mean the same ones."""
         gathered = strategy.all_gather_object((self.num_batches > 0 and not self._is_muted, parts))
         _check_same_names([tuple(part) for has_batches, part in gathered if has_batches])
         names = dict.fromkeys(name for _, part in gathered for name in part)
-        return {name: _reduced([part[name] for _, part in gathered if name in part]) for name in names}
+        return {name: _combined(name, [part[name] for _, part in gathered if name in part]) for name in names}
 
     def _reported(self, values: Mapping[str, Tensor], ending: str) -> list[Reported]:
         reported = []
         for name, value in values.items():
-            metric = self._metrics.get(name)
+            metric = self._objects.get(name) or self._metrics.get(name)
             is_both = metric is not None and metric.on_step and metric.on_epoch
             prog_bar, logger = (metric.prog_bar, metric.logger) if metric else (False, True)
             reported.append(Reported(name, name + ending if is_both else name, value, prog_bar, logger))
@@ -251,6 +260,11 @@ def _number(name: str, value: Any) -> Tensor:
         expected="a number, or a tensor with one element",
         remedy=f'self.log("{name}", value.mean())',
     )
+
+
+def _combined(name: str, parts: list[Any]) -> Tensor:
+    """Combine what the ranks have of a value, or of a metric object."""
+    return _reduced(parts) if isinstance(parts[0], _Part) else _number(name, computed(parts))
 
 
 def _reduced(parts: list[_Part]) -> Tensor:

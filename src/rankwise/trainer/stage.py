@@ -14,7 +14,7 @@ from rankwise.trainer.gradient_order import replay_gradient_order
 from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loaders import as_list, share_for
 from rankwise.trainer.module import is_defined, undefined
-from rankwise.trainer.prediction_loop import PredictionLoop
+from rankwise.trainer.prediction_loop import Gather, PredictionLoop
 from rankwise.trainer.state import CallerState, capture
 from rankwise.trainer.torch_flags import torch_flags_set
 from rankwise.trainer.training_share import TrainingShare
@@ -46,6 +46,7 @@ class Plan:
         brings_state_back: whether the calling process is another one than rank 0's.
         checkpoint: what to go on from, or to evaluate.
         checkpoint_path: where that came from.
+        gather: which ranks get the predictions.
     """
 
     stage: StageName
@@ -53,6 +54,7 @@ class Plan:
     brings_state_back: bool
     checkpoint: dict[str, Any] | None = None
     checkpoint_path: str = ""
+    gather: Gather = "all"
 
 
 def check_module(module: TrainingModule, stage: StageName, loaders: dict[str, Any]) -> None:
@@ -165,7 +167,7 @@ def _predict(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], 
     _place(trainer, module)
     shares = _shares(trainer, module, "predict", loaders["predict"], plan)
     trainer.num_predict_batches = [share.num_batches for share in shares]
-    return PredictionLoop(trainer, module, shares).run()
+    return PredictionLoop(trainer, module, shares).run(plan.gather)
 
 
 _RUNNERS = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}

@@ -18,6 +18,7 @@ from rankwise.trainer.loaders import check_loaders
 from rankwise.trainer.manual_optimization import check_manual
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.nonfinite import POLICIES
+from rankwise.trainer.prediction_loop import GATHERINGS, Gather
 from rankwise.trainer.stage import Plan, StageName, check_module, run_stage
 from rankwise.trainer.state import restore
 from rankwise.trainer.turns import UNEVEN_INPUTS
@@ -253,8 +254,16 @@ class Trainer(TrainerFacts):
         model: TrainingModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        gather: Gather = "all",
     ) -> list[Any]:
         """Run `predict_step` of a module (by default the one of the last stage) over data.
+
+        Args:
+            model: the module.
+            dataloaders: one or several loaders; by default the module's own.
+            ckpt_path: a checkpoint whose weights to use.
+            gather: who gets the outputs: `"all"` ranks, `"rank_zero"` alone (other ranks get an empty list,
+                and need no memory for them), or with None each rank its own.
 
         Returns:
             What it returned for each batch, in dataset order, whatever the number of ranks; with several
@@ -263,7 +272,8 @@ class Trainer(TrainerFacts):
         Raises:
             The same errors as `fit`.
         """
-        predictions: list[Any] = self._evaluate("predict", model, dataloaders, ckpt_path)
+        arguments.check_choice("gather", gather, GATHERINGS)
+        predictions: list[Any] = self._evaluate("predict", model, dataloaders, ckpt_path, gather)
         return predictions
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -285,19 +295,22 @@ class Trainer(TrainerFacts):
         self.strategy.save_checkpoint(make_checkpoint(self, self._fitted_module), path)
 
     def _evaluate(
-        self, stage: StageName, model: TrainingModule | None, dataloaders: Any, ckpt_path: Any
+        self, stage: StageName, model: Any, dataloaders: Any, ckpt_path: Any, gather: Gather = "all"
     ) -> Any:
-        return self._launch(stage, self.module if model is None else model, {stage: dataloaders}, ckpt_path)
+        model = self.module if model is None else model
+        return self._launch(stage, model, {stage: dataloaders}, ckpt_path, gather)
 
-    def _launch(self, stage: StageName, model: Any, loaders: dict[str, Any], ckpt_path: Any) -> Any:
+    def _launch(
+        self, stage: StageName, model: Any, loaders: dict[str, Any], ckpt_path: Any, gather: Gather = "all"
+    ) -> Any:
         """Check all that can be checked here, run the stage on every rank, take its state over."""
         if not isinstance(model, TrainingModule):
             raise InvalidTypeError(argument="model", value=model, expected="an instance of TrainingModule")
         check_module(model, stage, loaders)
         if stage == "fit":
             check_manual(self, model)
-        for given in loaders.values():
-            check_loaders(self, given)
+        for phase, given in loaders.items():
+            check_loaders(self, phase, given)
         path = find_checkpoint(self, ckpt_path)
         plan = Plan(
             stage,
@@ -305,6 +318,7 @@ class Trainer(TrainerFacts):
             brings_state_back=not self.strategy.runs_in_caller,
             checkpoint=None if path is None else self.strategy.load_checkpoint(path),
             checkpoint_path=path or "",
+            gather=gather,
         )
         self._adopt(model, stage)
         self.ckpt_path = path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -126,3 +127,42 @@ def test_epoch_is_passed_on() -> None:
     sampler = ShardedSampler(WithEpochs(), 2, 0)
     sampler.set_epoch(7)
     assert list(sampler) == [7]
+
+
+class Unsized:
+    """A sampler that does not know its length, which may be endless."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.items())
+
+
+@pytest.mark.parametrize(
+    ("uneven", "expected"),
+    [
+        ("keep", [[0, 3, 6], [1, 4], [2, 5]]),
+        ("drop", [[0, 3], [1, 4], [2, 5]]),
+        ("pad", [[0, 3, 6], [1, 4, 0], [2, 5, 1]]),
+    ],
+)
+def test_streams_without_length(uneven: Uneven, expected: list[list[int]]) -> None:
+    """Seven items of a stream that has no length are dealt out like those of one that has."""
+    assert shards(Unsized(lambda: range(7)), 3, uneven) == expected
+
+
+def test_endless_stream() -> None:
+    """An endless random stream is dealt out item by item, the same on every rank."""
+
+    def endless() -> Iterator[int]:
+        while True:
+            yield int(torch.randint(10**6, ()))
+
+    whole = list(islice(ShardedSampler(Unsized(endless), 1, 0, seed=4), 3000))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    second = list(islice(ShardedSampler(Unsized(endless), 2, 1, seed=4), 1500))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert second == whole[1::2]
+    assert len(set(whole)) > 2900  # parts of the stream are seeded differently

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from rankwise.data import (
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
+    shard_info,
+    tell_epoch,
 )
 from rankwise.errors import UnshardableLoaderError
 
@@ -113,11 +116,11 @@ def test_subclass_keeps_its_own_arguments() -> None:
     assert len(shard) == 2
 
 
-@pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation, shard_for_prediction])
+@pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
 def test_loaders_that_are_split_are_left(shard: Any) -> None:
     """A loader with a DistributedSampler, or one that was split already, is used as it is."""
-    loader = DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0))
-    assert shard(loader, 2, 0) is loader
+    loader = DataLoader(DATA, sampler=DistributedSampler(DATA, 7, 0))
+    assert shard(loader, 7, 0) is loader
     split = shard(DataLoader(DATA), 2, 0)
     assert shard(split, 2, 0) is split
 
@@ -131,11 +134,98 @@ def test_iterable_dataset() -> None:
 
     with pytest.raises(UnshardableLoaderError, match="Numbers") as caught:
         check_shardable(DataLoader(Numbers()))
-    assert "Numbers.__iter__" in caught.value.remedy
-    assert "use_distributed_sampler=False" in caught.value.remedy
+    assert "give Numbers a method shard(num_shards, index)" in caught.value.remedy
+    assert "rankwise.data.shard_info()" in caught.value.remedy
 
 
 def test_other_iterables() -> None:
     """A list of batches is no loader."""
     with pytest.raises(UnshardableLoaderError, match="list cannot be split"):
         shard_for_training([1, 2], 2, 0)  # type: ignore[type-var]  # that is the point
+
+
+class InParts(IterableDataset[int]):
+    """Iterable data that can be split from outside."""
+
+    def __init__(self, numbers: Any = DATA) -> None:
+        self.numbers = numbers
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def shard(self, num_shards: int, index: int) -> list[int]:
+        return list(self.numbers[index::num_shards])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+
+class SplitsItself(IterableDataset[int]):
+    """Iterable data that reads its place."""
+
+    shards_itself = True
+
+    def __iter__(self) -> Iterator[int]:
+        num_shards, index = shard_info()
+        return iter(DATA[index::num_shards])
+
+
+@pytest.mark.parametrize("dataset", [InParts(), SplitsItself()])
+@pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
+def test_iterable_data_that_can_be_split(shard: Any, dataset: Any) -> None:
+    """Data with shard(num_shards, index), and data that reads shard_info(), are split over the ranks."""
+    assert batches(shard, 2, DataLoader(dataset, 2)) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+
+
+def test_iterable_data_are_told_the_epoch() -> None:
+    """An epoch reaches the data through what splits it; other attributes are the data's own."""
+    dataset: Any = shard_for_training(DataLoader(InParts()), 2, 0).dataset
+    tell_epoch(3, dataset)
+    assert (dataset.epoch, dataset.numbers) == (3, DATA)
+    assert pickle.loads(pickle.dumps(dataset)).numbers == DATA
+
+
+def test_prediction_puts_a_split_loader_in_order() -> None:
+    """A DistributedSampler of the user's own gives way to the order of the data."""
+    loader = DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0))
+    assert batches(shard_for_prediction, 2, loader) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+
+
+def test_iterable_data_cannot_be_predicted_in_order() -> None:
+    """Data without numbers cannot be put in order again; the error says what can be done."""
+    with pytest.raises(UnshardableLoaderError, match="put in order") as caught:
+        shard_for_prediction(DataLoader(InParts()), 2, 0)
+    assert "gather=None" in caught.value.fix()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_drops_what_one_process_drops(world_size: int) -> None:
+    """With drop_last the ranks together see the samples that one process sees, whatever their number."""
+    parts = batches(shard_for_evaluation, world_size, DataLoader(DATA, 3, drop_last=True))
+    assert sorted(index for part in parts for batch in part for index in batch) == [0, 1, 2, 3, 4, 5]
+
+
+def test_evaluation_repeats_nothing_of_a_padded_sampler() -> None:
+    """A DistributedSampler of the user's own pads its parts; in evaluation what it adds is left out."""
+    seen = []
+    for rank in range(3):
+        loader = DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 3, rank, shuffle=False))
+        seen += [index for batch in shard_for_evaluation(loader, 3, rank) for index in batch.tolist()]
+    assert sorted(seen) == DATA
+
+
+def test_everything_that_a_loader_has_is_kept() -> None:
+    """Collate function, worker_init_fn, generator and the rest are the user's own."""
+    generator = torch.Generator()
+    options: dict[str, Any] = {
+        "collate_fn": list,
+        "worker_init_fn": print,
+        "timeout": 3,
+        "prefetch_factor": 5,
+    }
+    loader = DataLoader(DATA, 2, shuffle=True, generator=generator, num_workers=2, **options)
+    shard = shard_for_training(loader, 2, 0)
+    assert shard.generator is generator
+    assert {name: getattr(shard, name) for name in options} == options
+    assert shard.num_workers == 2

@@ -38,7 +38,7 @@ def test_not_split_if_not_wanted(tmp_path: Path) -> None:
     train = on_two_ranks(tmp_path, use_distributed_sampler=False)
     mine = [1, 2, 3]
     assert share_for(train, "train", mine, seed=0).loader is mine
-    check_loaders(train, mine)
+    check_loaders(train, "train", mine)
 
 
 def test_limit_of_predictions_is_of_the_whole(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_limit_of_predictions_is_of_the_whole(tmp_path: Path) -> None:
 def test_checked_before_anything_starts(tmp_path: Path) -> None:
     """A loader that cannot be split is refused beforehand."""
     with pytest.raises(UnshardableLoaderError):
-        check_loaders(on_two_ranks(tmp_path), [1, 2])
+        check_loaders(on_two_ranks(tmp_path), "train", [1, 2])
 
 
 def test_fraction_of_unknown_length(tmp_path: Path) -> None:

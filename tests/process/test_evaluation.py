@@ -1,0 +1,171 @@
+"""Evaluation and prediction are one process's on any number of ranks: each sample once, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from rankwise.data import shard_info
+from rankwise.errors import WorkerRaisedError
+from rankwise.trainer import Trainer
+from tests.process.training_tasks import Regression, dataset, quiet_trainer
+
+SAMPLES = 1003
+pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
+
+
+class Measured(Regression):
+    """Logs numbers, and metric objects of every way in which states are reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+        self.spread = torchmetrics.PearsonCorrCoef()
+        self.biggest = torchmetrics.MaxMetric()
+        self.median = torchmetrics.SpearmanCorrCoef()
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().test_step(batch, batch_idx)
+        predicted = self(batch[0]).squeeze(-1)
+        objects = {"error": self.error, "spread": self.spread, "median": self.median}
+        for metric in objects.values():
+            metric.update(predicted, batch[1].squeeze(-1))
+        self.biggest.update(predicted)
+        self.log_dict({**objects, "biggest": self.biggest})
+
+
+def trainer_on(world_size: int, **options: Any) -> Trainer:
+    """Return a trainer on that many forked ranks, or in this process."""
+    return quiet_trainer("ddp_fork" if world_size > 1 else "single_device", world_size, **options)
+
+
+def loaders() -> dict[str, DataLoader[Any]]:
+    """Return a loader for each way to give samples."""
+    data = dataset(SAMPLES)
+    own = BatchSampler(SequentialSampler(data), 50, drop_last=False)
+    return {
+        "plain": DataLoader(data, batch_size=32),
+        "shuffled": DataLoader(data, batch_size=7, shuffle=True),
+        "dropping": DataLoader(data, batch_size=100, drop_last=True),
+        "batch sampler": DataLoader(data, batch_sampler=own),
+        "subset": DataLoader(data, batch_size=10, sampler=RandomSampler(data, num_samples=SAMPLES)),
+    }
+
+
+def evaluated(world_size: int, kind: str) -> dict[str, float]:
+    """Return the metrics of a test."""
+    return trainer_on(world_size).test(Measured(), loaders()[kind])[0]
+
+
+@pytest.mark.parametrize("kind", loaders())
+def test_each_sample_counts_once(kind: str) -> None:
+    """1,003 samples on one to four ranks give the same metrics to 1e-9, metric objects included."""
+    expected = evaluated(1, kind)
+    assert expected["samples"] == (1000 if kind == "dropping" else SAMPLES)
+    for world_size in (2, 3, 4) if kind == "plain" else (3,):
+        found = evaluated(world_size, kind)
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            exactness = (
+                1e-9 if "_" in name or name == "samples" else 1e-5
+            )  # metric objects have float32 states
+            assert found[name] == pytest.approx(value, abs=exactness), name
+
+
+def test_predictions_in_order() -> None:
+    """1,003 samples on one to four ranks give the same predictions in the same order."""
+    expected = trainer_on(1).predict(Regression(), loaders()["plain"])
+    for world_size in (2, 3, 4):
+        found = trainer_on(world_size).predict(Regression(), loaders()["plain"])
+        assert len(found) == len(expected)
+        torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=0, atol=1e-12)
+
+
+def test_who_gets_predictions() -> None:
+    """All ranks get them, rank zero alone, or each rank its own."""
+    lengths = {}
+    for gather in ("all", "rank_zero", None):
+        trainer: Any = trainer_on(2)
+        trainer.predict(Regression(), DataLoader(dataset(10), batch_size=2), gather=gather)
+        lengths[gather] = [len(trainer.strategy.results[rank][0]) for rank in range(2)]
+    assert lengths == {"all": [5, 5], "rank_zero": [5, 0], None: [3, 2]}
+
+
+def test_ranks_without_samples() -> None:
+    """Ranks that have no sample at all change nothing, metric objects included."""
+    few = DataLoader(dataset(2), batch_size=1)
+    expected, found = trainer_on(1).test(Measured(), few)[0], trainer_on(3).test(Measured(), few)[0]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+class Numbers(IterableDataset[Any]):
+    """Iterable data that splits itself, with workers too."""
+
+    shards_itself = True
+
+    def __init__(self) -> None:
+        self.data = dataset(20)
+
+    def __iter__(self) -> Iterator[Any]:
+        place = shard_info()
+        return (self.data[index] for index in range(place.shard_index, 20, place.num_shards))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_iterable_data_are_evaluated_once(num_workers: int) -> None:
+    """Iterable data that can be split are: each sample comes once, also through workers."""
+    expected = trainer_on(1).test(Regression(), DataLoader(dataset(20), batch_size=20))[0]
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=num_workers)
+    assert trainer_on(2).test(Regression(), loader)[0] == pytest.approx(expected, abs=1e-12)
+
+
+class Odd(Regression):
+    """Logs a metric object on rank zero only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.error.update(self(batch[0]), batch[1])
+        if self.global_rank == 0:
+            self.log("error", self.error)
+
+
+def test_metric_objects_on_some_ranks() -> None:
+    """A metric object that only some ranks log is an error on all, not a deadlock."""
+    with pytest.raises(WorkerRaisedError, match="not all logged \\['error'\\]"):
+        trainer_on(2).test(Odd(), loaders()["plain"])
+
+
+class Shadowed(Regression):
+    """Updates a metric object in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        predicted = self(batch[0])
+        self.error.update(predicted.detach(), batch[1])
+        self.log("error", self.error)
+        return nn.functional.mse_loss(predicted, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_metric_objects_see_no_shadow_step() -> None:
+    """What a metric object takes in a shadow step is put back."""
+    data, module = dataset(7), Regression()
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(module(data.tensors[0]), data.tensors[1])
+    trainer = trainer_on(3, max_epochs=1, uneven_inputs="join")
+    trainer.fit(Shadowed(), DataLoader(data, batch_size=1))
+    assert trainer.callback_metrics["error"].item() == pytest.approx(expected.item(), abs=1e-6)
