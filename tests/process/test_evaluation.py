@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from rankwise.data import shard_info
 from rankwise.errors import WorkerRaisedError
@@ -54,7 +54,6 @@ def loaders() -> dict[str, DataLoader[Any]]:
         "shuffled": DataLoader(data, batch_size=7, shuffle=True),
         "dropping": DataLoader(data, batch_size=100, drop_last=True),
         "batch sampler": DataLoader(data, batch_sampler=own),
-        "subset": DataLoader(data, batch_size=10, sampler=RandomSampler(data, num_samples=SAMPLES)),
     }
 
 
