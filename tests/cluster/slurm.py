@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,17 +16,10 @@ from tests.cluster.hosts import TwoHosts, wait_until
 from tests.helpers import processes
 
 PROGRAMS = (
-    "slurmctld",
-    "slurmd",
-    "munged",
-    "mungekey",
-    "srun",
-    "sbatch",
-    "salloc",
-    "scontrol",
-    "sinfo",
-    "squeue",
+    *("slurmctld", "slurmd", "munged", "mungekey"),
+    *("srun", "sbatch", "salloc", "scancel", "scontrol", "sinfo"),
 )
+_LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "RESIZING"}
 _PATH = os.pathsep.join(["/usr/sbin", "/usr/bin", "/sbin", "/bin"])
 
 _CONFIGURATION = """
@@ -93,6 +87,19 @@ class SlurmCluster:
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(words)}: {done.stdout}{done.stderr}")
         return done.stdout
+
+    def job_states(self, job: str) -> set[str]:
+        """Return the states of a job, or of all jobs of an array."""
+        return set(re.findall(r"\bJobState=(\w+)", self.ask("scontrol", "--oneliner", "show", "job", job)))
+
+    def wait_for_job(self, job: str, timeout_s: float) -> set[str]:
+        """Wait until a job has ended (`sbatch --wait` looks too rarely); cancel it where it does not."""
+        try:
+            wait_until(lambda: not self.job_states(job) & _LIVING, f"job {job} has ended", timeout_s)
+        except RuntimeError:
+            self.ask("scancel", job)
+            raise
+        return self.job_states(job)
 
     def start(self) -> None:
         """Start the daemons, and wait until both nodes are idle."""

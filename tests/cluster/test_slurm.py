@@ -34,13 +34,15 @@ class User:
         command = self._cluster.command(*words)
         return self._runner.command(command, env=variables, cwd=REPOSITORY, timeout=110)
 
-    def submit(
-        self, script: Path, *options: str, arguments: Sequence[str] = BRIEF
-    ) -> tuple[ScriptResult, list[str]]:
-        """Submit a job script, and wait; return also what each job of it has printed."""
+    def submit(self, script: Path, *options: str, arguments: Sequence[str] = BRIEF) -> list[str]:
+        """Submit a job script, wait until its jobs have ended well, and return what each has printed."""
         output = f"--output={self.folder}/%x-%A-%a.out"
-        result = self.run("sbatch", "--wait", output, *options, str(script), *arguments)
-        return result, [path.read_text() for path in sorted(self.folder.glob("*.out"))]
+        submitted = self.run("sbatch", "--parsable", output, *options, str(script), *arguments)
+        assert submitted.returncode == 0, submitted
+        states = self._cluster.wait_for_job(submitted.stdout.strip(), timeout_s=110)
+        outputs = [path.read_text() for path in sorted(self.folder.glob("*.out"))]
+        assert states == {"COMPLETED"}, (states, outputs)
+        return outputs
 
 
 @pytest.fixture
@@ -50,9 +52,8 @@ def user(slurm: SlurmCluster, run_script: ScriptRunner) -> User:
 
 def test_batch_jobs_in_an_array(user: User) -> None:
     """Two jobs of an array share both nodes at the same time, and each trains on its own two ranks."""
-    result, outputs = user.submit(SCRIPTS / "digits.sh", "--array=0-1")
-    assert result.returncode == 0, (result, outputs)
-    assert len(outputs) == 2, result
+    outputs = user.submit(SCRIPTS / "digits.sh", "--array=0-1")
+    assert len(outputs) == 2
     for output in outputs:
         check_doctor(output, "slurm", world_size=2)
         check_digits(output, node_ranks=[0, 1], hosts=user.names)
@@ -67,8 +68,7 @@ def test_unequal_tasks(user: User) -> None:
 
 def test_a_batch_script_without_srun(user: User) -> None:
     """One task with a notebook's job name and devices=2 is two local processes, which see all of the data."""
-    result, [output] = user.submit(SCRIPTS / "one_node.sh", "--job-name=ood-jupyter")
-    assert result.returncode == 0, (result, output)
+    [output] = user.submit(SCRIPTS / "one_node.sh", "--job-name=ood-jupyter")
     check_digits(output, node_ranks=[0, 0], hosts=user.names)
 
 
@@ -76,8 +76,7 @@ def test_a_batch_script_of_two_tasks_without_srun(user: User) -> None:
     """The batch step of a job with two tasks is one process: it is local, and the doctor says to use srun."""
     script = user.folder / "job.sh"
     script.write_text("#!/bin/bash\nexec python -m rankwise doctor --no-start-methods\n")
-    result, [output] = user.submit(script, "--ntasks=2", "--nodes=2", arguments=())
-    assert result.returncode == 0, (result, output)
+    [output] = user.submit(script, "--ntasks=2", "--nodes=2", arguments=())
     check_doctor(output, "local", world_size=2)
     assert "put srun before the command" in output, output
 
