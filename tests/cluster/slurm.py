@@ -22,13 +22,14 @@ PROGRAMS = (
 _LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "RESIZING"}
 _PATH = os.pathsep.join(["/usr/sbin", "/usr/bin", "/sbin", "/bin"])
 
+# cred_expire is also how long a requeued job waits before it starts again.
 _CONFIGURATION = """
 ClusterName=two
 SlurmctldHost={main}({main_address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=10
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -48,7 +49,7 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
 MinJobAge=300
-KillWait=2
+KillWait=20
 SlurmdParameters=config_overrides
 {nodes}
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP

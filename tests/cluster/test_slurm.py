@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import need
 from tests.cluster.digits import BRIEF, DIGITS, EXAMPLES, REPOSITORY, VARIABLES, check_digits, check_doctor
+from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 
 pytestmark = pytest.mark.cluster
 
 SCRIPTS = EXAMPLES / "slurm"
+REQUEUED_EPOCHS = 6
 DOCTOR = ("python", "-m", "rankwise", "doctor")
 
 
@@ -23,36 +25,52 @@ class User:
     """Somebody who is logged in on the first node, in the repository's folder."""
 
     def __init__(self, cluster: SlurmCluster, runner: ScriptRunner) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._runner = runner
         self.folder = runner.folder
         self.names = cluster.hosts.names
 
     def run(self, *words: str) -> ScriptResult:
         """Give a command."""
-        variables = {**VARIABLES, **self._cluster.variables}
-        command = self._cluster.command(*words)
+        variables = {**VARIABLES, **self.cluster.variables}
+        command = self.cluster.command(*words)
         return self._runner.command(command, env=variables, cwd=REPOSITORY, timeout=110)
 
-    def submit(self, script: Path, *options: str, arguments: Sequence[str] = BRIEF) -> list[str]:
-        """Submit a job script, wait until its jobs have ended well, and return what each has printed."""
+    def submit(self, script: Path, *options: str, arguments: Sequence[str] = BRIEF) -> str:
+        """Submit a job script, and return the job's id."""
         output = f"--output={self.folder}/%x-%A-%a.out"
         submitted = self.run("sbatch", "--parsable", output, *options, str(script), *arguments)
         assert submitted.returncode == 0, submitted
-        states = self._cluster.wait_for_job(submitted.stdout.strip(), timeout_s=110)
-        outputs = [path.read_text() for path in sorted(self.folder.glob("*.out"))]
+        return submitted.stdout.strip()
+
+    def wait_for_output(self, job: str, text: str) -> None:
+        """Wait until a job has printed something."""
+        wait_until(
+            lambda: any(text in output for output in self.outputs(job)), f"job {job} has printed {text!r}", 90
+        )
+
+    def outputs(self, job: str) -> list[str]:
+        """Return what a job, or each of an array, has printed so far."""
+        paths = sorted(self.folder.glob(f"*-{job}-*.out"))
+        return [path.read_text(errors="replace") for path in paths]  # it may be in the middle of a character
+
+    def finish(self, job: str) -> list[str]:
+        """Wait until a job has ended well, or all jobs of an array, and return what each has printed."""
+        states = self.cluster.wait_for_job(job, timeout_s=110)
+        outputs = self.outputs(job)
         assert states == {"COMPLETED"}, (states, outputs)
         return outputs
 
 
 @pytest.fixture
-def user(slurm: SlurmCluster, run_script: ScriptRunner) -> User:
-    return User(slurm, run_script)
+def user(slurm: SlurmCluster, run_script: ScriptRunner) -> Iterator[User]:
+    yield User(slurm, run_script)
+    slurm.ask("scancel", "--user=root")  # what a failed test has left
 
 
 def test_batch_jobs_in_an_array(user: User) -> None:
     """Two jobs of an array share both nodes at the same time, and each trains on its own two ranks."""
-    outputs = user.submit(SCRIPTS / "digits.sh", "--array=0-1")
+    outputs = user.finish(user.submit(SCRIPTS / "digits.sh", "--array=0-1"))
     assert len(outputs) == 2
     for output in outputs:
         check_doctor(output, "slurm", world_size=2)
@@ -68,7 +86,7 @@ def test_unequal_tasks(user: User) -> None:
 
 def test_a_batch_script_without_srun(user: User) -> None:
     """One task with a notebook's job name and devices=2 is two local processes, which see all of the data."""
-    [output] = user.submit(SCRIPTS / "one_node.sh", "--job-name=ood-jupyter")
+    [output] = user.finish(user.submit(SCRIPTS / "one_node.sh", "--job-name=ood-jupyter"))
     check_digits(output, node_ranks=[0, 0], hosts=user.names)
 
 
@@ -76,7 +94,7 @@ def test_a_batch_script_of_two_tasks_without_srun(user: User) -> None:
     """The batch step of a job with two tasks is one process: it is local, and the doctor says to use srun."""
     script = user.folder / "job.sh"
     script.write_text("#!/bin/bash\nexec python -m rankwise doctor --no-start-methods\n")
-    [output] = user.submit(script, "--ntasks=2", "--nodes=2", arguments=())
+    [output] = user.finish(user.submit(script, "--ntasks=2", "--nodes=2", arguments=()))
     check_doctor(output, "local", world_size=2)
     assert "put srun before the command" in output, output
 
@@ -119,3 +137,29 @@ def test_submitit(user: User) -> None:
     result = user.run("python", str(program), str(user.folder / "jobs"), *BRIEF)
     assert result.returncode == 0, result
     check_digits(result.stdout, node_ranks=[0, 1], hosts=user.names)
+
+
+@pytest.mark.parametrize(
+    "cut_short",
+    [("scancel", "--signal=USR1"), pytest.param(("scontrol", "requeue"), marks=pytest.mark.soak)],
+    ids=["signal", "scontrol"],
+)
+def test_requeueing(cut_short: Sequence[str], user: User) -> None:
+    """A job that is cut short in mid-epoch goes on, and ends with another one's weights, bit for bit."""
+    epochs = ("--max-epochs", str(REQUEUED_EPOCHS))
+    script = SCRIPTS / "requeue.sh"
+    job = user.submit(script, arguments=(str(user.folder / "cut"), *epochs))
+    user.wait_for_output(job, "epoch 1\n")
+    user.cluster.ask(*cut_short, job)
+    # The other one trains while the first waits to be started again.
+    whole = user.submit(script, arguments=(str(user.folder / "whole"), *epochs))
+    [uncut], [cut] = user.finish(whole), user.finish(job)
+    begun = [int(step) for step in re.findall(r"training from step (\d+)", cut)]
+    assert len(begun) == 2, cut
+    assert begun[0] == 0 < begun[1] < REQUEUED_EPOCHS * 57, cut
+    assert last_line(cut) == last_line(uncut), (cut, uncut)
+    assert last_line(cut).startswith(f"{REQUEUED_EPOCHS * 57} steps, weights "), cut
+
+
+def last_line(text: str) -> str:
+    return [line for line in text.splitlines() if "weights" in line][-1]
