@@ -23,6 +23,7 @@ from rankwise.ranks import RankInfo, set_rank_zero_only
 from rankwise.strategies._arguments import check_instance
 from rankwise.strategies._around_module import AroundModule
 from rankwise.strategies._binding import check_environment, check_world, find_environment
+from rankwise.strategies._compiled import uncompiled
 from rankwise.strategies._devices import check_devices, check_num_nodes, device_type, local_devices
 from rankwise.strategies._gradient_sync import Gradients
 from rankwise.strategies._job import RankEntry
@@ -312,7 +313,7 @@ class Strategy(AroundModule, Gradients):
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:
         """Return the user's module from what `setup_module` returned."""
-        return module
+        return uncompiled(module)
 
     def call_method(self, wrapped: nn.Module, method: str, *args: Any) -> Any:
         """Run a method of the user's module through the wrapper, as its forward pass."""

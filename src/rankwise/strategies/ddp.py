@@ -37,6 +37,7 @@ from rankwise.strategies._arguments import (
     check_timeout,
     from_parallel_devices,
 )
+from rankwise.strategies._compiled import compile_within, uncompiled
 from rankwise.strategies._same_gradients import averages_everywhere
 from rankwise.strategies._scopes import threads_shared_by
 from rankwise.strategies._sync_batchnorm import SyncedBatchNorms
@@ -272,14 +273,19 @@ class DDPStrategy(Strategy):
     # ------------------------------------------------------------------ the model
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Move a module to this rank's device and wrap it; one with nothing to train is not wrapped."""
+        """Move a module to this rank's device and wrap it; one with nothing to train is not wrapped.
+
+        A module that `torch.compile` returned is compiled within the wrapper, until the job ends.
+        """
+        given, module = module, uncompiled(module)
+        is_compiled = given is not module
         check_parameters(module)
         if self.sync_batchnorm and self.world_size > 1:
             self._synced_batchnorms.convert(module, self.data_parallel_group)
         module = super().setup_module(module)
         if not trained_parameters(module):
-            self._plain_modules.add(module)
-            return module
+            self._plain_modules.update((given, module))
+            return given if is_compiled else module
         if not dist.is_initialized():
             raise self._not_yet("setup_module()", "a process group")
         with self._wrapping_stream():
@@ -294,6 +300,8 @@ class DDPStrategy(Strategy):
         self.gradients.attach(wrapped, self.local_world_size)
         if self.gradients_may_differ(wrapped):
             self.precision.agree = partial(self.reduce_boolean_decision, all=False)
+        if is_compiled:
+            self._job.callback(compile_within(module, given))
         return wrapped
 
     def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
@@ -328,7 +336,7 @@ class DDPStrategy(Strategy):
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:
         """Return the user's module from its wrapper."""
-        return module.module if isinstance(module, DistributedDataParallel) else module
+        return module.module if isinstance(module, DistributedDataParallel) else uncompiled(module)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes average nothing, for accumulating gradients.

@@ -48,7 +48,8 @@ class TrainingModule(ModuleHooks, ManualModule, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel, and be copied, without the trainer."""
-        return {**self.__dict__, "_trainer": None}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
+        return {**state, "_trainer": None}
 
     # ------------------------------------------------------------------ to define
 

@@ -305,7 +305,14 @@ class Trainer(TrainerFacts):
     ) -> Any:
         """Check all that can be checked here, run the stage on every rank, take its state over."""
         if not isinstance(model, TrainingModule):
-            raise InvalidTypeError(argument="model", value=model, expected="an instance of TrainingModule")
+            raise InvalidTypeError(
+                argument="model",
+                value=model,
+                expected="an instance of TrainingModule",
+                remedy="for torch.compile(model): model.compile(), and fit(model)"
+                if type(model).__name__ == "OptimizedModule"
+                else "",
+            )
         check_module(model, stage, loaders)
         if stage == "fit":
             check_manual(self, model)

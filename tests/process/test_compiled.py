@@ -1,0 +1,128 @@
+"""Compiled modules: wrapped and trained as plain ones are, in the right order."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # before the forks, which take it along
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankwise import SingleDeviceStrategy, Strategy
+from rankwise.errors import InvalidTypeError
+from tests.process.helpers import ddp
+from tests.process.training_tasks import FEATURES, Regression, loader, quiet_trainer
+
+HAS_COMPILER = any(shutil.which(name) for name in ("cc", "gcc", "g++", "clang"))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def train(strategy: Strategy, backend: str | None, world: int) -> dict[str, Any]:
+    """Take 3 steps on this rank's part of 8 samples, compiled or not."""
+    graphs = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    module = (
+        net() if backend is None else torch.compile(net(), backend=noting if backend == "own" else backend)
+    )
+    model = strategy.setup_module(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.arange(8 * FEATURES).reshape(8, FEATURES).float().sin()[strategy.global_rank :: world]
+    for step in range(3):
+        optimizer.zero_grad()
+        with strategy.no_backward_sync(model, enabled=step == 0):
+            strategy.backward(model(x).square().mean())
+        if step:
+            optimizer.step()
+    return {
+        "wrapper": type(model).__name__,
+        "is_ddp": isinstance(model, DistributedDataParallel),
+        "keys": list(strategy.get_module_state_dict(model)),
+        "weights": torch.cat([parameter.detach().flatten() for parameter in model.parameters()]),
+        "graphs": len(graphs),
+    }
+
+
+def compare(strategy: Strategy, backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train uncompiled, then compiled, as the same rank."""
+    return train(strategy, None, strategy.world_size), train(strategy, backend, strategy.world_size)
+
+
+def check(plain: dict[str, Any], compiled: dict[str, Any]) -> None:
+    """Compiled training gives the same weights, under names without a prefix."""
+    torch.testing.assert_close(compiled["weights"], plain["weights"], rtol=0, atol=1e-6)
+    assert compiled["keys"] == plain["keys"] == list(net().state_dict())
+
+
+def test_compiled_within_the_wrapper() -> None:
+    """A module from torch.compile is compiled within its wrapper: two ranks train as with a plain one."""
+    strategy = ddp("fork")
+    strategy.launch(compare, "own")
+    for plain, compiled in strategy.results.values():
+        check(plain, compiled)
+        assert compiled["is_ddp"]
+        assert compiled["graphs"] > 0
+    first, second = (results[1]["weights"] for results in strategy.results.values())
+    assert torch.equal(first, second)
+
+
+def test_one_device() -> None:
+    """Without a wrapper the compiled module itself is what is called."""
+    strategy = SingleDeviceStrategy(accelerator="cpu")
+    plain, compiled = strategy.launch(compare, "own")
+    check(plain, compiled)
+    assert compiled["wrapper"] == "OptimizedModule"
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not HAS_COMPILER, reason="torch's default compiler back end needs a C++ compiler")
+def test_the_default_back_end() -> None:
+    """The same with torch's own code generator."""
+    strategy = ddp("fork")
+    strategy.launch(compare, "inductor")
+    for plain, compiled in strategy.results.values():
+        check(plain, compiled)
+
+
+class Compiled(Regression):
+    """Its forward is compiled in place, on each rank; counts the graphs."""
+
+    graphs: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graphs", torch.zeros((), dtype=torch.long))
+
+    def setup(self, stage: str) -> None:
+        def noting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            self.graphs.add_(1)
+            return graph.forward
+
+        self.compile(backend=noting)
+
+
+def test_a_training_module_compiled_in_place() -> None:
+    """`self.compile()` compiles what training_step calls as `self(x)`, within the wrapper."""
+    expected, module = Regression(), Compiled()
+    quiet_trainer("ddp_fork", 2, max_epochs=1).fit(expected, loader(24, 4))
+    quiet_trainer("ddp_fork", 2, max_epochs=1).fit(module, loader(24, 4))
+    assert int(module.graphs) > 0
+    for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_compiled_training_module_is_refused() -> None:
+    """`torch.compile(model)` hides the steps of a TrainingModule: the error says what to do instead."""
+    compiled: Any = torch.compile(Regression(), backend="eager")
+    with pytest.raises(InvalidTypeError, match=r"model\.compile\(\), and fit\(model\)"):
+        quiet_trainer("ddp_fork", 2).fit(compiled, loader(8, 4))
