@@ -24,6 +24,10 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
+def made(backend: Any) -> Any:
+    return net() if backend is None else torch.compile(net(), backend=backend)
+
+
 def train(strategy: Strategy, backend: str | None, world: int) -> dict[str, Any]:
     """Take 3 steps on this rank's part of 8 samples, compiled or not."""
     graphs = []
@@ -32,10 +36,7 @@ def train(strategy: Strategy, backend: str | None, world: int) -> dict[str, Any]
         graphs.append(graph)
         return graph.forward
 
-    module = (
-        net() if backend is None else torch.compile(net(), backend=noting if backend == "own" else backend)
-    )
-    model = strategy.setup_module(module)
+    model = strategy.setup_module(made(noting if backend == "own" else backend))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.arange(8 * FEATURES).reshape(8, FEATURES).float().sin()[strategy.global_rank :: world]
     for step in range(3):
@@ -85,6 +86,7 @@ def test_one_device() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's compiler itself
 @pytest.mark.skipif(not HAS_COMPILER, reason="torch's default compiler back end needs a C++ compiler")
 def test_the_default_back_end() -> None:
     """The same with torch's own code generator."""

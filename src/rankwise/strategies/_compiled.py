@@ -1,4 +1,4 @@
-"""`torch.compile` and wrapping: a module that was compiled is wrapped as it is, and compiled within the wrapper."""
+"""`torch.compile` and wrapping: a compiled module is wrapped plain, and compiled within the wrapper."""
 
 from __future__ import annotations
 
