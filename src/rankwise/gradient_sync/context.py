@@ -82,6 +82,8 @@ def synchronised(
         check_finished(module)
         if is_final_microbatch and weights is not None:
             check_reduced(weights)
+            if weights.divides_later:
+                weights.divide(trained_parameters(module), weights.averaged)
     elif is_final_microbatch:
         _reduce_now(module, optimizers, mode, group, weights)
     if is_final_microbatch and weights is not None:

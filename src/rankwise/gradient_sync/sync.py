@@ -119,6 +119,7 @@ class GradientSync:
         if wrapped.find_unused_parameters and self.mode is not GradientSyncMode.FORCED_SYNC:
             self._watches[id(wrapped)] = UnusedWatch(wrapped)
         if self.weights is not None and self.mode is not GradientSyncMode.FORCED_SYNC:
+            self.weights.divides_later |= wrapped.find_unused_parameters
             hook: Any = CommHook.checked(WeightedReduction(self.weights, group, self._wire_dtype()))
             hook.attach(wrapped, HookPlace(group, local_world_size))
         elif self.hook is not None:

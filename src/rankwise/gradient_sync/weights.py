@@ -28,7 +28,13 @@ class WeightBook:
 
     def __init__(self) -> None:
         self.is_final = True
+        self.divides_later = False  # DDP leaves a gradient as it is whose parameter no rank has used just now
         self._open()
+
+    @property
+    def divides_now(self) -> bool:
+        """Whether the reduction that runs is to divide by the window's weights."""
+        return self.is_final and not self.divides_later
 
     def _open(self) -> None:
         self.pending = 0.0  # not averaged yet
@@ -84,7 +90,7 @@ class WeightedReduction:
         self._book = book
         self._group = group
         self._wire_dtype = wire_dtype
-        self._divisor: Any = None
+        self._factor: Any = 1.0
         self._first: Any = None
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -98,28 +104,30 @@ class WeightedReduction:
         sent = buffer.new_empty(length + 1, dtype=buffer.dtype if buffer.dtype in _EXACT else torch.float32)
         sent[:length] = buffer
         sent[length] = book.take()
-        is_final, before = book.is_final, book.averaged
+        divides, before = book.divides_now, book.averaged
         share = 1 / dist.get_world_size(self._group)
 
         def finish(reduced: torch.futures.Future[Any]) -> Tensor:
-            mean = reduced.value()[0][length].mul(share).add(before)
-            if not is_final:
-                book.averaged = mean
-            # A window without any weight has nothing but zeros to divide.
-            self._divisor = torch.where(mean == 0, 1, mean) if is_final else torch.ones_like(mean)
-            return buffer.copy_(sent[:length].mul_(share).div_(self._divisor))
+            mean = sent[length] * share + before
+            if divides:  # a window without any weight has nothing but zeros to divide
+                self._factor = share / torch.where(mean == 0, 1, mean)
+            else:
+                self._factor, book.averaged = share, mean
+            if sent.dtype is buffer.dtype:
+                return torch.mul(sent[:length], self._factor, out=buffer)
+            return buffer.copy_(sent[:length].mul_(self._factor))
 
         self._first = first = self._sum(sent, finish)
         return first
 
     def _reduce(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        share, first = 1 / dist.get_world_size(self._group), self._first
-        sent = buffer if self._wire_dtype is None else buffer.to(self._wire_dtype)
+        first, dtype = self._first, self._wire_dtype
+        is_sent_as_it_is = dtype is None or dtype is buffer.dtype
+        sent = buffer if is_sent_as_it_is else buffer.to(dtype)
 
         def finish(reduced: torch.futures.Future[Any]) -> Tensor:
-            averaged = buffer.copy_(reduced.value()[0]).mul_(share)
             first.wait()  # reduced first, so it is on its way; on CUDA this orders the streams
-            return averaged.div_(self._divisor)
+            return (buffer if is_sent_as_it_is else buffer.copy_(sent)).mul_(self._factor)
 
         return self._sum(sent, finish)
 

@@ -82,6 +82,13 @@ def test_ranks_equal_one_process_again_and_again(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+def test_a_parameter_that_only_an_early_microbatch_uses(mode: str) -> None:
+    """Its gradient is left alone by DDP's last reduction, and yet weighted like the others."""
+    check(Case(1, 2, 1, 2, kind="branching", weighting="logged", sync_mode=mode))
+    check(Case(2, 8, 1, 3, kind="branching", weighting="logged", sync_mode=mode))
+
+
 def test_without_weights_they_differ() -> None:
     """The property is not empty: unweighted, ranks with batches of other sizes train another model."""
     case = Case(2, 11, 4, 2, weighting="samples", uneven_inputs="join")

@@ -1,0 +1,150 @@
+"""Print what ways to average gradients cost, beside each other in one run, on 2 and on 4 ranks.
+
+Forced sync against a loop that all-reduces each gradient by itself, as Composer's does, on a model with 200
+small parameters. Weights that travel in DDP's own all-reduce (`gradient_weighting="logged"`) against plain
+DDP, and against a second all-reduce for the weight, on a model with 5 million parameters and on a small one.
+The arms take turns within each round; the figure of a round is a mean over its steps, and the rounds' median
+is printed, with the ratio of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rankwise import DDPStrategy
+from rankwise.gradient_sync import GradientSync, gradient_sync_context
+
+Arm = Callable[[], None]
+Times = dict[str, float]
+
+
+def timed(arms: dict[str, Arm], *, rounds: int, steps: int) -> Times:
+    """Return each arm's median time for a step, in seconds; all ranks begin each arm together."""
+    rounds_by_arm: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(rounds + 1):
+        for name, arm in arms.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            for _ in range(steps):
+                arm()
+            if number:  # the first round warms up
+                rounds_by_arm[name].append((time.perf_counter() - begun) / steps)
+    return {name: statistics.median(times) for name, times in rounds_by_arm.items()}
+
+
+# ------------------------------------------------------------------------------------- forced sync
+
+
+def reduce_each(model: nn.Module) -> None:
+    """Average each gradient by itself."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def forced_sync(strategy: DDPStrategy, rounds: int) -> Times:
+    """Time the averaging of gradients that are there already."""
+    models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(100))) for _ in range(2)]
+    for model in models:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    def ours() -> None:
+        with gradient_sync_context(models[0], mode="forced_sync"):
+            pass
+
+    arms: dict[str, Arm] = {"a loop over parameters": lambda: reduce_each(models[1]), "forced_sync": ours}
+    return timed(arms, rounds=rounds, steps=20)
+
+
+# ------------------------------------------------------------------------------------- weights
+
+
+def large() -> nn.Module:
+    """Return a model of 5 million parameters."""
+    return nn.Sequential(
+        nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 1900), nn.ReLU(), nn.Linear(1900, 16)
+    )
+
+
+def small() -> nn.Module:
+    """Return a model of some thousand parameters."""
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def stepper(strategy: DDPStrategy, model: nn.Module, weighting: str | None, extra: bool = False) -> Arm:
+    """Return a whole training step: forward, backward, optimizer."""
+    strategy.gradients = sync = GradientSync(gradient_weighting=weighting)
+    wrapped = strategy.setup_module(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
+    samples = torch.randn(32, model[0].in_features)  # type: ignore[index]  # a Sequential
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with sync.context(wrapped, [optimizer], True, strategy.no_backward_sync):
+            loss: Tensor = wrapped(samples).square().mean()
+            if extra:
+                total = torch.tensor([32.0])
+                dist.all_reduce(total)
+                loss = loss * (32 * dist.get_world_size() / total[0])
+            (sync.weighted(loss, 32) if weighting else loss).backward()
+        optimizer.step()
+
+    return step
+
+
+def weights(strategy: DDPStrategy, rounds: int, kind: Callable[[], nn.Module], steps: int) -> Times:
+    """Time whole steps."""
+    arms = {
+        "plain DDP": stepper(strategy, kind(), None),
+        'gradient_weighting="logged"': stepper(strategy, kind(), "logged"),
+        "a second all-reduce": stepper(strategy, kind(), None, extra=True),
+    }
+    return timed(arms, rounds=rounds, steps=steps)
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+def run(strategy: DDPStrategy, rounds: int) -> dict[str, Times]:
+    """Measure everything on this rank."""
+    return {
+        "averaging 200 small gradients": forced_sync(strategy, rounds),
+        "a step of a small model": weights(strategy, rounds, small, steps=20),
+        "a step of a model with 5 M parameters": weights(strategy, rounds, large, steps=3),
+    }
+
+
+def shown(results: dict[str, Times]) -> None:
+    """Print the arms of each comparison, the first of which is the measure."""
+    for title, times in results.items():
+        print(f"  {title}")
+        measure = next(iter(times.values()))
+        for name, seconds in times.items():
+            print(f"    {name:30} {seconds * 1e3:9.3f} ms  {seconds / measure:6.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    options = parser.parse_args()
+    for ranks in options.ranks:
+        strategy: Any = DDPStrategy(start_method="fork", accelerator="cpu", devices=ranks)
+        print(f"{ranks} ranks, {torch.__version__}, gloo; relative to the first line of each")
+        shown(strategy.launch(run, options.rounds))
+
+
+if __name__ == "__main__":
+    main()
