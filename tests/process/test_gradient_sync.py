@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor, nn
 
 from rankwise import Trainer
 from rankwise.errors import ConfigurationError, UnusedParametersError, WorkerRaisedError
 from rankwise.strategies import DDPStrategy
+from tests.helpers.exactness import Case, Model, cases, expected_weights
+from tests.helpers.exactness import loader as case_loader
 from tests.process.helpers import ddp
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
@@ -136,6 +139,16 @@ def test_unused_parameters_are_named() -> None:
         trainer_on({}, 1).fit(Partial(), loader(64, 4))
     assert caught.value.exception_type == UnusedParametersError.__name__
     assert "unused on global_rank=0: 'spare.weight', 'spare.bias'" in str(caught.value)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@given(cases().filter(lambda case: case.world_size > 1))
+def test_ranks_equal_one_process(case: Case) -> None:
+    """Real processes on gloo, too, train the model of one process; see tests/unit/gradient_sync."""
+    strategy = ddp("fork", devices=case.world_size, **case.strategy_options)
+    trainer, module = quiet_trainer(strategy, case.world_size, **case.trainer_options), Model(case)
+    trainer.fit(module, case_loader(case))
+    torch.testing.assert_close(weights(module), expected_weights(case), rtol=0, atol=1e-6)
 
 
 def gradients_by_hook(strategy: DDPStrategy, names: list[str]) -> list[list[Tensor]]:

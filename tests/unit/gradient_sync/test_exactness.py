@@ -7,36 +7,11 @@ import warnings
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers.exactness import Case, Model, expected_weights, loader, weights
+from tests.helpers.exactness import Case, Model, cases, expected_weights, loader, weights
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Draw a training run that has at least one batch on every rank."""
-    world_size = draw(st.integers(1, 4))
-    batch_size = draw(st.integers(1, 5))
-    drop_last = draw(st.booleans())
-    least = world_size * batch_size if drop_last else world_size
-    return Case(
-        world_size,
-        draw(st.integers(least, least + 30)),
-        batch_size,
-        draw(st.integers(1, 3)),
-        kind=draw(st.sampled_from(["linear", "mlp", "branching"])),
-        optimizer=draw(st.sampled_from(["sgd", "adam", "adamw"])),
-        weighting=draw(st.sampled_from(["samples", "logged"])),
-        sync_mode=draw(st.sampled_from(["auto", "single_auto_sync", "multi_auto_sync", "forced_sync"])),
-        uneven_inputs=draw(st.sampled_from(["error", "join"])),
-        clip=draw(st.sampled_from([0.0, 0.3])),
-        clip_algorithm=draw(st.sampled_from(["norm", "value"])),
-        bucket_cap_mb=draw(st.sampled_from([25, 0.0001])),
-        drop_last=drop_last,
-    )
 
 
 def train(case: Case) -> list[Tensor]:
