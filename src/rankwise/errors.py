@@ -17,6 +17,7 @@ RankwiseError
 |-- LifecycleError (RuntimeError)           calls out of order
 |-- WorkerError (RuntimeError)              a worker failed; names the first failing rank
 |   |-- WorkerRaisedError                   ... by an exception; carries its traceback
+|   |   `-- WorkerTimedOutError             ... as it waited too long for other ranks; says where these are
 |   |-- WorkerExitedError                   ... by leaving before it had finished
 |   `-- WorkerKilledError                   ... by a signal
 |-- ProcessGroupError (RuntimeError)        the process group does not agree with the ranks
@@ -68,6 +69,7 @@ __all__ = [
     "WorkerExitedError",
     "WorkerKilledError",
     "WorkerRaisedError",
+    "WorkerTimedOutError",
     "WorldSizeMismatchError",
     "nearest",
 ]
@@ -437,6 +439,30 @@ class WorkerRaisedError(WorkerError):
 
     def fix(self) -> str:
         return f"start from the traceback of global_rank={self.global_rank} below."
+
+
+@dataclass(eq=False, repr=False)
+class WorkerTimedOutError(WorkerRaisedError):
+    """A worker waited too long for others, in a collective or while they met.
+
+    `missing` lists the global ranks that it waited for, `last_seen` what each of the others was doing.
+    """
+
+    missing: tuple[int, ...] = ()
+    last_seen: tuple[str, ...] = ()
+
+    def what(self) -> str:
+        ranks = ", ".join(str(rank) for rank in self.missing)
+        return f"waited too long for {f'global_rank={ranks}' if ranks else 'another rank'}: {super().what()}"
+
+    def seen(self) -> str:
+        return "".join([super().seen(), *(f"\n        {line}" for line in self.last_seen)])
+
+    def fix(self) -> str:
+        return (
+            "see above what the other ranks were doing, and their stacks on stderr; raise timeout (to meet: "
+            "init_timeout) if they only needed longer."
+        )
 
 
 @dataclass(eq=False, repr=False)

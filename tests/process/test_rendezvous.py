@@ -53,7 +53,12 @@ def in_a_group_of_one(strategy: Strategy, world: int) -> int:
         inner = DDPStrategy(cluster_environment=environment)
         inner.bind()
         join_process_group(
-            dist.HashStore(), inner.ranks, "gloo", torch.device("cpu"), timeout=timedelta(seconds=5)
+            dist.HashStore(),
+            inner.ranks,
+            "gloo",
+            torch.device("cpu"),
+            timeout=timedelta(seconds=5),
+            init_timeout=timedelta(seconds=5),
         )
         return dist.get_world_size()
     finally:

@@ -13,6 +13,8 @@ from typing_extensions import final
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._signals import leave_interrupts_to_the_main_process
+from rankwise.launchers._stacks import write_stacks_on_signal
+from rankwise.process_group.pulse import write_pulse_to
 from rankwise.ranks import RankInfo
 
 
@@ -26,6 +28,7 @@ class InheritedSeat:
     run_id: str
     channel: RankChannel
     value_descriptor: int
+    pulse_descriptor: int
     jobs: int = 0
 
 
@@ -38,7 +41,13 @@ def inherited_seat() -> InheritedSeat | None:
 
 
 def describe_seat(
-    ranks: RankInfo, address: tuple[str, int] | None, run_id: str, channel: int, value_descriptor: int
+    ranks: RankInfo,
+    address: tuple[str, int] | None,
+    run_id: str,
+    *,
+    channel: int,
+    value_descriptor: int,
+    pulse_descriptor: int,
 ) -> str:
     """Write a seat for the environment variable through which a re-run script finds it."""
     fields = {
@@ -47,6 +56,7 @@ def describe_seat(
         "run_id": run_id,
         "channel": channel,
         "value_descriptor": value_descriptor,
+        "pulse_descriptor": pulse_descriptor,
     }
     return json.dumps(fields)
 
@@ -61,6 +71,7 @@ def take_seat(description: str) -> None:
     address = fields["address"]
     os.set_inheritable(fields["channel"], False)
     os.set_inheritable(fields["value_descriptor"], False)
+    os.set_inheritable(fields["pulse_descriptor"], False)
     _at_fork.tie_children_to_this_process()
     leave_interrupts_to_the_main_process()
     _seat = InheritedSeat(
@@ -69,7 +80,10 @@ def take_seat(description: str) -> None:
         run_id=fields["run_id"],
         channel=RankChannel(socket.socket(fileno=fields["channel"]), on_lost=_leave),
         value_descriptor=fields["value_descriptor"],
+        pulse_descriptor=fields["pulse_descriptor"],
     )
+    write_pulse_to(_seat.pulse_descriptor)
+    write_stacks_on_signal()
     _seat.channel.send(Kind.HELLO)
 
 

@@ -9,6 +9,7 @@ from typing_extensions import final
 
 from rankwise.launchers._channel import FrameReader
 from rankwise.launchers._processes import StartedProcess
+from rankwise.process_group.pulse import PulseReader
 from rankwise.ranks import RankInfo
 
 
@@ -20,6 +21,7 @@ class Member:
     ranks: RankInfo
     sock: socket.socket
     process: StartedProcess | None
+    pulse: PulseReader
     reader: FrameReader = field(default_factory=FrameReader)
     outgoing: bytearray = field(default_factory=bytearray)
     has_started: bool = False
@@ -35,6 +37,14 @@ class Member:
             return bool(self.sock.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
+
+    def whereabouts(self) -> str:
+        """Return what the rank was last doing, and since when, in a line."""
+        name = f"global_rank={self.ranks.global_rank}"
+        pulse = self.pulse.read()
+        if not self.has_started and not pulse.at_s:
+            return f"{name} has not started yet"
+        return f"{name} was last in {pulse.where()}, {pulse.seconds_ago():.0f} s ago"
 
     def phase(self, is_in_job: bool) -> str:
         """Return, for a rank that has left, when it did."""

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 from typing_extensions import final
 
@@ -33,13 +34,25 @@ class StartedProcess(ABC):
 
     def kill(self) -> None:
         """Send SIGKILL, if the process is still the one that was started."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if the process is still the one that was started."""
         try:
             if _HAS_PIDFD:
-                signal.pidfd_send_signal(self._end_descriptor, signal.SIGKILL)
+                signal.pidfd_send_signal(self._end_descriptor, number)
             else:
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
         except ProcessLookupError:
             return
+
+    def is_stopped(self) -> bool:
+        """Whether the process is suspended (SIGSTOP, Ctrl-Z), so that it hears nothing but SIGKILL."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:  # it is gone, or this is no Linux
+            return False
+        return status.rpartition(")")[2].split()[0] in "Tt"
 
     def close(self) -> None:
         """Close the descriptor; the process must have been reaped."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -15,7 +16,13 @@ from typing import Any
 
 from typing_extensions import final
 
-from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, WorkerRaisedError
+from rankwise.errors import (
+    WorkerError,
+    WorkerExitedError,
+    WorkerKilledError,
+    WorkerRaisedError,
+    WorkerTimedOutError,
+)
 from rankwise.ranks import RankInfo
 
 # How gloo, NCCL and the sockets below them say that somebody else has gone.
@@ -28,6 +35,18 @@ _CONSEQUENCE_TEXTS = (
     "store: ",
     "socket closed",
     "rank_zero_first() failed on",
+)
+# How they say that somebody else did not come in time; a user's own timeout is of another type.
+_WAITING_TYPES = (
+    "RuntimeError",
+    "DistBackendError",
+    "DistStoreError",
+    "RendezvousTimeoutError",
+    "StopAgreementError",
+)
+_TIMEOUT = re.compile(
+    r"timed? ?out waiting|wait timeout|had no answer in|waited [\d.]+ s for|did not say when|timed out after",
+    re.IGNORECASE,
 )
 _LINE_LENGTH = 160
 
@@ -86,6 +105,11 @@ class FailureRecord:
         text = self.exception_message.lower()
         return any(sign in text for sign in _CONSEQUENCE_TEXTS)
 
+    @property
+    def is_timeout(self) -> bool:
+        """Whether this rank waited in vain for others, in a collective or at the store."""
+        return self.exception_type in _WAITING_TYPES and bool(_TIMEOUT.search(self.exception_message))
+
     def line(self) -> str:
         """Return the record in one line."""
         if not self.exception_type:
@@ -95,7 +119,12 @@ class FailureRecord:
         return f"global_rank {self.global_rank} raised {shortened}"
 
     def to_error(
-        self, started_s: float, stopped: Sequence[int], others: Sequence[FailureRecord]
+        self,
+        started_s: float,
+        stopped: Sequence[int],
+        others: Sequence[FailureRecord],
+        missing: Sequence[int] = (),
+        last_seen: Sequence[str] = (),
     ) -> WorkerError:
         """Build the exception for the caller."""
         facts: dict[str, Any] = {
@@ -109,9 +138,10 @@ class FailureRecord:
             "traceback_text": self.traceback_text,
         }
         if self.exit_status is None:
-            return WorkerRaisedError(
-                **facts, exception_type=self.exception_type, exception_message=self.exception_message
-            )
+            facts |= {"exception_type": self.exception_type, "exception_message": self.exception_message}
+            if self.is_timeout:
+                return WorkerTimedOutError(**facts, missing=tuple(missing), last_seen=tuple(last_seen))
+            return WorkerRaisedError(**facts)
         if self.exit_status < 0:
             return WorkerKilledError(**facts, signal_number=-self.exit_status)
         return WorkerExitedError(**facts, exit_code=self.exit_status, phase=self.phase)

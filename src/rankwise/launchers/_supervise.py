@@ -10,8 +10,7 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from typing_extensions import final
@@ -19,11 +18,16 @@ from typing_extensions import final
 from rankwise.errors import WorkerError
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, frame, split_id, with_id
+from rankwise.launchers._failures import Failures
 from rankwise.launchers._member import Member
 from rankwise.launchers._processes import StartedProcess
-from rankwise.launchers._records import FailureRecord, first_cause
+from rankwise.launchers._records import FailureRecord
+from rankwise.launchers._stacks import STACKS_SIGNAL, dump_stacks
+from rankwise.launchers._stalls import StallWatch
+from rankwise.launchers._timers import Timers
 from rankwise.launchers._wakeup import Wakeup
 from rankwise.process_group.private_store import StoreTable
+from rankwise.process_group.pulse import PulseReader
 from rankwise.ranks import RankInfo
 
 _CHUNK = 1 << 16
@@ -40,25 +44,29 @@ class Supervisor:
     Args:
         grace_period_s: how long a rank that was told to stop has before it is killed.
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
+        stall_warning_s: after how long in one phase a rank is reported that others wait for.
 
     A job is `begin_job`, then `wait_job`. All state is touched by the supervisor's thread alone; the public
     methods hand it their wishes.
     """
 
-    def __init__(self, grace_period_s: float, stop_signals: Iterable[int] = (signal.SIGTERM,)) -> None:
+    def __init__(
+        self,
+        grace_period_s: float,
+        stop_signals: Iterable[int] = (signal.SIGTERM,),
+        stall_warning_s: float = 60.0,
+    ) -> None:
         self._stop_signals = frozenset(stop_signals)
         self._ending = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
         self._grace_period_s = grace_period_s
         self._selector = selectors.DefaultSelector()
-        self._wakeup = Wakeup(self._ending)
+        self._wakeup = Wakeup(self._ending, STACKS_SIGNAL)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         _at_fork.close_in_child(self._selector)
         self._members: list[Member] = []
         self._table = StoreTable()
-        self._failures: list[FailureRecord] = []
-        self._stopped: list[int] = []
-        self._started_s = time.monotonic()
-        self._deadline: tuple[float, Callable[[], None]] | None = None
+        self._failures = Failures(self._members)
+        self._timers = Timers(StallWatch(self._members, stall_warning_s))
         self.was_interrupted = False
         self.ended_by: int | None = None  # a signal that ended the job at once
         self._stopped_by: int | None = None  # a signal for which training has stopped
@@ -73,14 +81,16 @@ class Supervisor:
 
     # ------------------------------------------------------------------ for the launching thread
 
-    def add(self, ranks: RankInfo, sock: socket.socket, process: StartedProcess | None) -> None:
+    def add(
+        self, ranks: RankInfo, sock: socket.socket, process: StartedProcess | None, pulse: PulseReader
+    ) -> None:
         """Take charge of a local rank: this end of its channel, and its process (None: this very one).
 
         Must be called before `start`.
         """
         sock.setblocking(False)
         _at_fork.close_in_child(sock)
-        self._members.append(Member(ranks, sock, process))
+        self._members.append(Member(ranks, sock, process, pulse))
 
     def start(self) -> None:
         """Begin to watch."""
@@ -168,12 +178,7 @@ class Supervisor:
 
     def error(self) -> WorkerError | None:
         """Return the first failure as an exception, or None."""
-        if not self._failures:
-            return None
-        cause = first_cause(self._failures)
-        others = [record for record in self._failures if record is not cause and record.exception_type]
-        others = [record for record in others if record.exception_type != "JobStopped"]
-        return cause.to_error(self._started_s, self._stopped, others)
+        return self._failures.error()
 
     def close(self) -> None:
         """End the thread and let go of everything; the processes must be gone."""
@@ -196,9 +201,15 @@ class Supervisor:
     def _mark_closed(self) -> None:
         self._is_closed = True
 
+    def _finish(self) -> None:
+        self._is_closed = True
+
     def _run(self) -> None:
         try:
-            self._serve()
+            while not self._is_closed:
+                for key, events in self._selector.select(self._timers.time_left()):
+                    self._dispatch(key, events)
+                self._timers.run()
         except BaseException as error:  # noqa: BLE001  a job without a supervisor must not go on, nor wait
             self._crash = error
             self._is_stopping = True
@@ -207,21 +218,6 @@ class Supervisor:
                     member.process.kill()
                     member.process.wait()
             self._settled.set()
-
-    def _serve(self) -> None:
-        while not self._is_closed:
-            for key, events in self._selector.select(self._time_left()):
-                self._dispatch(key, events)
-            if self._deadline is not None and time.monotonic() >= self._deadline[0]:
-                action = self._deadline[1]
-                self._deadline = None
-                action()
-
-    def _time_left(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline[0] - time.monotonic())
-
-    def _set_deadline(self, seconds: float, action: Callable[[], None]) -> None:
-        self._deadline = (time.monotonic() + seconds, action)
 
     def _dispatch(self, key: selectors.SelectorKey, events: int) -> None:
         member: Member | None = key.data
@@ -241,6 +237,8 @@ class Supervisor:
             if number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
                 self.was_interrupted = True
                 self._stop_or_kill()
+            elif number == STACKS_SIGNAL:
+                dump_stacks(self._members, "SIGUSR2 was sent to the main process")
             elif number in self._stop_signals and not self._has_asked and self._ask_to_stop(number):
                 self._has_asked = True
             elif number in self._ending:
@@ -335,12 +333,14 @@ class Supervisor:
         self._check()
 
     def _on_failure(self, record: FailureRecord) -> None:
-        self._failures.append(record)
+        self._failures.add(record)
+        if record.is_timeout and not self._is_stopping:
+            dump_stacks(self._members, "a collective timed out")
         if self._is_stopping:
             self._check()
         elif record.is_consequence:
-            if self._deadline is None:
-                self._set_deadline(_SETTLE_S, self._stop_all)
+            if not self._timers.is_set:
+                self._timers.set(_SETTLE_S, self._stop_all)
         else:
             self._stop_all()
 
@@ -351,19 +351,21 @@ class Supervisor:
         self._check()
 
     def _say_stop(self) -> None:
-        reason = self._failures[0].line() if self._failures else "the main process was told to end"
+        reason = self._failures.reason()
         for member in self._members:
             if not member.has_failed and not member.has_ended and member.jobs_done < max(1, self._job):
-                self._stopped.append(member.ranks.global_rank)
+                self._failures.stopped.append(member.ranks.global_rank)
             self._send(member, Kind.STOP, reason.encode(errors="backslashreplace"))
-        self._set_deadline(self._grace_period_s, self._kill_all)
+            if member.process is not None and member.process.is_stopped():
+                member.process.kill()  # it cannot hear the word
+        self._timers.set(self._grace_period_s, self._kill_all)
 
     def _kill_all(self) -> None:
         self._is_stopping = True
         for member in self._members:
             if member.process is not None and not member.has_ended:
                 member.process.kill()
-        self._set_deadline(self._grace_period_s, self._tell_that_main_is_busy)
+        self._timers.set(self._grace_period_s, self._tell_that_main_is_busy)
         self._check()
 
     def _tell_that_main_is_busy(self) -> None:
@@ -382,8 +384,8 @@ class Supervisor:
         elif self._job > 0 and all(member.jobs_done >= self._job for member in self._members):
             if not self._has_to_exit or self.all_ended():
                 self._settle()
-            elif self._deadline is None:
-                self._set_deadline(EXIT_TIMEOUT_S, self._kill_all)
+            elif not self._timers.is_set:
+                self._timers.set(EXIT_TIMEOUT_S, self._kill_all)
 
     def _has_left(self, member: Member) -> bool:
         if member.process is not None:
@@ -391,5 +393,5 @@ class Supervisor:
         return member.has_failed or member.jobs_done >= self._job
 
     def _settle(self) -> None:
-        self._deadline = None
+        self._timers.clear()
         self._settled.set()

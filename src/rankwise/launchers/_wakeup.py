@@ -25,10 +25,12 @@ class Wakeup:
 
     Args:
         ending: the signals that end a job, or make it stop.
+        heard: one that does neither.
     """
 
-    def __init__(self, ending: Iterable[int]) -> None:
+    def __init__(self, ending: Iterable[int], heard: int) -> None:
         self._ending = tuple(ending)
+        self._heard = heard
         self._wishes: deque[Callable[[], None]] = deque()
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
@@ -71,7 +73,7 @@ class Wakeup:
         self._next_descriptor = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._last_signal = None
         try:
-            with handled(self._ending, self._note):
+            with handled(self._ending, self._note), handled([self._heard]):
                 yield
         finally:
             signal.set_wakeup_fd(self._next_descriptor)

@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from typing_extensions import final
 
 from rankwise.launchers._seat import Entry, Seat
+from rankwise.launchers._stacks import stacks_on_signal
 from rankwise.launchers.base import Launcher
 from rankwise.ranks import RankInfo
 
@@ -42,7 +43,8 @@ class InlineLauncher(Launcher):
         """Call `entry`; a failure is the exception itself, and in torchrun's error file if there is one."""
         seat = Seat(self._ranks, address=self._address, hosts_store=self._hosts_store, job=next(_jobs))
         try:
-            return {self._ranks.global_rank: entry(seat)}
+            with stacks_on_signal():
+                return {self._ranks.global_rank: entry(seat)}
         except Exception as error:
             get_error_handler().record_exception(
                 error

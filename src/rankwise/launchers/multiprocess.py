@@ -35,8 +35,10 @@ from rankwise.launchers._signals import (
     interrupts_blocked,
     leave_interrupts_to_the_main_process,
 )
+from rankwise.launchers._stacks import write_stacks_on_signal
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
+from rankwise.process_group.pulse import PulseReader, write_pulse_to
 from rankwise.process_group.rendezvous import host_store
 from rankwise.ranks import RankInfo
 
@@ -65,6 +67,7 @@ class MultiprocessLauncher(Launcher):
         grace_period_s: how long a rank that was told to stop has before it is killed.
         init_timeout: how long the ranks may take to meet.
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
+        stall_warning_s: after how long in one phase a rank is reported that others wait for.
     """
 
     runs_in_caller = False
@@ -77,13 +80,13 @@ class MultiprocessLauncher(Launcher):
         grace_period_s: float,
         init_timeout: timedelta,
         stop_signals: Sequence[int] = (signal.SIGTERM,),
+        stall_warning_s: float = 60.0,
     ) -> None:
         self.pickles_entry = start_method != "fork"
         self._start_method = start_method
         self._seats = seats
-        self._grace_period_s = grace_period_s
         self._init_timeout = init_timeout
-        self._stop_signals = tuple(stop_signals)
+        self._watch_options = (grace_period_s, tuple(stop_signals), stall_warning_s)
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, bring back; see `Launcher.launch`."""
@@ -91,11 +94,12 @@ class MultiprocessLauncher(Launcher):
         with ExitStack() as cleanup:
             with _one_at_a_time:
                 job = self._prepare(entry, described, rendezvous, cleanup)
-            supervisor = Supervisor(self._grace_period_s, self._stop_signals)
+            supervisor = Supervisor(*self._watch_options)
             values = {ranks.global_rank: _owned_descriptor(cleanup) for ranks in self._seats}
+            pulses = {ranks.global_rank: _owned_descriptor(cleanup) for ranks in self._seats}
             with _ending_everything(supervisor):
                 with _one_at_a_time, interrupts_blocked():
-                    self._start(job, values, supervisor)
+                    self._start(job, values, pulses, supervisor)
                 supervisor.start()
                 supervisor.begin_job(until_exit=True)
                 with supervisor.hearing_signals():
@@ -128,21 +132,25 @@ class MultiprocessLauncher(Launcher):
             run_id=f"rankwise-{os.getpid()}",
         )
 
-    def _start(self, job: _Job, values: Mapping[int, int], supervisor: Supervisor) -> None:
+    def _start(
+        self, job: _Job, values: Mapping[int, int], pulses: Mapping[int, int], supervisor: Supervisor
+    ) -> None:
         context: Any = multiprocessing.get_context(self._start_method)
         if self._start_method == "forkserver":
             context.set_forkserver_preload([_PRELOAD])
         for ranks in self._seats:
+            descriptors = [_Descriptor(kind[ranks.global_rank]) for kind in (values, pulses)]
+            pulse = PulseReader(pulses[ranks.global_rank])
             ours, theirs = socket.socketpair()
             _at_fork.close_in_child(ours)
             process = context.Process(
                 target=_work,
-                args=(job, ranks, theirs, _Descriptor(values[ranks.global_rank])),
+                args=(job, ranks, theirs, *descriptors),
                 name=f"rankwise-{ranks.global_rank}",
             )
             process.start()
             theirs.close()
-            supervisor.add(ranks, ours, MultiprocessingProcess(process))
+            supervisor.add(ranks, ours, MultiprocessingProcess(process), pulse)
 
 
 @contextmanager
@@ -195,10 +203,12 @@ def _owned_descriptor(cleanup: ExitStack) -> int:
 # ---------------------------------------------------------------------------------------- in the worker
 
 
-def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: _Descriptor) -> None:
+def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: _Descriptor, pulse: _Descriptor) -> None:
     """Be one rank: the function that every started process runs."""
     leave_interrupts_to_the_main_process()
     _at_fork.tie_children_to_this_process()
+    write_pulse_to(pulse.number)
+    write_stacks_on_signal()
     channel = RankChannel(sock, on_lost=_leave_at_once)
     channel.send(Kind.HELLO)
     multiprocessing.set_start_method(job.start_method, force=True)

@@ -29,6 +29,7 @@ from rankwise.launchers._seat import Entry, Seat, torchrun_variables
 from rankwise.launchers._signals import StoppedBySignal, interrupts_blocked
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
+from rankwise.process_group.pulse import PulseReader, pulse_written_to
 from rankwise.process_group.rendezvous import forget_store, host_store
 from rankwise.ranks import RankInfo
 
@@ -47,6 +48,7 @@ class ScriptLauncher(Launcher):
         grace_period_s: how long a rank that was told to stop has before it is killed.
         init_timeout: how long the ranks may take to meet.
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
+        stall_warning_s: after how long in one phase a rank is reported that others wait for.
         command: what to run instead of this process's own command line.
     """
 
@@ -59,12 +61,12 @@ class ScriptLauncher(Launcher):
         grace_period_s: float,
         init_timeout: timedelta,
         stop_signals: Sequence[int] = (signal.SIGTERM,),
+        stall_warning_s: float = 60.0,
         command: Sequence[str] | None = None,
     ) -> None:
         self._seats = seats
-        self._grace_period_s = grace_period_s
         self._init_timeout = init_timeout
-        self._stop_signals = tuple(stop_signals)
+        self._watch_options = (grace_period_s, tuple(stop_signals), stall_warning_s)
         self._command = command
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
@@ -87,7 +89,7 @@ class ScriptLauncher(Launcher):
         if _group is None:
             command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
             _group = _ScriptGroup(
-                self._seats, rendezvous, self._grace_period_s, self._init_timeout, self._stop_signals
+                self._seats, rendezvous, self._init_timeout, Supervisor(*self._watch_options)
             )
             _group.start(command, directory)
         _check_same(len(_group.seats), len(self._seats))
@@ -138,21 +140,21 @@ class _ScriptGroup:
         self,
         seats: tuple[RankInfo, ...],
         rendezvous: str,
-        grace_period_s: float,
         init_timeout: timedelta,
-        stop_signals: Sequence[int],
+        supervisor: Supervisor,
     ) -> None:
         self.seats = seats
-        self._supervisor = Supervisor(grace_period_s, stop_signals)
+        self._supervisor = supervisor
         self._store: Store | None = None
         self.address: tuple[str, int] | None = None
         if rendezvous == "tcp":
             self._store, self.address = host_store(init_timeout)
         self._run_id = f"rankwise-{os.getpid()}"
         self._values: dict[int, int] = {}
+        self._pulses: dict[int, int] = {}
         self._jobs = 0
         ours, mine = socket.socketpair()
-        self._supervisor.add(seats[0], ours, process=None)
+        self._supervisor.add(seats[0], ours, None, self._new_pulse(seats[0]))
         self._channel = RankChannel(mine, on_lost=_nothing)
         _at_fork.close_in_child(mine)
         self._mine = mine
@@ -188,7 +190,7 @@ class _ScriptGroup:
         )
         self._supervisor.begin_job(until_exit=False)
         try:
-            with self._supervisor.hearing_signals():
+            with self._supervisor.hearing_signals(), pulse_written_to(self._pulses[ranks.global_rank]):
                 value = seat.occupy(entry, finish=lambda _: self._channel.send(Kind.DONE))
                 self._supervisor.wait_job()
             values = {ranks.global_rank: value, **self._other_values()}
@@ -207,16 +209,23 @@ class _ScriptGroup:
     def _start_one(self, ranks: RankInfo, command: list[str], directory: str) -> None:
         ours, theirs = socket.socketpair()
         values = self._values[ranks.global_rank] = create_memory_file()
-        seat = describe_seat(ranks, self.address, self._run_id, theirs.fileno(), values)
+        pulse = self._new_pulse(ranks)
+        descriptors = (theirs.fileno(), values, self._pulses[ranks.global_rank])
+        named = dict(zip(("channel", "value_descriptor", "pulse_descriptor"), descriptors, strict=True))
+        seat = describe_seat(ranks, self.address, self._run_id, **named)
         variables = torchrun_variables(ranks, self.address, self._run_id)
         popen = subprocess.Popen(
             command,
             cwd=directory,
             env={**os.environ, **variables, SEAT_VARIABLE: seat},
-            pass_fds=(theirs.fileno(), values),
+            pass_fds=descriptors,
         )
         theirs.close()
-        self._supervisor.add(ranks, ours, PopenProcess(popen))
+        self._supervisor.add(ranks, ours, PopenProcess(popen), pulse)
+
+    def _new_pulse(self, ranks: RankInfo) -> PulseReader:
+        descriptor = self._pulses[ranks.global_rank] = create_memory_file()
+        return PulseReader(descriptor)
 
     def _other_values(self) -> dict[int, Any]:
         values = {}
@@ -246,7 +255,7 @@ class _ScriptGroup:
             self._supervisor.close()
             _at_fork.forget(self._mine)
             self._channel.close()
-            for descriptor in self._values.values():
+            for descriptor in (*self._values.values(), *self._pulses.values()):
                 os.close(descriptor)
             if self.address is not None:
                 forget_store(self.address)

@@ -76,11 +76,13 @@ def init_process_group(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if dist.is_initialized():
-        join_process_group(dist.HashStore(), ranks, wanted, place, timeout=timeout)  # only compares
+        join_process_group(
+            dist.HashStore(), ranks, wanted, place, timeout=timeout, init_timeout=init_timeout
+        )  # only compares
         return ranks
     store = _store_of(environment, ranks, init_timeout)
     with gloo_on_loopback() if ranks.is_one_node else nullcontext():
-        join_process_group(store, ranks, wanted, place, timeout=timeout)
+        join_process_group(store, ranks, wanted, place, timeout=timeout, init_timeout=init_timeout)
     return ranks
 
 

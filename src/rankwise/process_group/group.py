@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from rankwise.errors import ProcessGroupError
+from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.ranks import RankInfo
 
 __all__ = ["gloo_on_loopback", "join_process_group", "process_group"]
@@ -21,7 +21,13 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @contextmanager
 def process_group(
-    store: dist.Store, ranks: RankInfo, backend: str, device: torch.device, *, timeout: timedelta
+    store: dist.Store,
+    ranks: RankInfo,
+    backend: str,
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    init_timeout: timedelta,
 ) -> Iterator[None]:
     """Have the default process group while the block runs; one that existed before is used and left.
 
@@ -31,7 +37,7 @@ def process_group(
         ProcessGroupError: when a group exists that does not fit.
     """
     is_ours = not dist.is_initialized()
-    join_process_group(store, ranks, backend, device, timeout=timeout)
+    join_process_group(store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout)
     try:
         yield
     finally:
@@ -40,7 +46,13 @@ def process_group(
 
 
 def join_process_group(
-    store: dist.Store, ranks: RankInfo, backend: str, device: torch.device, *, timeout: timedelta
+    store: dist.Store,
+    ranks: RankInfo,
+    backend: str,
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    init_timeout: timedelta,
 ) -> None:
     """Make the default process group, or check that the one which exists is the same.
 
@@ -52,8 +64,10 @@ def join_process_group(
         backend: `"gloo"`, `"nccl"`, ...
         device: this rank's device; a group on NCCL is bound to it.
         timeout: how long a collective may take.
+        init_timeout: how long to wait for the other ranks to come here.
 
     Raises:
+        RendezvousTimeoutError: when some did not come in time; it names them.
         ProcessGroupError: when torch has no distributed package, or a group exists that does not fit.
     """
     if not dist.is_available():
@@ -63,6 +77,7 @@ def join_process_group(
         return
     hook = sys.excepthook  # torch wraps it each time and never unwraps it
     groups = _group_count()
+    _wait_for_all(store, ranks, init_timeout)
     try:
         dist.init_process_group(
             backend,
@@ -89,6 +104,19 @@ def _group_count(restored: int | None = None) -> int | None:
     if world is not None and restored is not None:
         world.group_count = restored
     return getattr(world, "group_count", None)
+
+
+def _wait_for_all(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> None:
+    keys = [f"here{rank}" for rank in range(ranks.world_size)]
+    store.set(keys[ranks.global_rank], "1")
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        waiting_for = f"global_rank {', '.join(missing)} to come to the process group"
+        raise RendezvousTimeoutError(waiting_for, timeout.total_seconds()) from None
 
 
 def _wait_until_connected(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import final
 
-__all__ = ["SyncedBatchNorms"]
+from rankwise.errors import ConfigurationError
+
+__all__ = ["SyncedBatchNorms", "check_sync_batchnorm"]
 
 
 @final
@@ -35,3 +38,16 @@ class SyncedBatchNorms:
                 layer.training = synced.training
                 setattr(owner, name, layer)
         self._replaced.clear()
+
+
+def check_sync_batchnorm(device: torch.device) -> None:
+    """Make sure that torch has `SyncBatchNorm` for a device.
+
+    Raises:
+        ConfigurationError: when it has not.
+    """
+    if device.type == "cpu":
+        raise ConfigurationError(
+            message="sync_batchnorm=True is not possible on the CPU: torch has no SyncBatchNorm there.",
+            remedy="leave it out, or train on CUDA devices.",
+        )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise.process_group import collectives, gathering, turns
+from rankwise.process_group.pulse import waiting_in
 from rankwise.ranks import RankInfo
 
 if TYPE_CHECKING:
@@ -53,36 +54,43 @@ class Together(ABC):
 
     def all_reduce(self, tensor: T, group: ProcessGroup | None = None, reduce_op: str = "mean") -> T:
         """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
-        return collectives.all_reduce(tensor, self._group(group), reduce_op)
+        with waiting_in("all_reduce"):
+            return collectives.all_reduce(tensor, self._group(group), reduce_op)
 
     def all_gather(self, tensor: T, group: ProcessGroup | None = None, sync_grads: bool = False) -> T:
         """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
-        return gathering.all_gather(tensor, self._group(group), sync_grads)
+        with waiting_in("all_gather"):
+            return gathering.all_gather(tensor, self._group(group), sync_grads)
 
     def gather_all_tensors(
         self, tensor: torch.Tensor, group: ProcessGroup | None = None
     ) -> list[torch.Tensor]:
         """Gather tensors of differing sizes; see `rankwise.process_group.gather_all_tensors`."""
-        return gathering.gather_all_tensors(tensor, self._group(group))
+        with waiting_in("gather_all_tensors"):
+            return gathering.gather_all_tensors(tensor, self._group(group))
 
     def all_gather_object(self, obj: T, group: ProcessGroup | None = None) -> list[T]:
         """Gather anything picklable from every rank, in rank order."""
-        return gathering.all_gather_object(obj, self._group(group))
+        with waiting_in("all_gather_object"):
+            return gathering.all_gather_object(obj, self._group(group))
 
     def gather_object(self, obj: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
         """Gather anything picklable from every rank on rank `dst`, in rank order; None elsewhere."""
-        return gathering.gather_object(obj, dst, group)
+        with waiting_in("gather_object"):
+            return gathering.gather_object(obj, dst, group)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank of the job is here; `name` is for the reader.
 
         Collective: every rank must call this, in the same order.
         """
-        collectives.barrier()
+        with waiting_in(f"barrier {name!r}" if name else "barrier"):
+            collectives.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s value on every rank of the job."""
-        return collectives.broadcast(obj, src)
+        with waiting_in("broadcast"):
+            return collectives.broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether all ranks (or, with `all=False`, any) of the job decided yes; the same on each.
@@ -90,7 +98,8 @@ class Together(ABC):
         Collective: every rank must call this, in the same order.
         """
         votes = torch.tensor(int(decision), device=self.root_device)
-        count = int(collectives.all_reduce(votes, reduce_op_name="sum"))
+        with waiting_in("reduce_boolean_decision"):
+            count = int(collectives.all_reduce(votes, reduce_op_name="sum"))
         return count == self.ranks.world_size if all else count > 0
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.launchers._seat import Seat
 from rankwise.precision import Precision
+from rankwise.process_group.pulse import beat
 from rankwise.ranks import RankInfo, set_rank_zero_only
 from rankwise.strategies._arguments import check_instance
 from rankwise.strategies._around_module import AroundModule
@@ -329,10 +330,12 @@ class Strategy(AroundModule, Gradients):
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Compute gradients; `options` are those of `Tensor.backward`."""
+        beat("backward", waits=True)
         self.precision.backward(loss, **options)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Let an optimizer step once; return what its `step` returns."""
+        beat("optimizer")
         return self.precision.optimizer_step(optimizer, closure)
 
     def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -365,6 +368,7 @@ class Strategy(AroundModule, Gradients):
         error: Exception | None = None
         if self.is_global_zero:
             try:
+                beat("checkpoint")
                 self.checkpoint_io.save_checkpoint(checkpoint, path)
             except Exception as raised:  # noqa: BLE001  raised below, once the other ranks know
                 error = raised

@@ -25,6 +25,7 @@ from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
 from rankwise.launchers.script import ScriptLauncher, script_ranks
 from rankwise.process_group import check_backend, default_backend, gloo_on_loopback, process_group
+from rankwise.process_group.pulse import beat
 from rankwise.ranks import RankInfo
 from rankwise.strategies._arguments import (
     RENDEZVOUS,
@@ -40,7 +41,7 @@ from rankwise.strategies._arguments import (
 from rankwise.strategies._compiled import compile_within, uncompiled
 from rankwise.strategies._same_gradients import averages_everywhere
 from rankwise.strategies._scopes import threads_shared_by
-from rankwise.strategies._sync_batchnorm import SyncedBatchNorms
+from rankwise.strategies._sync_batchnorm import SyncedBatchNorms, check_sync_batchnorm
 from rankwise.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ _OWN_ARGUMENTS = (
     "start_method",
     "rendezvous",
     "grace_period_s",
+    "stall_warning",
     "command",
     "sync_batchnorm",
     "sync_mode",
@@ -90,6 +92,7 @@ class DDPStrategy(Strategy):
         rendezvous: the store through which a job on one node meets: `"private"` (it listens nowhere),
             `"tcp"` (torch's, on loopback), or `"auto"`: private with gloo.
         grace_period_s: how long a rank that is told to stop has before it is killed.
+        stall_warning: after how long in one phase a rank is reported on stderr that others wait for.
         command: with `"popen"`, what to run instead of this process's own command line.
         sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
         sync_mode: when the gradients of accumulated batches are averaged: `"single_auto_sync"` (in the last
@@ -129,6 +132,7 @@ class DDPStrategy(Strategy):
         start_method: str | None = None,
         rendezvous: str = "auto",
         grace_period_s: float = 1.0,
+        stall_warning: float | timedelta = timedelta(minutes=1),
         command: Sequence[str] | None = None,
         sync_batchnorm: bool = False,
         sync_mode: GradientSyncMode | str = "auto",
@@ -157,6 +161,7 @@ class DDPStrategy(Strategy):
         self.timeout = check_timeout("timeout", timeout)
         self.init_timeout = check_timeout("init_timeout", init_timeout)
         self.grace_period_s = check_grace_period(grace_period_s)
+        self.stall_warning = check_timeout("stall_warning", stall_warning)
         self.ddp_kwargs = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
         self.gradients = GradientSync(
             sync_mode=sync_mode,
@@ -203,17 +208,15 @@ class DDPStrategy(Strategy):
         )
 
     def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
-        if self.sync_batchnorm and self.world_size > 1 and self.root_device.type == "cpu":
-            raise ConfigurationError(
-                message="sync_batchnorm=True is not possible on the CPU: torch has no SyncBatchNorm there.",
-                remedy="leave it out, or train on CUDA devices.",
-            )
+        if self.sync_batchnorm and self.world_size > 1:
+            check_sync_batchnorm(self.root_device)
         if environment.creates_processes_externally:
             return self._inline_launcher(environment)
         seats = self._local_seats(self.local_world_size)
         options: dict[str, Any] = {
             "grace_period_s": self.grace_period_s,
             "init_timeout": self.init_timeout,
+            "stall_warning_s": self.stall_warning.total_seconds(),
             "stop_signals": [signal.SIGTERM, *filter(None, [environment.requeue_signal])],
         }
         if self.start_method == "popen" or script_ranks() is not None:
@@ -253,11 +256,12 @@ class DDPStrategy(Strategy):
         if self.ranks.is_one_node:
             self._job.enter_context(gloo_on_loopback())
         if self._is_group_wanted:
+            beat("connecting", waits=True)
             store = self.seat.open_store(self.init_timeout)
-            group = process_group(
-                store, self.ranks, self.process_group_backend, self.root_device, timeout=self.timeout
-            )
+            limits = {"timeout": self.timeout, "init_timeout": self.init_timeout}
+            group = process_group(store, self.ranks, self.process_group_backend, self.root_device, **limits)
             self._job.enter_context(group)
+        beat("running")
         self._job.callback(self._drop_wrappers)
 
     def _drop_wrappers(self) -> None:

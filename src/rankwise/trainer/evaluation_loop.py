@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import final
 
+from rankwise.process_group.pulse import beat
 from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loaders import LoaderShare
 from rankwise.trainer.results import Results
@@ -87,6 +88,7 @@ class EvaluationLoop:
 
     def _run_batch(self, batch: Any, indices: tuple[int, ...]) -> None:
         strategy, precision = self._trainer.strategy, self._trainer.strategy.precision
+        beat(self._name)
         batch = precision.convert_input(strategy.batch_to_device(batch))
         self._results.begin_batch(batch)
         self._hook("batch_start", batch, *indices)

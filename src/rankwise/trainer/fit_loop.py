@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from typing_extensions import final
 
+from rankwise.process_group.pulse import beat
 from rankwise.trainer.gradient_order import record_gradient_order
 from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.manual_optimization import ManualOptimization
@@ -102,11 +103,14 @@ class FitLoop:
         self._results = trainer.results = trainer.epoch_results = self._results_so_far()
         self._optimization.begin_epoch()
         call_hook(trainer, "on_train_epoch_start")
+        beat("data loading", step=progress.global_step)
         for batch_idx, (batch, is_last) in self._batches_left():
             is_window_end = is_last or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
             self._run_batch(batch, batch_idx, is_last, is_window_end)
             if is_window_end and not is_last and not self._stopping.may_go_on():
                 break
+            beat("data loading", step=progress.global_step)
+        beat("end of the epoch")
         call_hook(trainer, "on_train_epoch_end", before_monitoring=self._end_metrics)
         progress.end_epoch()
 

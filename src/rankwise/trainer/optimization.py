@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
+from rankwise.process_group.pulse import beat
 from rankwise.trainer.nonfinite import NonFiniteGuard
 from rankwise.trainer.weighting import BatchWeighting
 
@@ -69,6 +70,7 @@ class AutomaticOptimization:
         has_backward = False
         synced = strategy.gradient_sync_context(self._wrapped, optimizers, is_window_end)
         with self._turns.untouched(), synced:
+            beat("forward", step=self._trainer.progress.global_step)
             with strategy.precision.forward_context():
                 outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
             loss = self._loss_of(outputs, batch_idx)

@@ -9,6 +9,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import final
 
+from rankwise.process_group.pulse import beat
 from rankwise.trainer.evaluation_loop import evaluating
 from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loaders import LoaderShare
@@ -75,6 +76,7 @@ class PredictionLoop:
 
     def _run_batch(self, batch: Any, indices: tuple[int, ...]) -> Any:
         strategy, precision = self._trainer.strategy, self._trainer.strategy.precision
+        beat("prediction")
         batch = precision.convert_input(strategy.batch_to_device(batch))
         call_hook(self._trainer, "on_predict_batch_start", batch, *indices)
         with precision.forward_context():

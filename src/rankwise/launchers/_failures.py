@@ -1,0 +1,58 @@
+"""The failures of a job, and the exception that tells them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from typing_extensions import final
+
+from rankwise.errors import WorkerError
+from rankwise.launchers._member import Member
+from rankwise.launchers._records import FailureRecord, first_cause
+
+
+@final
+class Failures:
+    """What the ranks of a job have reported, or were seen to end with.
+
+    Args:
+        members: all local ranks; the list is the supervisor's.
+
+    Attributes:
+        stopped: the global ranks that were told to stop after the first failure.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.stopped: list[int] = []
+        self._members = members
+        self._records: list[FailureRecord] = []
+        self._started_s = time.monotonic()
+        self._missing: tuple[int, ...] = ()
+        self._last_seen: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
+    def add(self, record: FailureRecord) -> None:
+        """Take one more; of the first that is a timeout, note where the other ranks are at that moment."""
+        self._records.append(record)
+        if record.is_timeout and not self._last_seen:
+            others = [each for each in self._members if each.ranks.global_rank != record.global_rank]
+            elsewhere = [member for member in others if not member.pulse.read().waits]
+            self._missing = tuple(member.ranks.global_rank for member in elsewhere)
+            self._last_seen = tuple(member.whereabouts() for member in others)
+
+    def reason(self) -> str:
+        """Return the first failure in a line; without one, why ranks are told to stop all the same."""
+        return self._records[0].line() if self._records else "the main process was told to end"
+
+    def error(self) -> WorkerError | None:
+        """Return the first failure as an exception, or None."""
+        if not self._records:
+            return None
+        cause = first_cause(self._records)
+        others = [record for record in self._records if record is not cause and record.exception_type]
+        others = [record for record in others if record.exception_type != "JobStopped"]
+        seen = (self._missing, self._last_seen) if cause.is_timeout else ((), ())
+        return cause.to_error(self._started_s, self.stopped, others, *seen)

@@ -1,0 +1,118 @@
+"""Where a rank is: its step and phase, in a page of memory that the launching process reads.
+
+Writing costs a fraction of a microsecond, and what a rank wrote last can be read however it hangs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from typing_extensions import final
+
+__all__ = ["Pulse", "PulseReader", "beat", "pulse_written_to", "waiting_in", "write_pulse_to"]
+
+# The step (-1 for none), the time on the node's monotonic clock, whether it waits for others, the phase.
+_RECORD = struct.Struct("=qd?47s")
+_LENGTH = 47
+
+_page: mmap.mmap | None = None
+_current: tuple[int, bool, str] = (-1, False, "")
+
+
+def write_pulse_to(descriptor: int | None) -> None:
+    """Write this process's pulse into a file from here on; None stops it."""
+    global _page
+    _page = None if descriptor is None else mmap.mmap(descriptor, mmap.PAGESIZE)
+    beat("starting", step=-1)
+
+
+@contextmanager
+def pulse_written_to(descriptor: int) -> Iterator[None]:
+    """Write this process's pulse into a file in the block."""
+    write_pulse_to(descriptor)
+    try:
+        yield
+    finally:
+        write_pulse_to(None)
+
+
+def beat(phase: str, *, step: int | None = None, waits: bool = False) -> None:
+    """Say what this rank does from here on; nothing where nobody reads it.
+
+    Args:
+        phase: in a few words.
+        step: the optimizer step; the one said last if it is left out.
+        waits: whether other ranks may hold this one up.
+    """
+    global _current
+    if _page is None:
+        return
+    number = _current[0] if step is None else step
+    _current = (number, waits, phase)
+    _RECORD.pack_into(_page, 0, number, time.monotonic(), waits, phase.encode("utf-8", "replace")[:_LENGTH])
+
+
+@contextmanager
+def waiting_in(phase: str) -> Iterator[None]:
+    """Say that this rank waits for others in the block; after it, does what it did before."""
+    if _page is None:
+        yield
+        return
+    step, waits, before = _current
+    beat(phase, waits=True)
+    try:
+        yield
+    finally:
+        beat(before, step=step, waits=waits)
+
+
+@final
+@dataclass(frozen=True)
+class Pulse:
+    """What a rank wrote last.
+
+    Attributes:
+        step: the optimizer step; -1 where there is none.
+        at_s: when, on the node's monotonic clock; 0 for never.
+        waits: whether other ranks may hold it up.
+        phase: what it does.
+    """
+
+    step: int
+    at_s: float
+    waits: bool
+    phase: str
+
+    def seconds_ago(self) -> float:
+        """Return how long the rank has been at it."""
+        return time.monotonic() - self.at_s
+
+    def where(self) -> str:
+        """Return step and phase for a reader."""
+        if not self.at_s:
+            return "not started"
+        return f"{self.phase}" if self.step < 0 else f"step {self.step}, {self.phase}"
+
+
+@final
+class PulseReader:
+    """The launching process's view of a rank's page.
+
+    Args:
+        descriptor: an anonymous file, which is given its size.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
+
+    def read(self) -> Pulse:
+        """Return what the rank wrote last."""
+        step, at_s, waits, phase = _RECORD.unpack_from(self._page)
+        return Pulse(step, at_s, waits, phase.rstrip(b"\0").decode("utf-8", "replace"))

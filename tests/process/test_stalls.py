@@ -1,0 +1,121 @@
+"""A rank that holds the others up: reported while it does, named when time is up, its stacks shown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from rankwise.errors import WorkerTimedOutError
+from rankwise.strategies import DDPStrategy
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import ddp
+from tests.process.training_tasks import Regression, dataset, quiet_trainer
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Slow(Dataset[Any]):
+    """Hangs in the rank that gets sample 9 (with two ranks, rank 1), by `how`."""
+
+    def __init__(self, how: str) -> None:
+        self.samples = dataset(64)
+        self.how = how
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9 and self.how == "sleep":
+            time.sleep(60)
+        if index == 9 and self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return self.samples[index]
+
+
+@pytest.mark.parametrize("how", ["sleep", "stop"])
+def test_a_rank_that_hangs_in_its_data(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is reported with step and phase while it hangs; at the timeout the error and the stacks name it.
+
+    A rank that hears nothing, as it is suspended, is killed at once.
+    """
+    strategy = ddp("fork", timeout=3.0, stall_warning=0.8, grace_period_s=20 if how == "stop" else 1)
+    trainer = quiet_trainer(strategy, 2, max_epochs=1)
+    began = time.monotonic()
+    with pytest.raises(WorkerTimedOutError) as caught:
+        trainer.fit(Regression(), DataLoader(Slow(how), batch_size=2))
+    assert time.monotonic() - began < 40
+    error, stderr = caught.value, capfd.readouterr().err
+    assert (error.global_rank, error.missing) == (0, (1,))
+    [line] = error.last_seen
+    assert line.startswith("global_rank=1 was last in step 2, data loading, ")
+    assert line in str(error)
+    assert "waited too long for global_rank=1" in str(error)
+    assert "rankwise: global_rank=1 was last in step 2, data loading, " in stderr
+    assert "The others wait: global_rank=0 was last in step 2, forward" in stderr
+    assert "stacks of global_rank=0" in stderr
+    if how == "sleep":
+        assert "in __getitem__" in stderr.partition("stacks of global_rank=1")[2]
+
+
+def before_the_group(strategy: Any) -> None:
+    """Do nothing; rank 1 does not come here."""
+
+
+class Late(DDPStrategy):
+    """Rank 1 does not come to the meeting."""
+
+    def setup_environment(self) -> None:
+        if self.global_rank == 1:
+            time.sleep(60)
+        super().setup_environment()
+
+
+def test_a_rank_that_does_not_come(capfd: pytest.CaptureFixture[str]) -> None:
+    """Who does not meet the others within init_timeout is named, with what it does instead."""
+    strategy = Late(start_method="fork", accelerator="cpu", devices=2, init_timeout=1.5)
+    with pytest.raises(WorkerTimedOutError) as caught:
+        strategy.launch(before_the_group)
+    assert caught.value.missing == (1,)
+    assert caught.value.last_seen[0].startswith("global_rank=1 was last in starting, ")
+    assert "in setup_environment" in capfd.readouterr().err
+
+
+STACKS = """
+    import sys, time
+    from rankwise import DDPStrategy
+
+    def job(strategy):
+        strategy.barrier()
+        print("busy", flush=True)
+        if strategy.global_rank == 1:
+            wait_in_rank_one()
+        strategy.barrier()
+
+    def wait_in_rank_one():
+        time.sleep(1.5)
+
+    if __name__ == "__main__":
+        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
+        print("done")
+"""
+
+
+@pytest.mark.parametrize("start_method", ["popen", pytest.param("spawn", marks=pytest.mark.soak)])
+def test_stacks_on_request(start_method: str, run_script: ScriptRunner) -> None:
+    """SIGUSR2 to the main process shows where every rank is, and disturbs none."""
+    running = run_script.start(STACKS, start_method)
+    running.wait_for("busy", count=2)
+    time.sleep(0.3)
+    running.send_signal(signal.SIGUSR2)
+    result = running.finish(timeout=20)
+    assert result.returncode == 0, result
+    assert "done" in result.stdout
+    for rank in range(2):
+        assert result.stderr.count(f"stacks of global_rank={rank}") == 1
+    assert "in wait_in_rank_one" in result.stderr.partition("stacks of global_rank=1")[2]
+    assert "in barrier" in result.stderr.partition("stacks of global_rank=0")[2]
