@@ -86,6 +86,7 @@ def test_one_device() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)  # torch's code generator takes minutes on a busy machine
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's compiler itself
 @pytest.mark.skipif(not HAS_COMPILER, reason="torch's default compiler back end needs a C++ compiler")
 def test_the_default_back_end() -> None:
