@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rankwise.registry import StrategyRegistry
     from rankwise.seed import seed_everything
     from rankwise.strategies import (
+        DDPElasticStrategy,
         DDPForkStrategy,
         DDPSpawnStrategy,
         DDPStrategy,
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ClusterEnvironment": "rankwise.environments",
+    "DDPElasticStrategy": "rankwise.strategies",
     "DDPForkStrategy": "rankwise.strategies",
     "DDPSpawnStrategy": "rankwise.strategies",
     "DDPStrategy": "rankwise.strategies",
@@ -48,6 +50,7 @@ _MODULES = ("callbacks", "errors")
 
 __all__ = [
     "ClusterEnvironment",
+    "DDPElasticStrategy",
     "DDPForkStrategy",
     "DDPSpawnStrategy",
     "DDPStrategy",

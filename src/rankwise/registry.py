@@ -12,6 +12,7 @@ from typing_extensions import final
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownStrategyError
 from rankwise.strategies import (
     AutoStrategy,
+    DDPElasticStrategy,
     DDPForkStrategy,
     DDPSpawnStrategy,
     DDPStrategy,
@@ -174,6 +175,7 @@ def _register_built_in(registry: _Registry) -> None:
             "DDP; processes are forked by a warm server",
             {"start_method": "forkserver"},
         ),
+        ("ddp_elastic", DDPElasticStrategy, "DDP; torch's elastic agent restarts processes that fail", {}),
     )
     for name, cls, description, params in kinds:
         registry.register(name, cls, description, **params)

@@ -78,7 +78,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> _Results:
 
 
 # Spawning takes seconds, and these differ from "ddp_spawn" as others do from theirs.
-SLOW = ("ddp_spawn_find_unused_parameters_false", "ddp_spawn_find_unused_parameters_true")
+SLOW = tuple(
+    f"{name}_find_unused_parameters_{value}"
+    for name in ("ddp_spawn", "ddp_elastic")
+    for value in ("false", "true")
+)
 
 
 @pytest.fixture(

@@ -108,6 +108,7 @@ def train(
     batch_size: int = 4,
     max_epochs: int = 2,
     module: Net | None = None,
+    ckpt_path: str | None = "last",
 ) -> Trainer:
     """Train from the last checkpoint on, if there is one; return the Trainer."""
     seed_everything(seed)
@@ -126,7 +127,7 @@ def train(
     loader = DataLoader(
         Noisy(), batch_size, shuffle=True, num_workers=workers, multiprocessing_context=context
     )
-    trainer.fit(module or Net(), loader, ckpt_path="last")
+    trainer.fit(module or Net(), loader, ckpt_path=ckpt_path)
     return trainer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -82,7 +83,9 @@ class Seat:
     def _of_this_job(self, store: Store) -> Store:
         from torch.distributed import PrefixStore
 
-        return PrefixStore(f"job{self.job}", store)
+        # torchrun's store outlives a restart, and with it the keys of the ranks that failed.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"start{start}/job{self.job}", store)
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the supervisor what ended this rank's work; only the first report counts."""

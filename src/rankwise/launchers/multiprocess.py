@@ -42,11 +42,19 @@ from rankwise.process_group.pulse import PulseReader, write_pulse_to
 from rankwise.process_group.rendezvous import host_store
 from rankwise.ranks import RankInfo
 
-__all__ = ["MultiprocessLauncher"]
+__all__ = [
+    "PRELOAD",
+    "Descriptor",
+    "MultiprocessLauncher",
+    "owned_descriptor",
+    "refuse_what_cannot_be_imported",
+    "refuse_where_impossible",
+    "rest_before_fork",
+]
 
 # A fork copies locks as they are: no other thread may be looking up names for a store of its own meanwhile.
 _one_at_a_time = threading.Lock()
-_PRELOAD = "rankwise.launchers._preload"
+PRELOAD = "rankwise.launchers._preload"
 
 
 def _unlock_in_child() -> None:
@@ -90,13 +98,13 @@ class MultiprocessLauncher(Launcher):
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, bring back; see `Launcher.launch`."""
-        _refuse_where_impossible(self._start_method)
+        refuse_where_impossible(self._start_method)
         with ExitStack() as cleanup:
             with _one_at_a_time:
                 job = self._prepare(entry, described, rendezvous, cleanup)
             supervisor = Supervisor(*self._watch_options)
-            values = {ranks.global_rank: _owned_descriptor(cleanup) for ranks in self._seats}
-            pulses = {ranks.global_rank: _owned_descriptor(cleanup) for ranks in self._seats}
+            values = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._seats}
+            pulses = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._seats}
             with _ending_everything(supervisor):
                 with _one_at_a_time, interrupts_blocked():
                     self._start(job, values, pulses, supervisor)
@@ -116,11 +124,11 @@ class MultiprocessLauncher(Launcher):
         if rendezvous == "tcp":
             store, address = host_store(self._init_timeout)
             cleanup.callback(lambda kept: None, store)  # the store listens for as long as this block holds it
-        packed: _Descriptor | None = None
+        packed: Descriptor | None = None
         if self.pickles_entry:
-            packed = _Descriptor(_owned_descriptor(cleanup))
+            packed = Descriptor(owned_descriptor(cleanup))
             pack_or_explain(entry, packed.number, self._start_method, described)
-            _refuse_what_cannot_be_imported(packed.number, self._start_method)
+            refuse_what_cannot_be_imported(packed.number, self._start_method)
         return _Job(
             entry=None if self.pickles_entry else entry,
             packed_entry=packed,
@@ -128,7 +136,7 @@ class MultiprocessLauncher(Launcher):
             start_method=multiprocessing.get_start_method(allow_none=True)
             or multiprocessing.get_all_start_methods()[0],
             environ=dict(os.environ) if self._start_method == "forkserver" else None,
-            openmp_threads=_rest_before_fork() if self._start_method == "fork" else None,
+            openmp_threads=rest_before_fork() if self._start_method == "fork" else None,
             run_id=f"rankwise-{os.getpid()}",
         )
 
@@ -137,9 +145,9 @@ class MultiprocessLauncher(Launcher):
     ) -> None:
         context: Any = multiprocessing.get_context(self._start_method)
         if self._start_method == "forkserver":
-            context.set_forkserver_preload([_PRELOAD])
+            context.set_forkserver_preload([PRELOAD])
         for ranks in self._seats:
-            descriptors = [_Descriptor(kind[ranks.global_rank]) for kind in (values, pulses)]
+            descriptors = [Descriptor(kind[ranks.global_rank]) for kind in (values, pulses)]
             pulse = PulseReader(pulses[ranks.global_rank])
             ours, theirs = socket.socketpair()
             _at_fork.close_in_child(ours)
@@ -171,7 +179,7 @@ class _Job:
     """What every worker of one launch is given."""
 
     entry: Entry | None
-    packed_entry: _Descriptor | None
+    packed_entry: Descriptor | None
     address: tuple[str, int] | None
     start_method: str
     environ: dict[str, str] | None
@@ -180,21 +188,22 @@ class _Job:
 
 
 @final
-class _Descriptor:
+class Descriptor:
     """A file descriptor that travels to a worker: inherited by a fork, duplicated where it is pickled."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __reduce__(self) -> tuple[Callable[[Any], _Descriptor], tuple[Any]]:
+    def __reduce__(self) -> tuple[Callable[[Any], Descriptor], tuple[Any]]:
         return _receive_descriptor, (reduction.DupFd(self.number),)
 
 
-def _receive_descriptor(duplicate: Any) -> _Descriptor:
-    return _Descriptor(duplicate.detach())
+def _receive_descriptor(duplicate: Any) -> Descriptor:
+    return Descriptor(duplicate.detach())
 
 
-def _owned_descriptor(cleanup: ExitStack) -> int:
+def owned_descriptor(cleanup: ExitStack) -> int:
+    """Return the descriptor of a memory file that is closed with `cleanup`."""
     descriptor = create_memory_file()
     cleanup.callback(os.close, descriptor)
     return descriptor
@@ -203,7 +212,7 @@ def _owned_descriptor(cleanup: ExitStack) -> int:
 # ---------------------------------------------------------------------------------------- in the worker
 
 
-def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: _Descriptor, pulse: _Descriptor) -> None:
+def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: Descriptor, pulse: Descriptor) -> None:
     """Be one rank: the function that every started process runs."""
     leave_interrupts_to_the_main_process()
     _at_fork.tie_children_to_this_process()
@@ -271,13 +280,18 @@ def _leave(code: int) -> None:
 # ---------------------------------------------------------------------------------------- before the start
 
 
-def _rest_before_fork() -> int | None:
+def rest_before_fork() -> int | None:
     """Make this process safe to fork; return the number of threads to fall back to, or None."""
     import_dynamo()  # once here is less than once in every rank
     return None if pause_openmp() else 1
 
 
-def _refuse_where_impossible(start_method: str) -> None:
+def refuse_where_impossible(start_method: str) -> None:
+    """Refuse to start processes where that cannot work.
+
+    Raises:
+        LaunchRefusedError: says why.
+    """
     if multiprocessing.process.current_process().daemon:
         raise LaunchRefusedError(
             message=f"start_method={start_method!r} cannot work in a daemon: it may start no processes.",
@@ -296,7 +310,7 @@ def _refuse_where_impossible(start_method: str) -> None:
         )
 
 
-def _refuse_what_cannot_be_imported(descriptor: int, start_method: str) -> None:
+def refuse_what_cannot_be_imported(descriptor: int, start_method: str) -> None:
     """Refuse what is defined in a `__main__` that no other process can import: a notebook's, a shell's."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.trainer.progress import Progress
 from rankwise.trainer.rank_state import RankState, gather_rank_states
+from rankwise.trainer.restarts import current_run_id
 
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
@@ -43,6 +44,7 @@ def make_checkpoint(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
         "loops": dataclasses.asdict(progress),
         "ranks": gather_rank_states(trainer),
         "seed": trainer.seed,
+        "run_id": current_run_id(),
         "gradient_order": trainer.gradient_order,
     }
     if comm_hooks := strategy.comm_hook_states():

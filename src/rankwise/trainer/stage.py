@@ -15,6 +15,7 @@ from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loaders import as_list, share_for
 from rankwise.trainer.module import is_defined, undefined
 from rankwise.trainer.prediction_loop import Gather, PredictionLoop
+from rankwise.trainer.restarts import checkpoint_after_restart
 from rankwise.trainer.state import CallerState, capture
 from rankwise.trainer.torch_flags import torch_flags_set
 from rankwise.trainer.training_share import TrainingShare
@@ -103,6 +104,9 @@ def run_stage(
 
 def _prepare(trainer: Trainer, module: TrainingModule, plan: Plan) -> None:
     strategy = trainer.strategy
+    if plan.stage == "fit" and (found := checkpoint_after_restart(trainer)):
+        plan.checkpoint_path, plan.checkpoint = found
+        trainer.ckpt_path = plan.checkpoint_path
     plan.seed = trainer.seed = strategy.broadcast(_seed_of(plan))
     for logger, state in zip(
         trainer.loggers, strategy.broadcast([logger.state_dict() for logger in trainer.loggers]), strict=True

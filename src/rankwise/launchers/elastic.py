@@ -1,0 +1,357 @@
+"""Run a function in workers that torch's elastic agent starts, and starts again after a failure."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import math
+import multiprocessing
+import os
+import secrets
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from typing_extensions import final
+
+from rankwise.errors import WorkerError
+from rankwise.launchers import _at_fork
+from rankwise.launchers._memory_file import pack, unpack
+from rankwise.launchers._pickling import pack_or_explain
+from rankwise.launchers._records import FailureRecord, first_cause
+from rankwise.launchers._seat import Entry, Seat
+from rankwise.launchers._signals import leave_interrupts_to_the_main_process
+from rankwise.launchers.base import Launcher
+from rankwise.launchers.multiprocess import (
+    PRELOAD,
+    Descriptor,
+    owned_descriptor,
+    refuse_what_cannot_be_imported,
+    refuse_where_impossible,
+    rest_before_fork,
+)
+from rankwise.ranks import RankInfo
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+__all__ = ["ElasticLauncher", "Nodes"]
+
+# A rank whose failure reads like the echo of another's leaves that much later, after the other.
+_SETTLE_S = 0.5
+_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_AGENTS_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+_log = logging.getLogger(__name__)
+_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+@final
+@dataclass(frozen=True)
+class Nodes:
+    """How many nodes make a job, and where their agents meet.
+
+    Attributes:
+        fewest: with how many the job begins, or goes on after a failure.
+        most: how many it takes.
+        endpoint: host and port of the first node's agent; empty for a job on one node.
+        run_id: what the agents of a job have in common; empty for a random one.
+    """
+
+    fewest: int = 1
+    most: int = 1
+    endpoint: str = ""
+    run_id: str = ""
+
+
+@final
+class ElasticLauncher(Launcher):
+    """Be the agent of this node: start the ranks, and start all again when one fails.
+
+    Args:
+        start_method: `"spawn"`, `"fork"` or `"forkserver"`.
+        local_world_size: how many ranks this node has.
+        nodes: which agents belong together.
+        max_restarts: how many failures are answered with a new start.
+        grace_period_s: how long a rank that is told to stop has before it is killed; whole seconds.
+        init_timeout: how long the agents may take to meet.
+    """
+
+    runs_in_caller = False
+
+    def __init__(
+        self,
+        start_method: str,
+        local_world_size: int,
+        nodes: Nodes,
+        *,
+        max_restarts: int,
+        grace_period_s: float,
+        init_timeout: timedelta,
+    ) -> None:
+        self.pickles_entry = start_method != "fork"
+        self._start_method = start_method
+        self._local_world_size = local_world_size
+        self._nodes = nodes
+        self._max_restarts = max_restarts
+        self._grace_period_s = grace_period_s
+        self._init_timeout = init_timeout
+
+    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
+        """Start, watch, start again, bring back; see `Launcher.launch`."""
+        refuse_where_impossible(self._start_method)
+        started_s = time.monotonic()
+        with ExitStack() as cleanup:
+            job = self._prepare(entry, described, cleanup)
+            with _signals_of_the_agent(), _agents_log_quiet():
+                failures = self._run(job)
+            gc.collect()  # the agent, with the store that it hosts, is a cycle
+            if failures:
+                raise _worker_error(failures, job, started_s)
+            return dict(unpack(value.number, copy=False) for value in job.values)
+
+    def _run(self, job: _Job) -> Mapping[int, Any]:
+        """Run the agent to its end; return torch's words on the ranks that failed, by global rank."""
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import elastic_launch
+
+        try:
+            elastic_launch(self._config(job), _work)(job)
+        except ChildFailedError as error:
+            failures: Mapping[int, Any] = error.failures
+            return failures
+        return {}
+
+    def close(self) -> None:
+        """Nothing is kept between launches."""
+
+    def _prepare(self, entry: Entry, described: Mapping[str, object], cleanup: ExitStack) -> _Job:
+        packed = None
+        if self.pickles_entry:
+            packed = Descriptor(owned_descriptor(cleanup))
+            pack_or_explain(entry, packed.number, self._start_method, described)
+            refuse_what_cannot_be_imported(packed.number, self._start_method)
+        if self._start_method == "forkserver":
+            multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOAD])
+        ranks = range(self._local_world_size)
+        return _Job(
+            entry=None if self.pickles_entry else entry,
+            packed_entry=packed,
+            values=[Descriptor(owned_descriptor(cleanup)) for _ in ranks],
+            failures=[Descriptor(owned_descriptor(cleanup)) for _ in ranks],
+            start_method=multiprocessing.get_start_method(allow_none=True)
+            or multiprocessing.get_all_start_methods()[0],
+            environ=dict(os.environ) if self._start_method == "forkserver" else None,
+            openmp_threads=rest_before_fork() if self._start_method == "fork" else None,
+            agent_pid=os.getpid(),
+        )
+
+    def _config(self, job: _Job) -> LaunchConfig:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.launcher.api import LaunchConfig
+
+        from rankwise.launchers._loopback_rendezvous import LOOPBACK, register_loopback
+
+        register_loopback()
+        options: dict[str, Any] = {
+            "min_nodes": self._nodes.fewest,
+            "max_nodes": self._nodes.most,
+            "nproc_per_node": self._local_world_size,
+            "run_id": self._nodes.run_id or f"rankwise-{secrets.token_hex(8)}",
+            "rdzv_backend": "c10d" if self._nodes.endpoint else LOOPBACK,
+            "rdzv_endpoint": self._nodes.endpoint,
+            "rdzv_configs": {
+                "timeout": math.ceil(self._init_timeout.total_seconds()),
+                **({} if self._nodes.endpoint else {"on_start": job.tell_restart}),
+            },
+            "max_restarts": self._max_restarts,
+            "monitor_interval": 0.1,
+            "start_method": self._start_method,
+            "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),  # ranks print where this process does
+            "shutdown_timeout": max(1, math.ceil(self._grace_period_s)),
+        }
+        known = {field.name for field in dataclasses.fields(LaunchConfig)}  # older versions lack the last one
+        return LaunchConfig(**{name: value for name, value in options.items() if name in known})
+
+
+@final
+@dataclass
+class _Job:
+    """What every worker is given, at each start anew."""
+
+    entry: Entry | None
+    packed_entry: Descriptor | None
+    values: list[Descriptor]
+    failures: list[Descriptor]
+    start_method: str
+    environ: dict[str, str] | None
+    openmp_threads: int | None
+    agent_pid: int
+
+    def records(self) -> list[FailureRecord]:
+        """Return what the ranks of the last start have said of their failures."""
+        texts = [os.pread(each.number, os.fstat(each.number).st_size, 0) for each in self.failures]
+        return [FailureRecord.from_json(text) for text in texts if text]
+
+    def tell_restart(self, start: int) -> None:
+        """Say that all ranks start again, and why; runs in the agent's process."""
+        if start:
+            records = self.records()
+            why = first_cause(records).line() if records else "a rank ended without a word"
+            _log.warning("All ranks start again (restart %d): %s", start, why)
+
+
+# ---------------------------------------------------------------------------------------- the agent's side
+
+
+@contextmanager
+def _signals_of_the_agent() -> Iterator[None]:
+    """Let the agent have its handlers in the block; a signal that ends it is raised as what it means.
+
+    Mutates: the handlers of SIGTERM, SIGINT, SIGHUP and SIGQUIT, and a variable, restored on exit.
+
+    Raises:
+        KeyboardInterrupt: for SIGINT.
+        SystemExit: with 128 + its number, for the others.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in _AGENT_SIGNALS} if is_main_thread else {}
+    variable = os.environ.get(_SIGNALS_VARIABLE)
+    try:
+        yield
+    except SignalException as error:
+        if error.sigval is signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.sigval) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.environ.pop(_SIGNALS_VARIABLE, None)
+        if variable is not None:
+            os.environ[_SIGNALS_VARIABLE] = variable
+
+
+@contextmanager
+def _agents_log_quiet() -> Iterator[None]:
+    """Keep the agent from printing its own traceback, which leads nowhere, for every rank that fails."""
+    loggers = [logging.getLogger(name) for name in _AGENTS_LOGGERS]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> WorkerError:
+    """Return the exception for a job that failed more often than it may."""
+    records = job.records()
+    told = {record.pid for record in records}
+    for global_rank, failure in failures.items():
+        if failure.pid not in told:
+            records.append(
+                FailureRecord(
+                    global_rank,
+                    failure.local_rank,
+                    (global_rank - failure.local_rank) // len(job.values),
+                    failure.pid,
+                    at_s=time.monotonic(),
+                    exit_status=failure.exitcode,
+                )
+            )
+    cause = first_cause(records)
+    others = [record for record in records if record is not cause and record.exception_type]
+    return cause.to_error(started_s, (), others)
+
+
+# ---------------------------------------------------------------------------------------- the worker's side
+
+
+def _work(job: _Job) -> None:
+    """Be one rank: the function that every started process runs, under torchrun's variables."""
+    for number in _AGENT_SIGNALS:  # a fork inherits the agent's handlers, which raise
+        signal.signal(number, signal.SIG_DFL)
+    _leave_with(job.agent_pid)
+    leave_interrupts_to_the_main_process()
+    _at_fork.tie_children_to_this_process()
+    multiprocessing.set_start_method(job.start_method, force=True)
+    if job.environ is not None:
+        os.environ.update({**job.environ, **_own_variables()})
+    if job.openmp_threads is not None:
+        import torch
+
+        torch.set_num_threads(job.openmp_threads)
+    seat = _seat()
+    local_rank = seat.ranks.local_rank
+    failure = job.failures[local_rank].number
+    os.ftruncate(failure, 0)
+    try:
+        value = _entry_of(job)(seat)
+        pack((seat.ranks.global_rank, value), job.values[local_rank].number)
+    except BaseException as error:  # noqa: BLE001  whatever ended it
+        record = FailureRecord.of_exception(seat.ranks, error)
+        os.pwrite(failure, record.to_json(), 0)
+        if record.is_consequence:
+            time.sleep(_SETTLE_S)
+        _leave(record.exit_status or 1)
+
+
+def _seat() -> Seat:
+    number = {name: int(os.environ[name]) for name in _RANK_VARIABLES}
+    ranks = RankInfo(*number.values())
+    return Seat(ranks, address=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+
+
+# In the order of RankInfo's fields.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+
+
+def _own_variables() -> dict[str, str]:
+    """Return what the agent has set for this rank, which a copy of the agent's environment must not hide."""
+    prefixes = (*_RANK_VARIABLES, "ROLE_", "MASTER_", "TORCHELASTIC_")
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+
+
+def _entry_of(job: _Job) -> Entry:
+    if job.packed_entry is None:
+        if job.entry is None:
+            raise ValueError("the job holds no function")
+        return job.entry
+    entry: Entry = unpack(job.packed_entry.number, copy=True)  # the agent may start another from it
+    return entry
+
+
+def _leave_with(agent_pid: int) -> None:
+    """End this process as soon as the agent is gone, whatever it is doing."""
+    try:
+        agent: Any = os.pidfd_open(agent_pid)
+    except (AttributeError, ProcessLookupError):  # no pidfds here, or it is gone already
+        parent = multiprocessing.parent_process()
+        agent = None if parent is None else parent.sentinel
+
+    def wait() -> None:
+        if agent is not None:
+            select.select([agent], [], [])
+        _leave(1)
+
+    threading.Thread(target=wait, name="rankwise-lifeline", daemon=True).start()
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # closed, or nobody reads it any more
+    os._exit(code)

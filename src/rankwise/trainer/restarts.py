@@ -1,0 +1,55 @@
+"""After torch's elastic agent has started the ranks again: find the checkpoint from which they go on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankwise.callbacks import ModelCheckpoint
+from rankwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["checkpoint_after_restart", "current_run_id"]
+
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+
+
+def current_run_id() -> str:
+    """Return what all starts of a job have in common, under torch's elastic agent; elsewhere nothing."""
+    return os.environ.get(_RUN_ID, "")
+
+
+def checkpoint_after_restart(trainer: Trainer) -> tuple[str, dict[str, Any]] | None:
+    """Return the path and contents of the newest checkpoint of this run; None at the first start.
+
+    Collective: every rank must call this, and must be able to read what rank 0 finds.
+    """
+    if os.environ.get(_RESTARTS, "0") == "0":
+        return None
+    path = trainer.strategy.broadcast(_newest(trainer) if trainer.is_global_zero else None)
+    return None if path is None else (path, trainer.strategy.load_checkpoint(path))
+
+
+def _newest(trainer: Trainer) -> str | None:
+    """Return the newest whole checkpoint of this run; an earlier run's, or a damaged one, is passed over."""
+    savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+    found = {path for saving in savers for path in _files(trainer, saving)}
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            checkpoint = trainer.strategy.load_checkpoint(path)
+        except CheckpointError:
+            continue
+        if checkpoint.get("run_id") == current_run_id():
+            return str(path)
+    return None
+
+
+def _files(trainer: Trainer, saving: ModelCheckpoint) -> list[Path]:
+    if saving.dirpath is not None:
+        return list(Path(saving.dirpath).glob("*.ckpt"))
+    # The default folder lies in the logger's, which is another one at every start.
+    return list(Path(trainer.default_root_dir).rglob("checkpoints/*.ckpt"))

@@ -1,0 +1,156 @@
+"""`ddp_elastic`: after a failure all start again, and training goes on; at last a clear end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from rankwise.callbacks import Callback
+from rankwise.errors import WorkerKilledError, WorkerRaisedError
+from rankwise.strategies import DDPElasticStrategy, Strategy
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
+from tests.process.resume_tasks import everything, train
+
+
+def elastic(max_restarts: int = 3, **arguments: Any) -> DDPElasticStrategy:
+    """Return such a strategy on two forked processes."""
+    arguments = {"start_method": "fork", "devices": 2, **arguments}
+    return DDPElasticStrategy(accelerator="cpu", max_restarts=max_restarts, **arguments)
+
+
+def restart_count() -> int:
+    """Return how often the ranks have been started again."""
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def fail_until(strategy: Strategy, restarts: int, how: str) -> tuple[float, set[str]]:
+    """Let rank 1 fail until the last start; return a sum, and where the launching process listens."""
+    total = float(strategy.all_reduce(torch.ones(1), reduce_op="sum"))
+    if strategy.global_rank == 1 and restart_count() < restarts:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("not yet")
+    strategy.barrier()
+    sockets = psutil.Process(os.getppid()).net_connections(kind="inet")
+    return total, {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+
+
+def test_restarts_until_it_works() -> None:
+    """After two failures the third start returns every rank's value; nothing listens beyond loopback."""
+    strategy = elastic()
+    assert strategy.launch(fail_until, 2, "raised") == (2.0, {"127.0.0.1"})
+    assert sorted(strategy.results) == [0, 1]
+
+
+def test_first_cause_when_restarts_are_used_up() -> None:
+    """The exception is the culprit's, with its traceback, though the other rank failed as a consequence."""
+    with pytest.raises(WorkerRaisedError, match=r"global_rank=1 .* raised ValueError: not yet") as caught:
+        elastic(1).launch(fail_until, 9, "raised")
+    assert "fail_until" in caught.value.traceback_text
+    assert any("global_rank 0" in line for line in caught.value.consequences)
+
+
+def test_killed_rank_is_named() -> None:
+    """A rank that was killed says nothing, and is named nevertheless."""
+    with pytest.raises(WorkerKilledError, match=r"global_rank=1 .* was killed by SIGKILL"):
+        elastic(0).launch(fail_until, 9, "killed")
+
+
+class KillAfter(Callback):
+    """At each start, SIGKILL for a rank after so many steps; the last start is left in peace."""
+
+    def __init__(self, *plan: tuple[int, int]) -> None:
+        self.plan = plan
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps += 1
+        if (
+            restart_count() < len(self.plan)
+            and (trainer.global_rank, self.steps) == self.plan[restart_count()]
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+def test_training_goes_on(kills: int, tmp_path: Path) -> None:
+    """Killed at random, again and again, a fit ends bit for bit like the undisturbed one."""
+    chance = random.Random(kills)
+    epochs = 2 if kills == 3 else 12
+    # A start that makes no step writes no checkpoint, and one kill in three comes before the first.
+    plan = [(chance.randrange(2), chance.choice((1, 2, 3))) for _ in range(kills)]
+    whole = train(elastic(0), tmp_path / "whole", seed=3, max_epochs=epochs)
+    killed = train(elastic(kills), tmp_path / "killed", seed=3, max_epochs=epochs, kill=KillAfter(*plan))
+    assert everything(killed) == everything(whole)
+
+
+def test_checkpoint_of_an_earlier_run_is_none_of_ours(tmp_path: Path) -> None:
+    """A restart before this run has saved anything begins at the beginning, whatever lies in the folder."""
+    whole = train(elastic(0), tmp_path / "whole", seed=3, max_epochs=1)
+    train(elastic(0), tmp_path / "used", seed=4, max_epochs=1)
+    again = train(elastic(1), tmp_path / "used", seed=3, max_epochs=1, kill=KillAfter((0, 1)), ckpt_path=None)
+    assert everything(again) == everything(whole)
+
+
+AGENT = """
+    import os, sys, time
+    from rankwise.strategies import DDPElasticStrategy
+
+    def wait(strategy):
+        print("up", flush=True)
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        DDPElasticStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1]).launch(wait)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.soak),
+        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.soak),
+    ],
+)
+def test_nobody_outlives_the_agent(how: signal.Signals, code: int, run_script: ScriptRunner) -> None:
+    """However the agent's process ends, its workers are gone within a second."""
+    running = run_script.start(AGENT, "fork")
+    running.wait_for("up", count=2)
+    running.send_signal(how)
+    assert running.finish(timeout=20, leftover_grace_s=1.0).returncode == code
+
+
+SCRIPT = """
+    import sys, torch
+    from tests.process.resume_tasks import everything, train
+    from tests.process.test_elastic import KillAfter
+
+    folder, out = sys.argv[1:]
+    trainer = train("ddp", folder, seed=3, kill=KillAfter((1, 2)), ckpt_path=None)
+    if trainer.is_global_zero:
+        torch.save(repr(everything(trainer)), out)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(180)
+def test_script_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """Torchrun's restarts are picked up too, by strategy "ddp"."""
+    whole = train(elastic(0), tmp_path / "whole", seed=3)
+    script, out = run_script.write(SCRIPT), tmp_path / "out.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = run_script.command(
+        [*command, "--max-restarts=1", str(script), str(tmp_path / "killed"), str(out)], env=with_tests()
+    )
+    assert result.returncode == 0, result
+    assert torch.load(out, weights_only=False) == repr(everything(whole))
