@@ -111,7 +111,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("blocked", {}),
     ],
 )
-def test_two_ranks_train_a_gan_as_one(ways: str, options: dict[str, Any]) -> None:
+def test_manual_backward_and_toggle_optimizer_on_two_ranks(ways: str, options: dict[str, Any]) -> None:
     """Three backward passes for two optimizers in a step: one average each, or two where one is blocked."""
     alone, expected = quiet_trainer("single_device", 1, max_epochs=2), Gan(ways)
     alone.fit(expected, loader(40, 8))

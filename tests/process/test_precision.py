@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,7 @@ from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "16-master", "bf16-master")
 BAD_STEP = 2
+LIMIT = 0.01
 
 
 def create(name: str) -> Precision:
@@ -44,19 +46,21 @@ def train(strategy: DDPStrategy, name: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     precision = strategy.precision
     precision.configure(strategy.unwrap_module(model), [optimizer])
-    skipped, norms = [], []
+    skipped, norms, largest = [], [], []
     for step in range(5):
         precision.zero_grad(optimizer)
         with precision.forward_context():
             loss = model(precision.convert_input(torch.randn(6, 4))).square().mean()
         is_bad = precision.scales_loss and step == BAD_STEP and strategy.global_rank == 1
         strategy.backward(loss * float("inf") if is_bad else loss)
-        norms.append(float(precision.clip_gradients_norm(optimizer, 1.0)))
+        norms.append(float(precision.clip_gradients_norm(optimizer, LIMIT, float("inf"))))
+        gradients = [parameter.grad for parameter in precision.main_parameters(optimizer)]
+        largest.append(max(float(gradient.abs().max()) for gradient in gradients if gradient is not None))
         strategy.optimizer_step(optimizer)
         skipped.append(precision.has_skipped_step)
     state = {key: value.float() for key, value in strategy.get_module_state_dict(model).items()}
     weights = torch.cat([state[key].flatten() for key in ("0.weight", "1.weight", "2.weight")])
-    return {"skipped": skipped, "norms": norms, "weights": weights}
+    return {"skipped": skipped, "norms": norms, "largest": largest, "weights": weights}
 
 
 def train_in_all(strategy: DDPStrategy) -> dict[str, Any]:
@@ -64,20 +68,69 @@ def train_in_all(strategy: DDPStrategy) -> dict[str, Any]:
     return {name: train(strategy, name) for name in NAMES}
 
 
-def test_every_precision_on_two_ranks() -> None:
-    """Gradients are the same on both ranks, and so are weights; an overflow on one rank makes both skip."""
+@pytest.fixture(scope="module")
+def by_rank() -> list[dict[str, Any]]:
+    """What each of two ranks has seen, by precision."""
     strategy = ddp("fork")
     strategy.launch(train_in_all)
-    first, second = (strategy.results[rank] for rank in range(2))
-    for name in NAMES:
-        one, other = first[name], second[name]
-        assert torch.equal(one["weights"], other["weights"]), name
-        assert one["weights"].isfinite().all(), name
-        assert one["skipped"] == other["skipped"], name
-        is_scaled = name in ("16-mixed", "16-master")
-        assert one["skipped"] == [step == BAD_STEP and is_scaled for step in range(5)], name
-        good = [step for step in range(5) if not one["skipped"][step]]
-        assert [one["norms"][step] for step in good] == [other["norms"][step] for step in good], name
+    return [strategy.results[rank] for rank in range(2)]
+
+
+def check(one: dict[str, Any], other: dict[str, Any], *, is_scaled: bool) -> None:
+    """Weights and norms are the same on both ranks, and both skipped the bad step, where one is."""
+    assert torch.equal(one["weights"], other["weights"])
+    assert one["weights"].isfinite().all()
+    assert one["skipped"] == other["skipped"] == [step == BAD_STEP and is_scaled for step in range(5)]
+    good = [step for step in range(5) if not one["skipped"][step]]
+    assert [one["norms"][step] for step in good] == [other["norms"][step] for step in good]
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
+def test_native_amp(name: str, by_rank: list[dict[str, Any]]) -> None:
+    """Autocast on two ranks; with float16 an overflow on one of them makes both skip."""
+    check(*(seen[name] for seen in by_rank), is_scaled=name == "16-mixed")
+
+
+@pytest.mark.parametrize("name", ["16-true", "bf16-true", "32-true", "64-true"])
+def test_true_formats(name: str, by_rank: list[dict[str, Any]]) -> None:
+    """Everything in one format, on two ranks."""
+    check(*(seen[name] for seen in by_rank), is_scaled=False)
+
+
+@pytest.mark.parametrize("name", ["16-master", "bf16-master"])
+def test_apex_o2_master_weights(name: str, by_rank: list[dict[str, Any]]) -> None:
+    """16-bit weights with 32-bit copies: the same on two ranks that began with different ones."""
+    check(*(seen[name] for seen in by_rank), is_scaled=name == "16-master")
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "16-master", "bf16-master"])
+def test_clip_gradients_unscaled_on_master_weights_with_inf_norm(
+    name: str, by_rank: list[dict[str, Any]]
+) -> None:
+    """The largest gradient, in true size, is what clipping by the infinity norm leaves, on both ranks."""
+    for seen in by_rank:
+        largest = [
+            value for step, value in enumerate(seen[name]["largest"]) if not seen[name]["skipped"][step]
+        ]
+        assert max(largest) == pytest.approx(LIMIT, rel=1e-3)
+
+
+class WithoutLearning(Precision):
+    """Sets every learning rate to 0, once module and optimizers are there."""
+
+    def configure(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+
+
+def test_configure_apex_is_precision_configure() -> None:
+    """An override of `Precision.configure` changes module and optimizers on every rank."""
+    trainer, module = quiet_trainer("ddp_fork", 2, max_epochs=1, plugins=[WithoutLearning()]), Regression()
+    trainer.fit(module, loader(24, 4))
+    assert trainer.global_step == 3
+    pairs = zip(module.parameters(), Regression().parameters(), strict=True)
+    assert all(torch.equal(mine, fresh) for mine, fresh in pairs)
 
 
 def test_gradients_that_differ_are_agreed() -> None:
@@ -125,6 +178,43 @@ def test_nan_on_one_rank_is_skipped_on_all() -> None:
     trainer.fit(module, loader(24, 4))
     assert (trainer.global_step, int(module.moved)) == (3, 2)
     assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+COUNTED = ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_list", "barrier")
+
+
+class Counted(Regression):
+    """Brings the number of collectives back that this process has called by name."""
+
+    collectives: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("collectives", torch.zeros((), dtype=torch.long))
+
+    def on_train_end(self) -> None:
+        self.collectives.fill_(sum(CALLS))
+
+
+CALLS: list[int] = []
+
+
+def test_judging_costs_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `on_nonfinite` a healthy run calls as many collectives as without."""
+    for name in COUNTED:
+        plain = getattr(dist, name)
+
+        def counting(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
+            CALLS.append(1)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, counting)
+    found = []
+    for policy in (None, "raise"):
+        module = Counted()
+        quiet_trainer("ddp_fork", 2, max_epochs=2, on_nonfinite=policy).fit(module, loader(24, 4))
+        found.append(int(module.collectives))
+    assert found[0] == found[1] > 0
 
 
 def test_scale_comes_back_and_goes_on() -> None:
