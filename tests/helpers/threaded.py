@@ -96,7 +96,7 @@ class ThreadedStrategy(DDPStrategy):
         super().__init__(accelerator="cpu", devices=world_size, start_method="fork", **arguments)
         self._seat_of_thread = RankInfo(rank, rank, 0, world_size, world_size, 1)
 
-    def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
+    def _place_locally(self, local_world_size: int, num_nodes: int | None) -> RankInfo:
         return self._seat_of_thread
 
     def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:

@@ -8,7 +8,7 @@ from itertools import product
 
 from rankwise.errors import InvalidArgumentError
 
-__all__ = ["expand_counts", "expand_node_list", "first_node"]
+__all__ = ["expand_counts", "expand_node_list"]
 
 _MOST = 100_000
 """More nodes than any cluster has: a longer list is damaged or hostile, and is not written out."""
@@ -39,15 +39,6 @@ def expand_node_list(text: str) -> list[str]:
             _check_size(len(names) + count, text)
         names.extend("".join(chosen) for chosen in product(*(list(_spelled(part)) for part in parts)))
     return names
-
-
-def first_node(text: str) -> str:
-    """Return the first node of a list.
-
-    Raises:
-        InvalidArgumentError: as `expand_node_list`.
-    """
-    return expand_node_list(text)[0]
 
 
 def expand_counts(text: str) -> list[int]:

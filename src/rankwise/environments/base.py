@@ -116,6 +116,16 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         return True
 
     @property
+    def processes_per_node(self) -> int | None:
+        """How many processes there are, or are wanted, on this node; None where that is open."""
+        return self.local_world_size if self.creates_processes_externally else None
+
+    @property
+    def other_node(self) -> str | None:
+        """The name of a node other than rank 0's, where that is known: which way the others lie."""
+        return None
+
+    @property
     def global_rank(self) -> int:
         """This process's id in the whole job."""
         return self._number("global_rank")

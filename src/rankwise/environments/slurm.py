@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from typing_extensions import final
 
-from rankwise.environments._node_list import expand_counts, first_node
+from rankwise.environments._node_list import expand_counts, expand_node_list
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.mpi import MPIEnvironment
 from rankwise.errors import InvalidArgumentError
@@ -99,10 +99,12 @@ class SlurmEnvironment(ClusterEnvironment):
         """`MASTER_ADDR`, or the step's first node."""
         if self._values.has("MASTER_ADDR"):
             return self._values.text("MASTER_ADDR")
-        try:
-            return first_node(self._values.text("SLURM_STEP_NODELIST"))
-        except InvalidArgumentError as error:
-            raise self._values.error(f"SLURM_STEP_NODELIST: {error.summary()}", self.seen()) from None
+        return self._nodes()[0]
+
+    @property
+    def other_node(self) -> str | None:
+        """The step's second node."""
+        return next(iter(self._nodes()[1:]), None)
 
     @property
     def ranks(self) -> RankInfo:
@@ -130,6 +132,12 @@ class SlurmEnvironment(ClusterEnvironment):
         except (OSError, subprocess.CalledProcessError) as error:
             reason = getattr(error, "stderr", None) or str(error)
             warnings.warn(f"scontrol requeue {job} failed: {reason.strip()}", stacklevel=2)
+
+    def _nodes(self) -> list[str]:
+        try:
+            return expand_node_list(self._values.text("SLURM_STEP_NODELIST"))
+        except InvalidArgumentError as error:
+            raise self._values.error(f"SLURM_STEP_NODELIST: {error.summary()}", self.seen()) from None
 
     def _tasks_per_node(self) -> list[int]:
         try:

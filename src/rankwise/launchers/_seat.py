@@ -26,6 +26,15 @@ Entry = Callable[["Seat"], Any]
 
 
 @final
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where the nodes of a job meet: host and port, and whether this node hosts the store there."""
+
+    address: tuple[str, int]
+    hosts: bool
+
+
+@final
 @dataclass
 class Seat:
     """What a launcher hands to the function that it runs as a rank.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.process
 import os
@@ -29,7 +30,7 @@ from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._openmp import pause_openmp
 from rankwise.launchers._pickling import pack_or_explain
 from rankwise.launchers._processes import MultiprocessingProcess
-from rankwise.launchers._seat import Entry, Seat, torchrun_variables
+from rankwise.launchers._seat import Entry, MeetingPoint, Seat, torchrun_variables
 from rankwise.launchers._signals import (
     StoppedBySignal,
     interrupts_blocked,
@@ -39,7 +40,7 @@ from rankwise.launchers._stacks import write_stacks_on_signal
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
 from rankwise.process_group.pulse import PulseReader, write_pulse_to
-from rankwise.process_group.rendezvous import host_store
+from rankwise.process_group.rendezvous import host_store, hosted_store
 from rankwise.ranks import RankInfo
 
 __all__ = [
@@ -54,6 +55,8 @@ __all__ = [
 
 # A fork copies locks as they are: no other thread may be looking up names for a store of its own meanwhile.
 _one_at_a_time = threading.Lock()
+# The jobs on several nodes, which all meet in one store: every node counts the same.
+_jobs = itertools.count(1)
 PRELOAD = "rankwise.launchers._preload"
 
 
@@ -76,6 +79,7 @@ class MultiprocessLauncher(Launcher):
         init_timeout: how long the ranks may take to meet.
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
         stall_warning_s: after how long in one phase a rank is reported that others wait for.
+        meeting: where the nodes of the job meet; None for a job on one node.
     """
 
     runs_in_caller = False
@@ -89,12 +93,14 @@ class MultiprocessLauncher(Launcher):
         init_timeout: timedelta,
         stop_signals: Sequence[int] = (signal.SIGTERM,),
         stall_warning_s: float = 60.0,
+        meeting: MeetingPoint | None = None,
     ) -> None:
         self.pickles_entry = start_method != "fork"
         self._start_method = start_method
         self._seats = seats
         self._init_timeout = init_timeout
         self._watch_options = (grace_period_s, tuple(stop_signals), stall_warning_s)
+        self._meeting = meeting
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, bring back; see `Launcher.launch`."""
@@ -121,7 +127,11 @@ class MultiprocessLauncher(Launcher):
         self, entry: Entry, described: Mapping[str, object], rendezvous: str, cleanup: ExitStack
     ) -> _Job:
         address = None
-        if rendezvous == "tcp":
+        if self._meeting is not None:
+            address = self._meeting.address
+            if self._meeting.hosts:
+                hosted_store(self._init_timeout, address)
+        elif rendezvous == "tcp":
             store, address = host_store(self._init_timeout)
             cleanup.callback(lambda kept: None, store)  # the store listens for as long as this block holds it
         packed: Descriptor | None = None
@@ -138,6 +148,7 @@ class MultiprocessLauncher(Launcher):
             environ=dict(os.environ) if self._start_method == "forkserver" else None,
             openmp_threads=rest_before_fork() if self._start_method == "fork" else None,
             run_id=f"rankwise-{os.getpid()}",
+            number=1 if self._meeting is None else next(_jobs),
         )
 
     def _start(
@@ -185,6 +196,7 @@ class _Job:
     environ: dict[str, str] | None
     openmp_threads: int | None
     run_id: str
+    number: int
 
 
 @final
@@ -226,7 +238,8 @@ def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: Descriptor, p
         os.environ.update(job.environ)
     if job.openmp_threads is not None:
         torch.set_num_threads(job.openmp_threads)
-    seat = Seat(ranks, torchrun_variables(ranks, job.address, job.run_id), job.address, channel=channel)
+    variables = torchrun_variables(ranks, job.address, job.run_id)
+    seat = Seat(ranks, variables, job.address, channel=channel, job=job.number)
     try:
         seat.occupy(_entry_of(job), finish=lambda value: pack(value, values.number))
         channel.send(Kind.DONE)

@@ -25,18 +25,18 @@ from rankwise.launchers._command import rerun_command
 from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherited_seat
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._processes import PopenProcess
-from rankwise.launchers._seat import Entry, Seat, torchrun_variables
+from rankwise.launchers._seat import Entry, MeetingPoint, Seat, torchrun_variables
 from rankwise.launchers._signals import StoppedBySignal, interrupts_blocked
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
 from rankwise.process_group.pulse import PulseReader, pulse_written_to
-from rankwise.process_group.rendezvous import forget_store, host_store
+from rankwise.process_group.rendezvous import forget_store, host_store, hosted_store
 from rankwise.ranks import RankInfo
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["ScriptLauncher", "can_rerun", "script_ranks"]
+__all__ = ["ScriptLauncher", "can_rerun", "script_place", "script_ranks"]
 
 
 @final
@@ -50,6 +50,7 @@ class ScriptLauncher(Launcher):
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
         stall_warning_s: after how long in one phase a rank is reported that others wait for.
         command: what to run instead of this process's own command line.
+        meeting: where the nodes of the job meet; None for a job on one node.
     """
 
     runs_in_caller = True
@@ -63,11 +64,13 @@ class ScriptLauncher(Launcher):
         stop_signals: Sequence[int] = (signal.SIGTERM,),
         stall_warning_s: float = 60.0,
         command: Sequence[str] | None = None,
+        meeting: MeetingPoint | None = None,
     ) -> None:
         self._seats = seats
         self._init_timeout = init_timeout
         self._watch_options = (grace_period_s, tuple(stop_signals), stall_warning_s)
         self._command = command
+        self._meeting = meeting
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Run as this process's rank, wait for the others; see `Launcher.launch`.
@@ -88,9 +91,8 @@ class ScriptLauncher(Launcher):
         global _group
         if _group is None:
             command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
-            _group = _ScriptGroup(
-                self._seats, rendezvous, self._init_timeout, Supervisor(*self._watch_options)
-            )
+            _group = _ScriptGroup(self._seats, Supervisor(*self._watch_options))
+            _group.meet(self._meeting, rendezvous, self._init_timeout)
             _group.start(command, directory)
         _check_same(len(_group.seats), len(self._seats))
         if rendezvous == "tcp" and _group.address is None:
@@ -115,10 +117,16 @@ def can_rerun() -> bool:
 
 def script_ranks() -> int | None:
     """Return the number of local ranks that already run this script, or None where it runs alone."""
+    place = script_place()
+    return None if place is None else place.local_world_size
+
+
+def script_place() -> RankInfo | None:
+    """Return the ranks with which this process already runs its script, or None where it runs alone."""
     mine = inherited_seat()
     if mine is not None:
-        return mine.ranks.local_world_size
-    return None if _group is None else len(_group.seats)
+        return mine.ranks
+    return None if _group is None else _group.seats[0]
 
 
 def _check_same(existing: int, asked: int) -> None:
@@ -136,19 +144,11 @@ def _check_same(existing: int, asked: int) -> None:
 class _ScriptGroup:
     """The processes that run one script together; lives until the script ends or one of them fails."""
 
-    def __init__(
-        self,
-        seats: tuple[RankInfo, ...],
-        rendezvous: str,
-        init_timeout: timedelta,
-        supervisor: Supervisor,
-    ) -> None:
+    def __init__(self, seats: tuple[RankInfo, ...], supervisor: Supervisor) -> None:
         self.seats = seats
         self._supervisor = supervisor
         self._store: Store | None = None
         self.address: tuple[str, int] | None = None
-        if rendezvous == "tcp":
-            self._store, self.address = host_store(init_timeout)
         self._run_id = f"rankwise-{os.getpid()}"
         self._values: dict[int, int] = {}
         self._pulses: dict[int, int] = {}
@@ -158,6 +158,14 @@ class _ScriptGroup:
         self._channel = RankChannel(mine, on_lost=_nothing)
         _at_fork.close_in_child(mine)
         self._mine = mine
+
+    def meet(self, meeting: MeetingPoint | None, rendezvous: str, init_timeout: timedelta) -> None:
+        """Host the store through which the ranks meet, where this process has to."""
+        if meeting is not None:
+            self.address = meeting.address
+            self._store = hosted_store(init_timeout, meeting.address) if meeting.hosts else None
+        elif rendezvous == "tcp":
+            self._store, self.address = host_store(init_timeout)
 
     def start(self, command: list[str], directory: str) -> None:
         """Start the other ranks, and watch them from here on until this process ends."""

@@ -5,7 +5,12 @@ from rankwise.process_group.backend import check_backend, default_backend
 from rankwise.process_group.collectives import all_reduce, barrier, broadcast
 from rankwise.process_group.connecting import init_process_group
 from rankwise.process_group.gathering import all_gather, all_gather_object, gather_all_tensors, gather_object
-from rankwise.process_group.group import gloo_on_loopback, join_process_group, process_group
+from rankwise.process_group.group import (
+    gloo_on_interface,
+    gloo_on_loopback,
+    join_process_group,
+    process_group,
+)
 from rankwise.process_group.stores import default_store
 from rankwise.process_group.turns import rank_zero_first
 
@@ -21,6 +26,7 @@ __all__ = [
     "default_store",
     "gather_all_tensors",
     "gather_object",
+    "gloo_on_interface",
     "gloo_on_loopback",
     "init_process_group",
     "join_process_group",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
+from rankwise.errors import ProcessGroupError
+from rankwise.process_group.meeting import Place, meet, place_of
 from rankwise.ranks import RankInfo
 
-__all__ = ["gloo_on_loopback", "join_process_group", "process_group"]
+__all__ = ["gloo_on_interface", "gloo_on_loopback", "join_process_group", "process_group"]
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -27,19 +28,23 @@ def process_group(
     device: torch.device,
     *,
     timeout: timedelta,
-    init_timeout: timedelta,
-) -> Iterator[None]:
+    init_timeout: timedelta | None = None,
+) -> Iterator[tuple[Place, ...]]:
     """Have the default process group while the block runs; one that existed before is used and left.
 
     Collective: every rank must call this, in the same order.
 
+    Yields:
+        What each rank knows of itself, by global rank; nothing for a group that existed before.
+
     Raises:
-        ProcessGroupError: when a group exists that does not fit.
+        ProcessGroupError: when a group exists that does not fit, or the ranks do not fit together.
+        RendezvousTimeoutError: when not all ranks came within `init_timeout`.
     """
     is_ours = not dist.is_initialized()
-    join_process_group(store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout)
+    places = join_process_group(store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout)
     try:
-        yield
+        yield places
     finally:
         if is_ours and dist.is_initialized():
             dist.destroy_process_group()
@@ -52,8 +57,8 @@ def join_process_group(
     device: torch.device,
     *,
     timeout: timedelta,
-    init_timeout: timedelta,
-) -> None:
+    init_timeout: timedelta | None = None,
+) -> tuple[Place, ...]:
     """Make the default process group, or check that the one which exists is the same.
 
     Collective: every rank must call this, in the same order.
@@ -64,20 +69,25 @@ def join_process_group(
         backend: `"gloo"`, `"nccl"`, ...
         device: this rank's device; a group on NCCL is bound to it.
         timeout: how long a collective may take.
-        init_timeout: how long to wait for the other ranks to come here.
+        init_timeout: how long the ranks may take to meet; None: as long as a collective.
+
+    Returns:
+        What each rank knows of itself, by global rank; nothing for a group that existed before.
 
     Raises:
-        RendezvousTimeoutError: when some did not come in time; it names them.
-        ProcessGroupError: when torch has no distributed package, or a group exists that does not fit.
+        ProcessGroupError: when torch has no distributed package, a group exists that does not fit, or the
+            ranks do not fit together.
+        RendezvousTimeoutError: when not all ranks came in time.
     """
     if not dist.is_available():
         raise ProcessGroupError("This build of torch has no torch.distributed.", "install one that has.")
     if dist.is_initialized():
         _check_existing(ranks, backend)
-        return
+        return ()
+    mine = place_of(ranks, backend, device, os.getpid())
+    places = meet(store, mine, timeout if init_timeout is None else init_timeout)
     hook = sys.excepthook  # torch wraps it each time and never unwraps it
     groups = _group_count()
-    _wait_for_all(store, ranks, init_timeout)
     try:
         dist.init_process_group(
             backend,
@@ -93,6 +103,7 @@ def join_process_group(
         raise
     finally:
         sys.excepthook = hook
+    return places
 
 
 def _group_count(restored: int | None = None) -> int | None:
@@ -104,19 +115,6 @@ def _group_count(restored: int | None = None) -> int | None:
     if world is not None and restored is not None:
         world.group_count = restored
     return getattr(world, "group_count", None)
-
-
-def _wait_for_all(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> None:
-    keys = [f"here{rank}" for rank in range(ranks.world_size)]
-    store.set(keys[ranks.global_rank], "1")
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            raise
-        waiting_for = f"global_rank {', '.join(missing)} to come to the process group"
-        raise RendezvousTimeoutError(waiting_for, timeout.total_seconds()) from None
 
 
 def _wait_until_connected(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> None:
@@ -141,16 +139,21 @@ def _check_existing(ranks: RankInfo, backend: str) -> None:
         )
 
 
+def gloo_on_loopback() -> AbstractContextManager[None]:
+    """Keep gloo on the loopback interface; see `gloo_on_interface`."""
+    return gloo_on_interface("lo" if sys.platform == "linux" else "lo0")
+
+
 @contextmanager
-def gloo_on_loopback() -> Iterator[None]:
-    """Keep gloo on the loopback interface while the block runs, for groups made later in it too.
+def gloo_on_interface(name: str | None) -> Iterator[None]:
+    """Keep gloo on one interface while the block runs, for groups made later in it too; None: its own choice.
 
     Mutates: `os.environ["GLOO_SOCKET_IFNAME"]`, restored on exit; left alone where the user has set it.
     """
-    if _GLOO_INTERFACE in os.environ:
+    if name is None or _GLOO_INTERFACE in os.environ:
         yield
         return
-    os.environ[_GLOO_INTERFACE] = "lo" if sys.platform == "linux" else "lo0"
+    os.environ[_GLOO_INTERFACE] = name
     try:
         yield
     finally:

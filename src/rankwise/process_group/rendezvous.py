@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from rankwise.errors import RendezvousTimeoutError
+from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.process_group.private_store import PrivateStore
 
 __all__ = ["host_store", "open_store"]
@@ -19,6 +19,7 @@ _BACKLOG = 1024
 # The stores joined at an address that an outer launcher gave. A second job of this process meets there again:
 # the address is the outer launcher's, so the store lives as long as the process does.
 _joined: dict[tuple[str, int], dist.Store] = {}
+_hosted: dict[tuple[str, int], dist.Store] = {}
 
 
 def host_store(
@@ -28,16 +29,40 @@ def host_store(
 
     Returns:
         The store, which listens until it is dropped, and its host and port.
+
+    Raises:
+        ProcessGroupError: when nobody can listen there: another does, or it is no address of this host.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    listener.listen(_BACKLOG)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ProcessGroupError(
+            f"The store of the job cannot listen at {address[0]}:{address[1]} on {socket.gethostname()!r}: "
+            f"{error.strerror or error}.",
+            "set MASTER_ADDR to an address of global_rank 0's node, and MASTER_PORT to a free port there.",
+        ) from None
     host, port = listener.getsockname()[:2]
     store = dist.TCPStore(
         host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return store, (host, port)
+
+
+def hosted_store(timeout: timedelta, address: tuple[str, int]) -> dist.Store:
+    """Host a TCP store at an address that others were given, for as long as this process lives.
+
+    The next job of several nodes meets there again, and another node may come to it before this one.
+
+    Raises:
+        ProcessGroupError: as `host_store`.
+    """
+    if address not in _hosted:
+        _hosted[address] = host_store(timeout, address)[0]
+    return _hosted[address]
 
 
 def open_store(
@@ -84,5 +109,6 @@ def open_another(address: tuple[str, int], timeout: timedelta) -> dist.Store:
 
 
 def forget_store(address: tuple[str, int]) -> None:
-    """Let go of the client of a store whose host is gone."""
+    """Let go of the client of a store whose host is gone, and of the host."""
     _joined.pop(address, None)
+    _hosted.pop(address, None)

@@ -124,11 +124,10 @@ class Strategy(AroundModule, Gradients):
         wanted_devices = check_devices(self._devices if devices == "auto" else devices)
         wanted_nodes = check_num_nodes(self._num_nodes if num_nodes == "auto" else num_nodes)
         found, how = find_environment(check_environment(environment) or self._wanted_environment)
-        started = found.ranks.local_world_size if found.creates_processes_externally else None
-        self._local_devices = local_devices(kind, wanted_devices, started)
+        self._local_devices = local_devices(kind, wanted_devices, found.processes_per_node)
         self._environment = found
-        if started is None:
-            self._ranks = self._place_locally(len(self._local_devices), wanted_nodes or found.num_nodes)
+        if not found.creates_processes_externally:
+            self._ranks = self._place_locally(len(self._local_devices), wanted_nodes)
         else:
             self._ranks = found.ranks
             check_world(
@@ -136,13 +135,13 @@ class Strategy(AroundModule, Gradients):
             )
         found.validate_settings(self._ranks.local_world_size, self._ranks.num_nodes)
         self._launcher = self._create_launcher(found)
-        if started is not None or self._ranks.node_rank > 0:
+        if found.creates_processes_externally or self._ranks.node_rank > 0:
             set_rank_zero_only(self._ranks.global_rank)  # this process is that rank as long as it lives
         self._state = State.BOUND
         return self._ranks
 
     @abstractmethod
-    def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
+    def _place_locally(self, local_world_size: int, num_nodes: int | None) -> RankInfo:
         """Return this process's ranks where no outer launcher has given it any; refuse what cannot be."""
 
     @abstractmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,14 +16,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.environments import ClusterEnvironment
-from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
+from rankwise.errors import InvalidTypeError, LaunchRefusedError
 from rankwise.gradient_sync import GradientSync, GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
 from rankwise.launchers import Launcher
-from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
 from rankwise.launchers.script import ScriptLauncher, script_ranks
-from rankwise.process_group import check_backend, default_backend, gloo_on_loopback, process_group
+from rankwise.process_group import check_backend, default_backend, gloo_on_interface, process_group
 from rankwise.process_group.pulse import beat
 from rankwise.ranks import RankInfo
 from rankwise.strategies._arguments import (
@@ -39,6 +37,13 @@ from rankwise.strategies._arguments import (
     from_parallel_devices,
 )
 from rankwise.strategies._compiled import compile_within, uncompiled
+from rankwise.strategies._nodes import (
+    inline_launcher,
+    interface_of,
+    local_seats,
+    meeting_point,
+    place_on_node,
+)
 from rankwise.strategies._same_gradients import averages_everywhere
 from rankwise.strategies._scopes import threads_shared_by
 from rankwise.strategies._sync_batchnorm import SyncedBatchNorms, check_sync_batchnorm
@@ -50,7 +55,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPStrategy"]
 
-_LOOPBACK = "127.0.0.1"
 _OWN_ARGUMENTS = (
     "accelerator",
     "devices",
@@ -192,45 +196,26 @@ class DDPStrategy(Strategy):
         """The ranks over which gradients are averaged; None for all of them. Override for a subgroup."""
         return None
 
-    def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
-        if num_nodes != 1:
-            raise ConfigurationError(
-                message=f"num_nodes={num_nodes} is not possible here: nobody has started the other nodes.",
-                facts="the environment is 'local', which is one node.",
-                remedy=f"start it on every node: torchrun --nnodes={num_nodes} "
-                f"--nproc-per-node={local_world_size} train.py",
-            )
-        return self._local_seats(local_world_size)[0]
-
-    def _local_seats(self, local_world_size: int) -> tuple[RankInfo, ...]:
-        return tuple(
-            RankInfo(rank, rank, 0, local_world_size, local_world_size, 1) for rank in range(local_world_size)
-        )
+    def _place_locally(self, local_world_size: int, num_nodes: int | None) -> RankInfo:
+        return place_on_node(self.environment, local_world_size, num_nodes)
 
     def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
         if self.sync_batchnorm and self.world_size > 1:
             check_sync_batchnorm(self.root_device)
-        if environment.creates_processes_externally:
-            return self._inline_launcher(environment)
-        seats = self._local_seats(self.local_world_size)
+        is_alone_here = self.local_world_size == 1 and not self.ranks.is_one_node
+        if environment.creates_processes_externally or (is_alone_here and self.start_method == "popen"):
+            return inline_launcher(environment, self.ranks)
+        seats = local_seats(self.ranks)
         options: dict[str, Any] = {
             "grace_period_s": self.grace_period_s,
             "init_timeout": self.init_timeout,
             "stall_warning_s": self.stall_warning.total_seconds(),
             "stop_signals": [signal.SIGTERM, *filter(None, [environment.requeue_signal])],
+            "meeting": meeting_point(environment, self.ranks),
         }
         if self.start_method == "popen" or script_ranks() is not None:
             return ScriptLauncher(seats, command=self._command, **options)
         return MultiprocessLauncher(self.start_method, seats, **options)
-
-    def _inline_launcher(self, environment: ClusterEnvironment) -> Launcher:
-        if self.world_size == 1:
-            return InlineLauncher(self.ranks)
-        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        # A job on one node keeps to loopback, whatever address it was given, unless somebody else hosts.
-        is_local = self.ranks.is_one_node and not is_hosted
-        address = (_LOOPBACK if is_local else environment.main_address, environment.main_port)
-        return InlineLauncher(self.ranks, address, hosts_store=self.is_global_zero and not is_hosted)
 
     def _rendezvous_of_launch(self) -> str:
         if self.rendezvous == "private" and not self._is_group_wanted:
@@ -253,8 +238,7 @@ class DDPStrategy(Strategy):
         """
         super().setup_environment()
         self._job.enter_context(threads_shared_by(self.local_world_size))
-        if self.ranks.is_one_node:
-            self._job.enter_context(gloo_on_loopback())
+        self._job.enter_context(gloo_on_interface(interface_of(self.ranks, self.seat.address)))
         if self._is_group_wanted:
             beat("connecting", waits=True)
             store = self.seat.open_store(self.init_timeout)

@@ -30,8 +30,11 @@ class SingleDeviceStrategy(Strategy):
         super().__init__(**arguments)
         self.gradients = GradientSync(gradient_weighting=gradient_weighting)
 
-    def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
-        for name, count in (("devices", local_world_size), ("num_nodes", num_nodes)):
+    def _place_locally(self, local_world_size: int, num_nodes: int | None) -> RankInfo:
+        for name, count in (
+            ("devices", local_world_size),
+            ("num_nodes", num_nodes or self.environment.num_nodes),
+        ):
             if count != 1:
                 raise InvalidArgumentError(
                     argument=name,

@@ -53,7 +53,7 @@ class CallerState:
 
 
 def capture(trainer: Trainer, module: TrainingModule, known_modules: set[str]) -> CallerState | None:
-    """Return the state on global rank 0, and None on the others.
+    """Return the state on each node's first rank, whose calling process it is for; None on the others.
 
     Collective: every rank must call this, as sharded optimizers gather their state.
 
@@ -65,7 +65,9 @@ def capture(trainer: Trainer, module: TrainingModule, known_modules: set[str]) -
     module.cpu()
     optimizers = [trainer.strategy.get_optimizer_state(optimizer) for optimizer in trainer.optimizers]
     comm_hooks = trainer.strategy.comm_hook_states()
-    if not trainer.is_global_zero:
+    if trainer.strategy.num_nodes > 1:  # a sharded optimizer's state is whole on global rank 0 alone
+        optimizers = trainer.strategy.broadcast(optimizers)
+    if trainer.strategy.local_rank != 0:
         return None
     state = CallerState(
         tensors=dict(_tensors(module)),

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from rankwise.environments._node_list import expand_counts, expand_node_list, first_node
+from rankwise.environments._node_list import expand_counts, expand_node_list
 from rankwise.errors import InvalidArgumentError
 
 
@@ -31,9 +31,8 @@ from rankwise.errors import InvalidArgumentError
     ],
 )
 def test_node_lists(text: str, names: list[str]) -> None:
-    """Each form of a node list gives its nodes, in its order; the first is node 0."""
+    """Each form of a node list gives its nodes, in its order."""
     assert expand_node_list(text) == names
-    assert first_node(text) == names[0]
 
 
 @pytest.mark.parametrize(

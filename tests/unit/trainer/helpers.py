@@ -92,7 +92,7 @@ class WithSecondRank(Strategy):
         self.other = other
 
     @override
-    def _place_locally(self, local_world_size: int, num_nodes: int) -> RankInfo:
+    def _place_locally(self, local_world_size: int, num_nodes: int | None) -> RankInfo:
         return RankInfo(0, 0, 0, 2, 2, 1)
 
     @override

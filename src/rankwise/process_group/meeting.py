@@ -1,0 +1,161 @@
+"""The ranks meet in the store before they make a group, and see whether what each was told fits together."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from typing_extensions import final
+
+from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
+from rankwise.process_group.private_store import PrivateStore
+from rankwise.ranks import RankInfo
+
+__all__ = ["Place", "meet", "place_of"]
+
+# A wait in a TCP store is in C++, where no signal is heard: it comes back this often.
+_SLICE_S = 1.0
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """What one rank knows of itself, and what device it takes (an empty text: one that can be shared)."""
+
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    host: str
+    pid: int
+    device: str = ""
+
+    def __str__(self) -> str:
+        return f"global_rank {self.global_rank} (node {self.node_rank}, host {self.host!r}, pid {self.pid})"
+
+
+def place_of(ranks: RankInfo, backend: str, device: torch.device, pid: int) -> Place:
+    """Return this rank's place. NCCL can use a device once only, so its identity is part of it."""
+    is_exclusive = device.type == "cuda" and "nccl" in backend
+    identity = str(torch.cuda.get_device_properties(device).uuid) if is_exclusive else ""
+    return Place(
+        ranks.global_rank,
+        ranks.local_rank,
+        ranks.node_rank,
+        ranks.world_size,
+        socket.gethostname(),
+        pid,
+        identity,
+    )
+
+
+def meet(store: dist.Store, mine: Place, timeout: timedelta) -> tuple[Place, ...]:
+    """Wait until every rank is here; return all places by global rank.
+
+    The last to arrive compares them all, so this costs each rank four short messages.
+
+    Collective: every rank must call this.
+
+    Raises:
+        ProcessGroupError: on every rank, when two ranks are the same or have the same device, or believe in
+            different worlds.
+        RendezvousTimeoutError: when not all came in time; names those that did not.
+    """
+    arrival = store.add("arrived", 1)
+    if arrival > mine.world_size:
+        raise _too_many(mine)
+    store.set(f"place/{arrival}", json.dumps(asdict(mine)))
+    if arrival == mine.world_size:
+        here = _places(store, arrival)
+        problem = disagreement(here)
+        store.set("met", json.dumps([problem, [asdict(place) for place in here]]))
+    else:
+        _wait_for_the_last(store, mine, timeout)
+    problem, places = json.loads(store.get("met"))
+    if problem:
+        raise ProcessGroupError(problem, "start every rank once, each with its own rank and device.")
+    return tuple(sorted((Place(**place) for place in places), key=lambda place: place.global_rank))
+
+
+def disagreement(places: Sequence[Place]) -> str:
+    """Return what is wrong with these ranks as one job, or an empty text."""
+    sizes = Counter(place.world_size for place in places)
+    if len(sizes) > 1:
+        most = sizes.most_common(1)[0][0]
+        odd = next(place for place in places if place.world_size != most)
+        return f"{odd} believes in a world of {odd.world_size}, others in one of {most}."
+    return (
+        _twice(places, "global_rank", lambda place: (place.global_rank,))
+        or _twice(places, "local_rank", lambda place: (place.host, place.node_rank, place.local_rank))
+        or _twice(
+            [place for place in places if place.device], "device", lambda place: (place.host, place.device)
+        )
+    )
+
+
+def _twice(places: Sequence[Place], what: str, key: Callable[[Place], tuple[object, ...]]) -> str:
+    groups: dict[tuple[object, ...], list[Place]] = defaultdict(list)
+    for place in places:
+        groups[key(place)].append(place)
+    for group in groups.values():
+        if len(group) > 1:
+            return f"{group[0]} and {group[1]} have the same {what}."
+    return ""
+
+
+def _places(store: dist.Store, count: int) -> list[Place]:
+    return [Place(**json.loads(store.get(f"place/{number}"))) for number in range(1, count + 1)]
+
+
+def _places_so_far(store: dist.Store, count: int) -> list[Place]:
+    keys = [f"place/{number}" for number in range(1, count + 1)]
+    return [Place(**json.loads(store.get(key))) for key in keys if store.check([key])]
+
+
+def _wait_for_the_last(store: dist.Store, mine: Place, timeout: timedelta) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    slice_s = timeout.total_seconds() if _hears_signals(store) else _SLICE_S
+    while True:
+        began = time.monotonic()
+        this_slice_s = max(0.001, min(slice_s, deadline - began))
+        try:
+            store.wait(["met"], timedelta(seconds=this_slice_s))
+            return
+        except dist.DistStoreError:
+            ended = time.monotonic()
+            if ended - began < this_slice_s / 2:
+                raise  # no time-out: this rank is being stopped
+            if ended < deadline:
+                continue
+            arrived = store.add("arrived", 0)
+            if arrived > mine.world_size:
+                raise _too_many(mine) from None
+            raise _absent(_places_so_far(store, arrived), mine.world_size, timeout) from None
+
+
+def _hears_signals(store: dist.Store) -> bool:
+    below = store.underlying_store if isinstance(store, dist.PrefixStore) else store
+    return isinstance(below, PrivateStore)
+
+
+def _too_many(mine: Place) -> ProcessGroupError:
+    return ProcessGroupError(
+        f"{mine} came to a meeting of {mine.world_size} ranks that are all there: a rank was started twice, "
+        "or another job meets at the same address and port.",
+        "start every rank once; give each job a MASTER_PORT of its own.",
+    )
+
+
+def _absent(here: Sequence[Place], world_size: int, timeout: timedelta) -> RendezvousTimeoutError:
+    absent = sorted(set(range(world_size)) - {place.global_rank for place in here})
+    names = ", ".join(str(rank) for rank in absent[:10]) + (", ..." if len(absent) > 10 else "")
+    came = ", ".join(str(place) for place in here[:10])
+    waiting_for = f"global_rank {names} to come to the process group (here are {came})"
+    return RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds())
