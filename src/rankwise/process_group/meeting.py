@@ -20,8 +20,7 @@ from rankwise.ranks import RankInfo
 
 __all__ = ["Place", "meet", "place_of"]
 
-# A wait in a TCP store is in C++, where no signal is heard: it comes back this often.
-_SLICE_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
 @final
@@ -121,26 +120,37 @@ def _places_so_far(store: dist.Store, count: int) -> list[Place]:
 
 def _wait_for_the_last(store: dist.Store, mine: Place, timeout: timedelta) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
-    slice_s = timeout.total_seconds() if _hears_signals(store) else _SLICE_S
-    while True:
-        began = time.monotonic()
-        this_slice_s = max(0.001, min(slice_s, deadline - began))
-        try:
-            store.wait(["met"], timedelta(seconds=this_slice_s))
-            return
-        except dist.DistStoreError:
-            ended = time.monotonic()
-            if ended - began < this_slice_s / 2:
-                raise  # no time-out: this rank is being stopped
-            if ended < deadline:
-                continue
-            arrived = store.add("arrived", 0)
-            if arrived > mine.world_size:
-                raise _too_many(mine) from None
-            raise _absent(_places_so_far(store, arrived), mine.world_size, timeout) from None
+    is_here = _private_wait if _is_private(store) else _tcp_wait
+    if is_here(store, deadline):
+        return
+    arrived = store.add("arrived", 0)
+    if arrived > mine.world_size:
+        raise _too_many(mine)
+    raise _absent(_places_so_far(store, arrived), mine.world_size, timeout)
 
 
-def _hears_signals(store: dist.Store) -> bool:
+def _private_wait(store: dist.Store, deadline: float) -> bool:
+    try:
+        store.wait(["met"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except dist.DistStoreError:
+        if time.monotonic() < deadline:
+            raise  # no time-out: this rank is being stopped
+        return False
+    return True
+
+
+def _tcp_wait(store: dist.Store, deadline: float) -> bool:
+    """Ask again and again, as a wait in a TCP store is in C++, where no signal is heard."""
+    pause_s = _FIRST_PAUSE_S
+    while not store.check(["met"]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return True
+
+
+def _is_private(store: dist.Store) -> bool:
     below = store.underlying_store if isinstance(store, dist.PrefixStore) else store
     return isinstance(below, PrivateStore)
 
