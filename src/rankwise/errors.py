@@ -25,6 +25,7 @@ RankwiseError
 |-- RankZeroFailedError (RuntimeError)      the rank that went first failed, while this one waited for it
 |-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time
 |-- StopAgreementError (TimeoutError)       a rank did not answer when to stop
+|-- RankMismatchError (RuntimeError)        the ranks are about to train different things
 |-- UnevenInputsError (RuntimeError)        ranks have different numbers of batches
 |-- NonFiniteLossError (FloatingPointError) a loss or gradient is infinite or NaN
 |-- UnusedParametersError (RuntimeError)    parameters had no part in the loss, though DDP counts on all
@@ -54,6 +55,7 @@ __all__ = [
     "NonFiniteLossError",
     "NotPicklableError",
     "ProcessGroupError",
+    "RankMismatchError",
     "RankZeroFailedError",
     "RankwiseError",
     "RendezvousTimeoutError",
@@ -579,6 +581,34 @@ class StopAgreementError(RankwiseError, TimeoutError):
 
     def fix(self) -> str:
         return "look for what these ranks were doing: they are stuck, or never began to train."
+
+
+@dataclass(eq=False, repr=False)
+class RankMismatchError(RankwiseError, RuntimeError):
+    """The ranks differ; `differences` maps the name of what does to its values, and these to global ranks."""
+
+    differences: Mapping[str, Mapping[str, tuple[int, ...]]]
+
+    def summary(self) -> str:
+        count = len(self.differences)
+        return f"The ranks are not the same in {count} {'thing' if count == 1 else 'things'}."
+
+    def seen(self) -> str:
+        shown = list(self.differences.items())[:_MOST_DIFFERENCES]
+        lines = [f"{name}: {_by_rank(values)}" for name, values in shown]
+        if len(self.differences) > len(shown):
+            lines.append(f"... and {len(self.differences) - len(shown)} more")
+        return "\n        ".join(lines)
+
+    def fix(self) -> str:
+        return "build and do the same on every rank; look for what depends on the rank or the host."
+
+
+_MOST_DIFFERENCES = 10
+
+
+def _by_rank(values: Mapping[str, tuple[int, ...]]) -> str:
+    return "; ".join(f"{value} on global_rank {', '.join(map(str, who))}" for value, who in values.items())
 
 
 @dataclass(eq=False, repr=False)

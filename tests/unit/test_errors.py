@@ -179,6 +179,36 @@ CASES = [
         "  Fix: look for a rank that is still starting or is stuck, or raise init_timeout.",
     ),
     Case(
+        lambda: errors.StopAgreementError(missing=(1, 3), timeout_s=60.0),
+        TimeoutError,
+        "Training was to stop, but global_rank 1, 3 did not say when, in 60 s.\n"
+        "  Fix: look for what these ranks were doing: they are stuck, or never began to train.",
+    ),
+    Case(
+        lambda: errors.RankMismatchError({"the version of torch": {"2.12": (0, 2), "2.13": (1,)}}),
+        RuntimeError,
+        "The ranks are not the same in 1 thing.\n"
+        "  Seen: the version of torch: 2.12 on global_rank 0, 2; 2.13 on global_rank 1\n"
+        "  Fix: build and do the same on every rank; look for what depends on the rank or the host.",
+    ),
+    Case(
+        lambda: errors.WorkerTimedOutError(
+            **WHERE,
+            elapsed_s=60.0,
+            exception_type="RuntimeError",
+            exception_message="Timed out waiting 60000ms",
+            missing=(1,),
+            last_seen=("global_rank=1 was last in step 17, data loading, 63 s ago",),
+        ),
+        RuntimeError,
+        "Worker global_rank=2 (local_rank=0, node_rank=1, pid 41822) waited too long for global_rank=1: "
+        "raised RuntimeError: Timed out waiting 60000ms.\n"
+        "  Seen: 60.0 s after launch.\n"
+        "        global_rank=1 was last in step 17, data loading, 63 s ago\n"
+        "  Fix: see above what the other ranks were doing, and their stacks on stderr; raise timeout "
+        "(to meet: init_timeout) if they only needed longer.",
+    ),
+    Case(
         lambda: errors.TensorMismatchError(
             call="gather_all_tensors()", found=("torch.int8, shape (1,)", "no tensor")
         ),

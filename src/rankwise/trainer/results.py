@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -210,7 +210,9 @@ class Results:
     def _over_ranks(self, strategy: Strategy, parts: Mapping[str, Any]) -> dict[str, Tensor]:
         """Reduce all metrics with one collective, which also tells whether the ranks mean the same ones."""
         gathered = strategy.all_gather_object((self.num_batches > 0 and not self._is_muted, parts))
-        _check_same_names([tuple(part) for has_batches, part in gathered if has_batches])
+        _check_same_names(
+            {rank: tuple(part) for rank, (has_batches, part) in enumerate(gathered) if has_batches}
+        )
         names = dict.fromkeys(name for _, part in gathered for name in part)
         return {name: _combined(name, [part[name] for _, part in gathered if name in part]) for name in names}
 
@@ -281,12 +283,18 @@ def _reduced(parts: list[_Part]) -> Tensor:
     return torch.tensor(value, dtype=torch.double)
 
 
-def _check_same_names(names_by_rank: list[tuple[str, ...]]) -> None:
-    everywhere = set.intersection(*map(set, names_by_rank)) if names_by_rank else set()
-    somewhere = set().union(*names_by_rank)
+def _check_same_names(names_by_rank: dict[int, tuple[str, ...]]) -> None:
+    everywhere = set.intersection(*map(set, names_by_rank.values())) if names_by_rank else set()
+    somewhere = set().union(*names_by_rank.values())
     if odd := sorted(somewhere - everywhere):
         raise ConfigurationError(
             message=f"The ranks logged different metrics with sync_dist=True: not all logged {odd}.",
-            facts=f"logged by all: {sorted(everywhere)}.",
+            facts="; ".join([f"logged by all: {sorted(everywhere)}", *_who_logged(odd, names_by_rank)]),
             remedy="log these on every rank, or with sync_dist=False.",
         )
+
+
+def _who_logged(names: list[str], names_by_rank: dict[int, tuple[str, ...]]) -> Iterator[str]:
+    for name in names:
+        ranks = ", ".join(str(rank) for rank, logged in names_by_rank.items() if name in logged)
+        yield f"{name!r} on global_rank {ranks} only"

@@ -15,6 +15,7 @@ from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loaders import as_list, share_for
 from rankwise.trainer.module import is_defined, undefined
 from rankwise.trainer.prediction_loop import Gather, PredictionLoop
+from rankwise.trainer.preflight import check_ranks_agree
 from rankwise.trainer.restarts import checkpoint_after_restart
 from rankwise.trainer.state import CallerState, capture
 from rankwise.trainer.torch_flags import torch_flags_set
@@ -127,6 +128,7 @@ def _seed_of(plan: Plan) -> int:
 
 
 def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan: Plan) -> None:
+    check_ranks_agree(trainer.strategy, module)
     wrapped = trainer.strategy.setup_module(module)
     trainer.create_optimizers()
     trainer.strategy.on_after_setup_optimizers(trainer.optimizers)

@@ -1,0 +1,65 @@
+"""What the ranks compare before a fit; the second rank is made up by the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from rankwise.errors import RankMismatchError
+from rankwise.trainer.preflight import check_ranks_agree, differences
+from tests.unit.trainer.helpers import Line, with_second_rank
+
+
+def test_equal_ranks_exchange_a_fingerprint_only() -> None:
+    """Where all is the same, one small exchange does."""
+    sent: list[Any] = []
+
+    def same(mine: Any) -> Any:
+        sent.append(mine)
+        return mine
+
+    check_ranks_agree(with_second_rank(same), Line())
+    [fingerprint] = sent
+    assert len(fingerprint) == 16
+
+
+def test_every_difference_is_named_and_grouped() -> None:
+    """A shape, a frozen parameter, one that only a rank has, a version: all in one error."""
+
+    def other(mine: Any) -> Any:
+        if isinstance(mine, bytes):
+            return b"another"
+        theirs = {**mine, "parameter 'layer.weight'": "float32, shape (1, 3)", "parameter 'extra'": "float32"}
+        theirs["parameter 'layer.bias'"] += ", frozen"
+        return {**theirs, "the version of torch": "1.0"}
+
+    with pytest.raises(RankMismatchError) as caught:
+        check_ranks_agree(with_second_rank(other), Line())
+    text = str(caught.value)
+    assert "'layer.weight': float32, shape (1, 2) on global_rank 0; float32, shape (1, 3) on" in text
+    assert "parameter 'layer.bias': float32, shape (1,) on global_rank 0; float32, shape (1,), frozen" in text
+    assert "parameter 'extra': absent on global_rank 0; float32 on global_rank 1" in text
+    assert "the version of torch: " in text
+    assert "order" not in text
+    assert len(caught.value.differences) == 4
+
+
+def test_ranks_are_grouped() -> None:
+    """Of four ranks those that agree stand together; the order counts where the parameters are the same."""
+    facts = [{"the order of the parameters": order} for order in ("a, b", "b, a", "a, b", "b, a")]
+    assert differences(facts) == {"the order of the parameters": {"a, b": (0, 2), "b, a": (1, 3)}}
+
+
+def test_a_lazy_parameter_has_no_shape() -> None:
+    """A module whose layers are not initialised yet can be compared as well."""
+    sent: list[Any] = []
+
+    def other(mine: Any) -> Any:
+        sent.append(mine)
+        return b"another" if isinstance(mine, bytes) else {}
+
+    with pytest.raises(RankMismatchError):
+        check_ranks_agree(with_second_rank(other), nn.LazyLinear(2))
+    assert sent[1]["parameter 'weight'"] == "float32, not initialised"
