@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import textwrap
 from typing import Any
 
 from rankwise.doctor.report import table
@@ -38,12 +39,19 @@ def _as_text(entries: dict[str, RegisteredStrategy]) -> str:
         for name, entry in entries.items()
     ]
     lines = [*table(("name", "stands for", "start method", "description"), rows), ""]
-    classes = dict.fromkeys(entry.strategy for entry in entries.values())
-    for cls in classes:
-        arguments = ", ".join(f"{key}={_word(value)}" for key, value in _defaults(cls).items())
-        lines.append(f"{cls.__name__}({arguments})")
+    for classes, defaults in _by_defaults(entries).items():
+        lines += textwrap.wrap(f"{', '.join(classes)}: {defaults}", 110, subsequent_indent="    ")
     lines += ["", _USE.format(name="ddp_spawn")]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _by_defaults(entries: dict[str, RegisteredStrategy]) -> dict[tuple[str, ...], str]:
+    """Return the arguments with their defaults, by the classes that take them."""
+    found: dict[str, list[str]] = {}
+    for cls in dict.fromkeys(entry.strategy for entry in entries.values()):
+        text = ", ".join(f"{key}={_word(value)}" for key, value in _defaults(cls).items())
+        found.setdefault(text, []).append(cls.__name__)
+    return {tuple(classes): text for text, classes in found.items()}
 
 
 def _expansion(entry: RegisteredStrategy) -> str:
@@ -58,8 +66,17 @@ def _start_method(entry: RegisteredStrategy) -> str | None:
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    parameters = inspect.signature(cls).parameters.values()
-    return {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+    """Return the constructor's keywords, with those of the class that it hands other ones on to."""
+    defaults: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        given = {each.name: each.default for each in parameters if each.default is not each.empty}
+        defaults = {**given, **defaults}
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+            break
+    return defaults
 
 
 def _word(value: object) -> str:

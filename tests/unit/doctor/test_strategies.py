@@ -35,3 +35,4 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert forkserver["arguments"] == {"start_method": "forkserver", "find_unused_parameters": True}
     assert forkserver["defaults"]["timeout"] == "0:10:00"
     assert listed["single_device"]["start_method"] is None
+    assert listed["single_device"]["defaults"]["num_nodes"] == "auto"
