@@ -12,13 +12,17 @@ __all__ = ["seed_everything"]
 _HIGHEST = 2**32 - 1  # NumPy's
 
 
-def seed_everything(seed: int) -> int:
+def seed_everything(seed: int, workers: bool = True) -> int:
     """Seed Python, torch and (where it is imported) NumPy; shuffled samplers follow it too.
+
+    Models that are built after it begin with the same weights on every rank. In `Trainer.fit` each rank then
+    draws from a stream of its own, for dropout and augmentation, and each worker of its loader from another.
 
     Runs on: every process that is to have this seed. Processes that a strategy starts take it over.
 
     Args:
         seed: from 0 to 2**32 - 1.
+        workers: accepted for Lightning's sake; only True, as loaders' workers always follow the seed.
 
     Returns:
         The seed.
@@ -31,6 +35,10 @@ def seed_everything(seed: int) -> int:
         raise InvalidTypeError(argument="seed", value=seed, expected="a whole number")
     if not 0 <= seed <= _HIGHEST:
         raise InvalidArgumentError(argument="seed", value=seed, expected=f"a number from 0 to {_HIGHEST}")
+    if workers is not True:
+        raise InvalidArgumentError(
+            argument="workers", value=workers, expected="True: loaders' workers always follow the seed"
+        )
     import torch
 
     random.seed(seed)

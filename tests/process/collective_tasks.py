@@ -114,7 +114,7 @@ def shape_of(rank: int, kind: str) -> tuple[int, ...]:
         "even": (2, 3),
         "uneven": (rank + 1, 3 - rank),
         "large": (LARGE + rank, 2),
-        "empty": (rank,),
+        "empty": (rank * LARGE,),
     }
     return shapes[kind]
 
@@ -143,7 +143,7 @@ def gather_shapes(rank: int) -> dict[str, list[Tensor]]:
 @contextlib.contextmanager
 def counted() -> Iterator[list[str]]:
     """Count the calls of torch's collectives in the block."""
-    names = ("all_gather", "all_reduce", "barrier", "broadcast", "all_gather_object", "gather")
+    names = ("all_gather", "all_reduce", "barrier", "broadcast", "gather", "isend", "irecv")
     before, calls = {name: getattr(dist, name) for name in names}, []
 
     def counting(name: str) -> Any:
@@ -162,6 +162,17 @@ def counted() -> Iterator[list[str]]:
             setattr(dist, name, function)
 
 
+@contextlib.contextmanager
+def without_gloo() -> Iterator[None]:
+    """Let torch say that another back end carries the group."""
+    before = dist.get_backend
+    dist.get_backend = lambda group=None: dist.Backend("mpi")
+    try:
+        yield
+    finally:
+        dist.get_backend = before
+
+
 def count_collectives(rank: int) -> dict[str, list[str]]:
     """Return the collectives of a small gather, of a large one and of a reduction."""
     counts = {}
@@ -171,7 +182,11 @@ def count_collectives(rank: int) -> dict[str, list[str]]:
         counts[kind] = calls
     with counted() as calls:
         sync_ddp(torch.ones(1))
-    return {**counts, "sync_ddp": calls}
+    with counted() as otherwise, without_gloo():
+        found = gather_all_tensors(tensor_of(rank, "large", torch.float32))
+    for other in range(WORLD):
+        torch.testing.assert_close(found[other], tensor_of(other, "large", torch.float32), rtol=0, atol=0)
+    return {**counts, "sync_ddp": calls, "large, otherwise": otherwise}
 
 
 def mismatches(rank: int) -> list[str]:

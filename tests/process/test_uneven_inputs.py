@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from rankwise import DDPForkStrategy
 from rankwise.errors import WorkerRaisedError
 from rankwise.trainer import Trainer
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
@@ -97,6 +98,22 @@ def test_joining_ranks_train_as_one(devices: int, accumulate: int) -> None:
         weights, by_hand([list(range(7))[first : first + together] for first in range(0, 7, together)])
     )
     assert trainer.global_step == -(-7 // together) * EPOCHS
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_joining_ranks_weigh_samples(accumulate: int) -> None:
+    """With samples weighted, last batches of any size and number add up to one process's global batch."""
+    strategy = DDPForkStrategy(gradient_weighting="samples")
+    trainer = quiet_trainer(
+        strategy, 3, max_epochs=EPOCHS, uneven_inputs="join", accumulate_grad_batches=accumulate
+    )
+    module = Watched()
+    trainer.fit(module, DataLoader(Subset(dataset(16), range(13)), batch_size=2))
+    weights = {name: value.detach() for name, value in module.named_parameters()}
+    together = 3 * 2 * accumulate
+    assert_equal(
+        weights, by_hand([list(range(13))[first : first + together] for first in range(0, 13, together)])
+    )
 
 
 def test_joining_counts_no_shadow_in_metrics() -> None:

@@ -81,7 +81,8 @@ class _AllGatherGrad(torch.autograd.Function):
 def gather_all_tensors(result: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Gather tensors whose sizes may differ from rank to rank, but not their number of dimensions or dtype.
 
-    Small ones (4 KiB) take one collective, others two: the first says what each rank has.
+    Small ones (4 KiB) take one collective. With others it says what each rank has, and the tensors follow:
+    with gloo from rank to rank, otherwise in a second collective.
 
     Collective: every rank must call this, in the same order.
 
@@ -111,16 +112,43 @@ def gather_all_tensors(result: torch.Tensor, group: dist.ProcessGroup | None = N
 def _gathered_large(
     result: torch.Tensor, descriptions: Sequence[Description], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
+    own = result.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if own.device.type == "cpu" and "gloo" in str(dist.get_backend(group)):
+        parts = _exchanged(own, descriptions, group)
+    else:
+        parts = _gathered_filled_up(own, descriptions, group)
+    return [part.view(description.shape) for part, description in zip(parts, descriptions, strict=True)]
+
+
+def _exchanged(
+    own: torch.Tensor, descriptions: Sequence[Description], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Send flat tensors from rank to rank, each in its own size; gloo's gather would copy all of them."""
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    size, place = len(ranks), dist.get_rank(group)
+    parts = [own.new_empty(_count(description.shape)) for description in descriptions]
+    parts[place].copy_(own)
+    works: list[Any] = []
+    for distance in range(1, size):
+        to, source = (place + distance) % size, (place - distance) % size
+        if own.numel():
+            works.append(dist.isend(own, ranks[to], group=group))
+        if parts[source].numel():
+            works.append(dist.irecv(parts[source], ranks[source], group=group))
+    for work in works:
+        work.wait()
+    return parts
+
+
+def _gathered_filled_up(
+    own: torch.Tensor, descriptions: Sequence[Description], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
     """Gather flat tensors, filled up to the size of the largest."""
     counts = [_count(description.shape) for description in descriptions]
-    own = result.detach().reshape(-1)
     if (missing := max(counts) - own.numel()) > 0:
         own = torch.cat((own, own.new_empty(missing)))
     parts = _gathered_list(own, len(counts), group)
-    return [
-        part[:count].view(description.shape)
-        for part, count, description in zip(parts, counts, descriptions, strict=True)
-    ]
+    return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
 
 def _count(shape: Sequence[int]) -> int:
