@@ -391,7 +391,8 @@ class WorkerError(RankwiseError, RuntimeError):
     """A worker failed: the first that did, where it ran, and what the supervisor saw of the others.
 
     `elapsed_s` counts from the launch to the failure; `stopped` lists the global ranks that were then
-    stopped, `consequences` what other ranks reported as a consequence, one line each.
+    stopped, `consequences` what other ranks reported as a consequence, one line each,
+    and `alike` those that failed with the very same traceback.
     """
 
     global_rank: int
@@ -401,6 +402,7 @@ class WorkerError(RankwiseError, RuntimeError):
     elapsed_s: float = 0.0
     stopped: tuple[int, ...] = ()
     consequences: tuple[str, ...] = ()
+    alike: tuple[int, ...] = ()
     traceback_text: str = ""
 
     def what(self) -> str:
@@ -418,6 +420,8 @@ class WorkerError(RankwiseError, RuntimeError):
         if self.stopped:
             ranks = ", ".join(str(rank) for rank in self.stopped)
             facts += f"; then stopped: global_rank {ranks}"
+        if self.alike:
+            facts += f"; the same on global_rank {', '.join(map(str, self.alike))}"
         return "".join([facts, ".", *(f"\n        consequence: {line}" for line in self.consequences)])
 
     def appendix(self) -> str:

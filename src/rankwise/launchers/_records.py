@@ -110,6 +110,9 @@ class FailureRecord:
         """Whether this rank waited in vain for others, in a collective or at the store."""
         return self.exception_type in _WAITING_TYPES and bool(_TIMEOUT.search(self.exception_message))
 
+    def _is_like(self, other: FailureRecord) -> bool:
+        return bool(self.traceback_text) and self.traceback_text == other.traceback_text
+
     def line(self) -> str:
         """Return the record in one line."""
         if not self.exception_type:
@@ -134,7 +137,8 @@ class FailureRecord:
             "pid": self.pid,
             "elapsed_s": max(0.0, self.at_s - started_s),
             "stopped": tuple(stopped),
-            "consequences": tuple(other.line() for other in others),
+            "consequences": tuple(other.line() for other in others if not self._is_like(other)),
+            "alike": tuple(sorted(other.global_rank for other in others if self._is_like(other))),
             "traceback_text": self.traceback_text,
         }
         if self.exit_status is None:

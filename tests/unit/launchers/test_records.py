@@ -130,3 +130,16 @@ def test_records_do_not_change() -> None:
     """A record is a fact."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         record().at_s = 2.0  # type: ignore[misc]  # wrong on purpose
+
+
+def test_the_same_traceback_is_told_once() -> None:
+    """Ranks that fail alike are listed; what differs is a consequence of its own."""
+    facts = {"local_rank": 0, "node_rank": 0, "pid": 1, "exception_type": "ValueError"}
+    records = [
+        FailureRecord(global_rank=rank, at_s=rank, traceback_text=text, **facts)  # type: ignore[arg-type]  # a mix of types
+        for rank, text in enumerate(["same", "other", "same", "same"])
+    ]
+    error = records[0].to_error(0.0, (), records[1:])
+    assert error.alike == (2, 3)
+    assert [line.partition(" raised")[0] for line in error.consequences] == ["global_rank 1"]
+    assert "the same on global_rank 2, 3" in str(error)
