@@ -4,8 +4,8 @@ Forced sync against a loop that all-reduces each gradient by itself, as Composer
 small parameters. Weights that travel in DDP's own all-reduce (`gradient_weighting="logged"`) against plain
 DDP, and against a second all-reduce for the weight, on a model with 5 million parameters and on a small one.
 The arms take turns within each round, and a round's figure is a mean over its steps. Printed are the best and
-the median of the rounds, each with its ratio to the first arm's; on a machine that does other things too, the
-best says more.
+the median of the rounds, and the median of the processor time that rank 0 takes, each with its ratio to the
+first arm's. On a machine that does other things too, the best and the processor time say more.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ from rankwise import DDPStrategy
 from rankwise.gradient_sync import GradientSync, gradient_sync_context
 
 Arm = Callable[[], None]
-Times = dict[str, tuple[float, float]]
+Times = dict[str, tuple[float, float, float]]
 
 
 def timed(arms: dict[str, Arm], *, rounds: int, steps: int) -> Times:
-    """Return each arm's best and median time for a step, in seconds; all ranks begin each arm together."""
-    rounds_by_arm: dict[str, list[float]] = {name: [] for name in arms}
+    """Return each arm's best, median and processor time for a step, in seconds; the ranks begin together."""
+    rounds_by_arm: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     for number in range(rounds + 1):
         for name, arm in arms.items():
             dist.barrier()
-            begun = time.perf_counter()
+            begun, worked = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 arm()
             if number:  # the first round warms up
-                rounds_by_arm[name].append((time.perf_counter() - begun) / steps)
-    return {name: (min(times), statistics.median(times)) for name, times in rounds_by_arm.items()}
+                wall, processor = time.perf_counter() - begun, time.process_time() - worked
+                rounds_by_arm[name].append((wall / steps, processor / steps))
+    return {name: _figures(*zip(*times, strict=True)) for name, times in rounds_by_arm.items()}
+
+
+def _figures(wall: tuple[float, ...], processor: tuple[float, ...]) -> tuple[float, float, float]:
+    return min(wall), statistics.median(wall), statistics.median(processor)
 
 
 # ------------------------------------------------------------------------------------- forced sync
@@ -135,7 +140,7 @@ def shown(results: dict[str, Times]) -> None:
                 f"{mine * 1e3:9.3f} ms {mine / first:6.2f}"
                 for mine, first in zip(seconds, measures, strict=True)
             ]
-            print(f"    {name:30} best {figures[0]}   median {figures[1]}")
+            print(f"    {name:28} best {figures[0]}  median {figures[1]}  processor {figures[2]}")
 
 
 def main() -> None:

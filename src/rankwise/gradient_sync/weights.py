@@ -88,7 +88,7 @@ class WeightedReduction:
         self, book: WeightBook, group: dist.ProcessGroup | None, wire_dtype: torch.dtype | None = None
     ) -> None:
         self._book = book
-        self._group = group
+        self._group: Any = dist.group.WORLD if group is None else group
         self._wire_dtype = wire_dtype
         self._factor: Any = 1.0
         self._first: Any = None
@@ -108,9 +108,11 @@ class WeightedReduction:
         share = 1 / dist.get_world_size(self._group)
 
         def finish(reduced: torch.futures.Future[Any]) -> Tensor:
-            mean = sent[length] * share + before
-            if divides:  # a window without any weight has nothing but zeros to divide
-                self._factor = share / torch.where(mean == 0, 1, mean)
+            # On the CPU a plain number is quicker; elsewhere reading one would wait for the device.
+            total: Any = sent[length].item() if sent.is_cpu else sent[length]
+            mean = total * share + before
+            if divides:
+                self._factor = share / _not_zero(mean)
             else:
                 self._factor, book.averaged = share, mean
             if sent.dtype is buffer.dtype:
@@ -132,9 +134,14 @@ class WeightedReduction:
         return self._sum(sent, finish)
 
     def _sum(self, sent: Tensor, finish: Any) -> torch.futures.Future[Tensor]:
-        work: Any = dist.all_reduce(sent, group=self._group, async_op=True)
+        work: Any = self._group.allreduce([sent])  # what dist.all_reduce does, less its checks in each step
         future: torch.futures.Future[Tensor] = work.get_future().then(finish)
         return future
+
+
+def _not_zero(mean: Any) -> Any:
+    """Return what to divide by: a window without any weight has nothing but zeros to divide."""
+    return torch.where(mean == 0, 1, mean) if isinstance(mean, Tensor) else mean or 1.0
 
 
 def check_reduced(book: WeightBook) -> None:
