@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
-from rankwise.errors import NonFiniteLossError
-from rankwise.precision import are_finite
+from rankwise.errors import ConfigurationError, NonFiniteLossError
+from rankwise.precision import MasterWeightsPrecision, are_finite
 from rankwise.ranks import rank_zero_only
 
 if TYPE_CHECKING:
@@ -18,10 +18,38 @@ if TYPE_CHECKING:
 
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["POLICIES", "NonFiniteGuard"]
+__all__ = ["POLICIES", "NonFiniteGuard", "check_hook"]
 
 POLICIES = ("raise", "skip")
 _log = logging.getLogger(__name__)
+
+
+def check_hook(trainer: Trainer) -> None:
+    """Make sure that a communication hook can do with the precision, and with steps that are skipped.
+
+    PowerSGD adds what it could not send to the next step's gradients: a NaN would stay in them for ever.
+    Post-local SGD averages what optimizers update, when weights are rounded from that already.
+
+    Raises:
+        ConfigurationError: when it cannot.
+    """
+    hook = trainer.strategy.gradients.hook
+    precision = trainer.strategy.precision
+    if hook is not None and hook.is_local_sgd and isinstance(precision, MasterWeightsPrecision):
+        raise ConfigurationError(
+            message="Post-local SGD cannot be used with master weights: it would average them unseen.",
+            facts=f"precision={precision.name!r}, comm_hook={hook.name!r}.",
+            remedy='use precision="bf16-mixed", or comm_hook="bf16_compress".',
+        )
+    is_skipping = precision.scales_loss or trainer.on_nonfinite == "skip"
+    if hook is None or "powersgd" not in hook.name.lower() or not is_skipping:
+        return
+    raise ConfigurationError(
+        message="PowerSGD cannot be used where steps are skipped: it remembers their infinite gradients.",
+        facts=f"precision={precision.name!r}, on_nonfinite={trainer.on_nonfinite!r}, "
+        f"comm_hook={hook.name!r}.",
+        remedy='use precision="bf16-mixed", which skips nothing, or comm_hook="bf16_compress".',
+    )
 
 
 @final

@@ -17,7 +17,7 @@ from rankwise.trainer.facts import TrainerFacts
 from rankwise.trainer.loaders import check_loaders
 from rankwise.trainer.manual_optimization import check_manual
 from rankwise.trainer.module import TrainingModule
-from rankwise.trainer.nonfinite import POLICIES
+from rankwise.trainer.nonfinite import POLICIES, check_hook
 from rankwise.trainer.prediction_loop import GATHERINGS, Gather
 from rankwise.trainer.stage import Plan, StageName, check_module, run_stage
 from rankwise.trainer.state import restore
@@ -316,6 +316,7 @@ class Trainer(TrainerFacts):
         check_module(model, stage, loaders)
         if stage == "fit":
             check_manual(self, model)
+            check_hook(self)
         for phase, given in loaders.items():
             check_loaders(self, phase, given)
         path = find_checkpoint(self, ckpt_path)

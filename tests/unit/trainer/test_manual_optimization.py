@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rankwise import DDPStrategy
 from rankwise.errors import ConfigurationError, InvalidArgumentError, LifecycleError, NonFiniteLossError
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision
 from rankwise.trainer.manual_optimization import ManualOptimizer
@@ -284,6 +285,14 @@ def test_arguments_that_have_no_effect(tmp_path: Path, arguments: dict[str, Any]
     """What manual optimisation leaves to the module is refused, before anything starts."""
     with pytest.raises(ConfigurationError, match=f"{name} has no effect"):
         trainer(tmp_path, **arguments).fit(Duel(), loader())
+
+
+@pytest.mark.parametrize("arguments", [{"comm_hook": "bf16_compress"}, {"gradient_weighting": "samples"}])
+def test_what_ddp_alone_would_do(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """Hooks and weights, which act in DDP's own reduction, are refused before anything starts."""
+    strategy = DDPStrategy(start_method="fork", **arguments)
+    with pytest.raises(ConfigurationError, match=f"{next(iter(arguments))} has no effect"):
+        trainer(tmp_path, strategy=strategy, devices=2).fit(Duel(), loader())
 
 
 def test_calls_outside_of_it(tmp_path: Path) -> None:

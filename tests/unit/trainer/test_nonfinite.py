@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.errors import InvalidArgumentError, NonFiniteLossError
+from rankwise import DDPStrategy
+from rankwise.errors import ConfigurationError, InvalidArgumentError, NonFiniteLossError
 from rankwise.precision import MixedPrecision
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -131,3 +132,18 @@ def test_other_policies(tmp_path: Path) -> None:
     """Another policy is refused at once."""
     with pytest.raises(InvalidArgumentError, match="'raise' or 'skip'"):
         trainer(tmp_path, on_nonfinite="stop")
+
+
+@pytest.mark.parametrize("arguments", [{"on_nonfinite": "skip"}, {"precision": "16-mixed"}])
+def test_hooks_that_remember_gradients(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """PowerSGD would carry a skipped step's gradients into all later ones: refused at once."""
+    strategy = DDPStrategy(comm_hook="powersgd", start_method="fork")
+    with pytest.raises(ConfigurationError, match="PowerSGD cannot be used where steps are skipped"):
+        trainer(tmp_path, strategy=strategy, devices=2, **arguments).fit(Line(), loader())
+
+
+def test_averaged_models_with_master_weights(tmp_path: Path) -> None:
+    """Post-local SGD would average the copies after the weights were rounded from them: refused at once."""
+    strategy = DDPStrategy(comm_hook="post_localsgd", model_averaging_period=2, start_method="fork")
+    with pytest.raises(ConfigurationError, match="Post-local SGD cannot be used with master weights"):
+        trainer(tmp_path, strategy=strategy, devices=2, precision="bf16-master").fit(Line(), loader())
