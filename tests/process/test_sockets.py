@@ -44,6 +44,37 @@ JOB = """
 """
 
 
+FIT = """
+    import sys, time, pathlib
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from rankwise import Trainer, TrainingModule
+    import torch.distributed as dist
+
+    class Line(TrainingModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                dist.new_group([0, 1]).rank()
+                sys.stdout.write("up\\n")
+                sys.stdout.flush()
+                while not pathlib.Path(sys.argv[2]).exists():
+                    time.sleep(0.02)
+            return self.layer(batch[0]).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    if __name__ == "__main__":
+        trainer = Trainer(strategy=sys.argv[1], accelerator="cpu", devices=2, max_epochs=1, logger=False,
+                          enable_checkpointing=False, enable_progress_bar=False)
+        trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+"""
+
+
 @pytest.fixture(scope="module")
 def namespace() -> Iterator[str]:
     """Make a network namespace with an address beside loopback."""
@@ -112,6 +143,22 @@ def test_a_job_listens_on_loopback_only(
     assert set(listeners) == {"127.0.0.1"}
     of_gloo = 2 * 2  # one socket for each rank and group
     assert len(listeners) == of_gloo + (rendezvous == "tcp")
+
+
+@pytest.mark.parametrize("strategy", ["ddp_notebook", pytest.param("ddp", marks=pytest.mark.soak)])
+def test_a_fit_listens_on_loopback_only(
+    strategy: str, namespace: str, run_script: ScriptRunner, tmp_path: Path
+) -> None:
+    """During `fit`, after `new_group`: each rank's two gloo sockets are all that listens, on 127.0.0.1."""
+    stop = tmp_path / "stop"
+    script = run_script.write(FIT)
+    command = ["ip", "netns", "exec", namespace, sys.executable, str(script), strategy, str(stop)]
+    running = run_script.start_command(command)
+    running.wait_for("up", count=2)
+    listeners = _listeners(namespace)
+    stop.touch()
+    assert running.finish().returncode == 0
+    assert listeners == ["127.0.0.1"] * 4
 
 
 def test_gloos_interface_is_the_users_if_he_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
