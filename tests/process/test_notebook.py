@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,11 +82,13 @@ class Kernel:
     """A kernel, and the notebook that runs in it."""
 
     def __init__(self, folder: Path) -> None:
-        import nbformat
+        nbformat: Any = importlib.import_module("nbformat")
         from nbclient import NotebookClient
 
         self._new_cell: Callable[[str], Any] = nbformat.v4.new_code_cell
-        self.notebook: Any = nbformat.v4.new_notebook()
+        self.notebook: Any = nbformat.from_dict(
+            {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+        )
         self.client: Any = NotebookClient(
             self.notebook, kernel_name="python3", allow_errors=True, timeout=60, interrupt_on_timeout=False
         )

@@ -48,7 +48,13 @@ def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[in
     """
     module = strategy.unwrap_module(wrapped)
     parameters = _trainable(module)
-    if module is wrapped or _has_special_gradients(module) or sorted(order) != list(range(len(parameters))):
+    is_static = getattr(wrapped, "static_graph", False)  # then the first step is taken for what all are like
+    if (
+        module is wrapped
+        or is_static
+        or _has_special_gradients(module)
+        or sorted(order) != list(range(len(parameters)))
+    ):
         return
     in_order = [parameters[number] for number in order]
 
