@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from typing_extensions import final
 
+from rankwise.data import sharded_sampler_of
 from rankwise.errors import UnevenInputsError
 from rankwise.trainer.shadow import untouched
 from rankwise.trainer.votes import Votes
@@ -170,7 +171,11 @@ class Turns:
 
     def _any_batch(self) -> Any:
         """Return a batch for the shadow steps of a rank that goes on from a checkpoint written in them."""
-        with untouched(self._module, self._strategy.root_device):
+        sampler = sharded_sampler_of(self.loader)
+        with untouched(self._module, self._strategy.root_device), ExitStack() as stack:
+            if sampler is not None:  # it stands behind its last item
+                stack.callback(setattr, sampler, "skip", sampler.skip)
+                sampler.skip = 0
             return next(iter(self.loader))
 
 

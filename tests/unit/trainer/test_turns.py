@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from rankwise.data import sharded_sampler_of
 from rankwise.errors import InvalidArgumentError, UnevenInputsError
 from rankwise.trainer.loaders import LoaderShare, share_for
 from rankwise.trainer.progress import Progress
@@ -68,6 +69,22 @@ def test_join_goes_on(tmp_path: Path) -> None:
     found.agree()
     assert list(found.batches(iter(()), done=3)) == [(0, True)]
     assert not found.is_shadow  # the epoch is over
+
+
+def test_join_goes_on_behind_the_end(tmp_path: Path) -> None:
+    """A rank whose split sampler stands behind its end takes one from its beginning."""
+    train = trainer(tmp_path, uneven_inputs="join")
+    train.strategy = with_second_rank(lambda fact: (3, True))
+    share = TrainingShare(train, share_for(train, "train", loader(3, batch_size=1), seed=0), seed=0)
+    progress = Progress(batches_done=2, samples_done=4)
+    share.place(progress)
+    found = Turns(train, nn.Identity(), share)
+    assert found.agree() == 3
+    (batch, is_last), *others = found.batches(share.start(progress), done=2)
+    assert (len(batch[0]), is_last, others) == (1, True, [])
+    sampler = sharded_sampler_of(share.loader)
+    assert sampler is not None
+    assert sampler.skip == 4
 
 
 @pytest.mark.parametrize("policy", ["error", "truncate", "join"])
