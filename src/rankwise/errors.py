@@ -23,6 +23,7 @@ RankwiseError
 |-- ProcessGroupError (RuntimeError)        the process group does not agree with the ranks
 |-- TensorMismatchError (ValueError)        ranks gave tensors to a collective that do not go together
 |-- RankZeroFailedError (RuntimeError)      the rank that went first failed, while this one waited for it
+|-- NodesLostError (ConnectionError)        ranks on other nodes do not answer any more
 |-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time
 |-- StopAgreementError (TimeoutError)       a rank did not answer when to stop
 |-- RankMismatchError (RuntimeError)        the ranks are about to train different things
@@ -53,6 +54,7 @@ __all__ = [
     "LifecycleError",
     "MissingExtraError",
     "NonFiniteLossError",
+    "NodesLostError",
     "NotPicklableError",
     "ProcessGroupError",
     "RankMismatchError",
@@ -556,6 +558,23 @@ class RankZeroFailedError(RankwiseError, RuntimeError):
 
     def fix(self) -> str:
         return f"start from the traceback of global_rank {self.global_rank}."
+
+
+@dataclass(eq=False, repr=False)
+class NodesLostError(RankwiseError, ConnectionError):
+    """Ranks on other nodes do not answer any more: `lost` names them; `symptom` is what was seen here."""
+
+    lost: tuple[str, ...]
+    symptom: str = ""
+
+    def summary(self) -> str:
+        return f"Lost {'; '.join(self.lost)}: no answer through the job's store."
+
+    def seen(self) -> str:
+        return self.symptom.partition("\n")[0]
+
+    def fix(self) -> str:
+        return "look at those nodes and at the network between them: a killed or stopped process, a cut link."
 
 
 @dataclass(eq=False, repr=False)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from rankwise.process_group.agreement import StopAgreement
+    from rankwise.process_group.last_words import LastWords
 
 Entry = Callable[["Seat"], Any]
 
@@ -47,6 +48,7 @@ class Seat:
         channel: to the supervisor; None where nothing was launched (`inline`).
         on_stop: called from another thread when this rank has to leave, before it is interrupted.
         job: counts the jobs of this group of processes, from 1; keeps their keys apart in the store.
+        last_words: to the ranks of other nodes, once they have met.
     """
 
     ranks: RankInfo
@@ -56,6 +58,7 @@ class Seat:
     channel: RankChannel | None = None
     job: int = 1
     on_stop: Callable[[], None] | None = None
+    last_words: LastWords | None = None
     _has_reported: bool = False
     _store: Store | None = None  # a group uses the store for as long as it lives, but does not keep it
 
@@ -96,13 +99,19 @@ class Seat:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"start{start}/job{self.job}", store)
 
-    def report_failure(self, error: BaseException) -> None:
-        """Tell the supervisor what ended this rank's work; only the first report counts."""
+    def report_failure(self, error: BaseException, record: FailureRecord | None = None) -> None:
+        """Tell the supervisor what ended this rank's work; only the first report counts.
+
+        Args:
+            error: what was raised.
+            record: what to report where the failure was another node's.
+        """
         if isinstance(error, StoppedBySignal):
             return  # no failure: every rank stops, at the same step
         if self.channel is not None and not self._has_reported:
             self._has_reported = True
-            self.channel.send(Kind.FAILURE, FailureRecord.of_exception(self.ranks, error).to_json())
+            record = FailureRecord.of_exception(self.ranks, error) if record is None else record
+            self.channel.send(Kind.FAILURE, record.to_json())
 
     def occupy(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
         """Run `entry` as this rank, then `finish` with its value; report how it ended.

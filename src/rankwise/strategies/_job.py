@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import final
 
 from rankwise.launchers._seat import Seat
+from rankwise.strategies._last_words import with_the_cause
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ class RankEntry:
             return value
         except BaseException as error:
             explained = self.strategy.explained(error)
-            seat.report_failure(explained)  # before the clean-up, which takes its time
+            explained, record = with_the_cause(explained, self.strategy.ranks, seat.last_words)
+            seat.report_failure(explained, record)  # before the clean-up, which takes its time
             self._finish_checkpoints()
             if explained is error:
                 raise

@@ -23,6 +23,7 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
 from rankwise.launchers.script import ScriptLauncher, script_ranks
 from rankwise.process_group import check_backend, default_backend, gloo_on_interface, process_group
+from rankwise.process_group.last_words import LastWords
 from rankwise.process_group.pulse import beat
 from rankwise.ranks import RankInfo
 from rankwise.strategies._arguments import (
@@ -244,7 +245,9 @@ class DDPStrategy(Strategy):
             store = self.seat.open_store(self.init_timeout)
             limits = {"timeout": self.timeout, "init_timeout": self.init_timeout}
             group = process_group(store, self.ranks, self.process_group_backend, self.root_device, **limits)
-            self._job.enter_context(group)
+            places = self._job.enter_context(group)
+            if places and not self.ranks.is_one_node:
+                self.seat.last_words = LastWords(store, places, places[self.global_rank])
         beat("running")
         self._job.callback(self._drop_wrappers)
 

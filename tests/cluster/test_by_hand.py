@@ -1,0 +1,90 @@
+"""Two hosts started by hand: one process on each, from which the strategy starts the other rank there."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.cluster.hosts import TwoHosts
+from tests.helpers.scripts import RunningScript, ScriptRunner
+from tests.process.helpers import with_tests
+
+pytestmark = pytest.mark.cluster
+
+TIMEOUT_S = 8
+SCRIPT = f"""
+import os, sys, time
+import torch
+from rankwise.strategies import DDPStrategy
+
+def work(strategy, what):
+    own = torch.ones(2) * strategy.global_rank
+    total = strategy.all_reduce(own, reduce_op="sum").tolist()
+    print(strategy.ranks, os.environ["GLOO_SOCKET_IFNAME"], total, flush=True)
+    for step in range(0 if what == "end" else 100_000):
+        if what == "raise" and step == 5 and strategy.global_rank == 3:
+            raise ValueError("boom on purpose")
+        strategy.all_reduce(own)
+        time.sleep(0.05)
+        if step == 5:
+            print("stepping", flush=True)
+    return total
+
+if __name__ == "__main__":
+    method, what = sys.argv[1:]
+    options = dict(accelerator="cpu", devices=2, num_nodes=2, timeout={TIMEOUT_S})
+    strategy = DDPStrategy(start_method=method, **options)
+    print(strategy.launch(work, what), strategy.launch(work, "end"))
+"""
+
+
+def start(hosts: TwoHosts, run_script: ScriptRunner, *arguments: str) -> list[RunningScript]:
+    command = ["python", run_script.write(SCRIPT), *arguments]
+    return [
+        run_script.start_command(
+            hosts.command(name, [str(word) for word in command]),
+            env={**with_tests(), "NODE_RANK": str(node), "MASTER_ADDR": "hosta", "MASTER_PORT": "29500"},
+        )
+        for node, name in enumerate(hosts.names)
+    ]
+
+
+@pytest.mark.parametrize("method", ["popen", "fork"])
+def test_each_node_starts_its_own(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
+    """Four ranks on two nodes meet at node 0's address, over the cable, and again for a second job."""
+    results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "end")]
+    assert [result.returncode for result in results] == [0, 0], results
+    for node, result in enumerate(results):
+        for rank in (2 * node, 2 * node + 1):
+            place = f"global_rank {rank} of 4, local_rank {rank % 2} of 2, node {node} of 2"
+            assert result.stdout.count(f"{place}) {hosts.interface} [6.0") == 2, results
+
+
+def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:
+    """An exception on one node is raised on the other too, as what it is, without waiting for a time-out."""
+    results = [each.finish(timeout=110) for each in start(hosts, run_script, "fork", "raise")]
+    for result in results:
+        assert result.returncode == 1, results
+        assert "Worker global_rank=3 (local_rank=1, node_rank=1" in result.stderr, results
+        assert "raised ValueError: boom on purpose" in result.stderr, results
+
+
+def test_a_cut_cable_ends_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:
+    """Both end within the time-out and 5 s, and each names the ranks that it does not reach any more."""
+    running = start(hosts, run_script, "fork", "train")
+    try:
+        for each in running:
+            each.wait_for("stepping", count=2, timeout=100)
+        hosts.cut()
+        began = time.monotonic()
+        results = [each.finish(timeout=60) for each in running]
+        elapsed = time.monotonic() - began
+    finally:
+        hosts.join()
+    for other, result in zip((1, 0), results, strict=True):
+        assert result.returncode == 1, results
+        assert "NodesLostError" in result.stderr, results
+        for rank in (2 * other, 2 * other + 1):
+            assert f"global_rank {rank} (node {other}, host '{hosts.names[other]}'" in result.stderr, results
+    assert elapsed < TIMEOUT_S + 5, results
