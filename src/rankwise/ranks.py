@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from rankwise.errors import InvalidArgumentError
 
 __all__ = ["RankInfo", "rank_zero_only"]
+
+# Where a rank's part of a job begins: what is further out, such as the frames around a fork, is everybody's.
+_ENTRY = "rankwise.strategies._job"
 
 # A guess that holds until a strategy is bound: mpirun's are nearer to the process than those of a batch job.
 _RANK_VARIABLES = (
@@ -98,3 +103,16 @@ def _rank_from(environ: Mapping[str, str]) -> int:
 
 if getattr(rank_zero_only, "rank", None) is None:
     rank_zero_only.rank = _rank_from(os.environ)  # type: ignore[attr-defined]  # its documented place
+
+
+def is_in_rank_zero_section() -> bool:
+    """Whether the caller runs within a function that `rank_zero_only` keeps to rank zero, in the same job."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _ENTRY:
+        if (
+            frame.f_code.co_name == "wrapped_fn"
+            and frame.f_globals.get("__name__") == rank_zero_only.__module__
+        ):
+            return True
+        frame = frame.f_back
+    return False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from rankwise.errors import WorkerRaisedError
+from rankwise.errors import LifecycleError, WorkerRaisedError
+from rankwise.ranks import rank_zero_only
+from rankwise.strategies import Strategy
 from tests.process.helpers import ddp
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
@@ -30,3 +32,34 @@ def test_ranks_that_would_train_different_modules() -> None:
     assert "parameter 'extra.bias': absent on global_rank 0" in str(error)
     assert error.consequences == ()
     assert str(error).count("Traceback (most recent call last)") == 1
+
+
+def gather_on_rank_zero(strategy: Strategy) -> str:
+    """Call a collective where rank 1 never comes; then where it does."""
+
+    @rank_zero_only
+    def only_here() -> None:
+        strategy.all_gather_object("mine")
+
+    try:
+        only_here()
+    except LifecycleError as error:
+        return f"{error} {strategy.all_gather_object('all')}"
+    return str(strategy.all_gather_object("all"))
+
+
+@rank_zero_only
+def launch_from_rank_zero() -> dict[int, str]:
+    """Launch within such a function, as the one process that there is before."""
+    strategy = ddp("fork")
+    strategy.launch(gather_on_rank_zero)
+    return strategy.results
+
+
+def test_a_collective_on_rank_zero_alone_is_refused() -> None:
+    """It raises at once instead of waiting for ranks that never come; to launch from there is fine."""
+    results = launch_from_rank_zero()
+    assert results is not None
+    assert "all_gather_object was called in state 'in a function that only rank zero runs'" in results[0]
+    assert results[0].endswith("['all', 'all']")
+    assert results[1] == "['all', 'all']"

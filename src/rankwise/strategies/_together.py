@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
+from rankwise.errors import LifecycleError
 from rankwise.process_group import collectives, gathering, turns
 from rankwise.process_group.pulse import waiting_in
-from rankwise.ranks import RankInfo
+from rankwise.ranks import RankInfo, is_in_rank_zero_section
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,29 +55,29 @@ class Together(ABC):
 
     def all_reduce(self, tensor: T, group: ProcessGroup | None = None, reduce_op: str = "mean") -> T:
         """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
-        with waiting_in("all_reduce"):
+        with self._collective("all_reduce"):
             return collectives.all_reduce(tensor, self._group(group), reduce_op)
 
     def all_gather(self, tensor: T, group: ProcessGroup | None = None, sync_grads: bool = False) -> T:
         """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
-        with waiting_in("all_gather"):
+        with self._collective("all_gather"):
             return gathering.all_gather(tensor, self._group(group), sync_grads)
 
     def gather_all_tensors(
         self, tensor: torch.Tensor, group: ProcessGroup | None = None
     ) -> list[torch.Tensor]:
         """Gather tensors of differing sizes; see `rankwise.process_group.gather_all_tensors`."""
-        with waiting_in("gather_all_tensors"):
+        with self._collective("gather_all_tensors"):
             return gathering.gather_all_tensors(tensor, self._group(group))
 
     def all_gather_object(self, obj: T, group: ProcessGroup | None = None) -> list[T]:
         """Gather anything picklable from every rank, in rank order."""
-        with waiting_in("all_gather_object"):
+        with self._collective("all_gather_object"):
             return gathering.all_gather_object(obj, self._group(group))
 
     def gather_object(self, obj: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
         """Gather anything picklable from every rank on rank `dst`, in rank order; None elsewhere."""
-        with waiting_in("gather_object"):
+        with self._collective("gather_object"):
             return gathering.gather_object(obj, dst, group)
 
     def barrier(self, name: str | None = None) -> None:
@@ -84,12 +85,12 @@ class Together(ABC):
 
         Collective: every rank must call this, in the same order.
         """
-        with waiting_in(f"barrier {name!r}" if name else "barrier"):
+        with self._collective(f"barrier {name!r}" if name else "barrier"):
             collectives.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s value on every rank of the job."""
-        with waiting_in("broadcast"):
+        with self._collective("broadcast"):
             return collectives.broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
@@ -98,7 +99,7 @@ class Together(ABC):
         Collective: every rank must call this, in the same order.
         """
         votes = torch.tensor(int(decision), device=self.root_device)
-        with waiting_in("reduce_boolean_decision"):
+        with self._collective("reduce_boolean_decision"):
             count = int(collectives.all_reduce(votes, reduce_op_name="sum"))
         return count == self.ranks.world_size if all else count > 0
 
@@ -108,6 +109,21 @@ class Together(ABC):
         See `rankwise.process_group.rank_zero_first`.
         """
         return turns.rank_zero_first(local, ranks=self.ranks)
+
+    def _collective(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a collective: other processes see that this rank waits in it.
+
+        Raises:
+            LifecycleError: in a function that only rank zero runs, where the others would never come.
+        """
+        if self.ranks.world_size > 1 and is_in_rank_zero_section():
+            raise LifecycleError(
+                call=name,
+                state="in a function that only rank zero runs",
+                needed="every rank",
+                remedy="call it outside of what is decorated with rank_zero_only.",
+            )
+        return waiting_in(name)
 
     def _group(self, group: ProcessGroup | None) -> ProcessGroup | None:
         return self.data_parallel_group if group is None else group
