@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 
 from rankwise.errors import WorkerKilledError
-from tests.process.helpers import ddp
+from tests.helpers.scripts import RunningScript, ScriptRunner
+from tests.process.helpers import ddp, with_tests
 from tests.process.resume_tasks import SAMPLES, KillAt, KillWhileSaving, Noting, everything, train
 
 
@@ -50,3 +53,45 @@ def test_other_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
     samples = [int(number) for name, numbers in seen.items() if name not in lost for number in numbers]
     assert sorted(samples) == list(range(SAMPLES))
     assert len(seen) - len(lost) == 2 * before + 2 * after
+
+
+SCRIPT = """
+    import sys, torch
+    from tests.process.resume_tasks import everything, train
+    from tests.process.test_resuming import strategy
+
+    folder, seed, epochs, out = sys.argv[1:]
+    trainer = train(strategy(2), folder, seed=int(seed), workers=2, max_epochs=int(epochs))
+    torch.save(repr(everything(trainer)), out)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [10])
+def test_killed_from_outside(kills: int, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """SIGKILL for the main process or a rank, whatever it is doing: the end is the undisturbed run's."""
+    chance, epochs, out = random.Random(11), "8", tmp_path / "out.pt"
+    script = run_script.write(SCRIPT)
+
+    def start(folder: str, seed: int) -> RunningScript:
+        return run_script.start(script, str(tmp_path / folder), str(seed), epochs, str(out), env=with_tests())
+
+    assert start("whole", 3).finish(timeout=300).returncode == 0
+    whole = torch.load(out, weights_only=False)
+    out.unlink()
+    for number in range(kills):
+        running = start("parts", 3 + number)
+        _wait_for_processes(running, 3)  # the main process and two ranks, in the order of their starts
+        time.sleep(chance.random())
+        if len(alive := running.processes()[:3]) == 3:
+            alive[chance.randrange(3)].kill()
+        running.finish(timeout=300)
+    assert start("parts", 99).finish(timeout=300).returncode == 0
+    assert torch.load(out, weights_only=False) == whole
+
+
+def _wait_for_processes(running: RunningScript, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(running.processes()) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
