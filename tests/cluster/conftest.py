@@ -8,15 +8,20 @@ and must be gone when the test ends.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
+from tests.cluster.digits import LIMIT_S, REPOSITORY, VARIABLES
 from tests.cluster.hosts import TwoHosts
 from tests.cluster.slurm import SlurmCluster
+from tests.helpers.scripts import ScriptResult, ScriptRunner
 
 REQUIRED = "RANKWISE_REQUIRE_CLUSTERS"
 """Set to 1 where a cluster that cannot be had is a failure: .ci/run does so."""
+
+
+OnBoth = Callable[[Sequence[str], Sequence[Mapping[str, str]]], list[ScriptResult]]
 
 
 def need(problem: str | None) -> None:
@@ -50,3 +55,17 @@ def slurm(hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture
+def on_both(hosts: TwoHosts, run_script: ScriptRunner) -> OnBoth:
+    """Run a command on both hosts at once, with variables of each one's own."""
+
+    def run(command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> list[ScriptResult]:
+        running = [
+            run_script.start_command(hosts.command(name, command), env={**VARIABLES, **own}, cwd=REPOSITORY)
+            for name, own in zip(hosts.names, variables, strict=True)
+        ]
+        return [each.finish(timeout=LIMIT_S) for each in running]
+
+    return run

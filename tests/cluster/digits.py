@@ -14,6 +14,7 @@ DIGITS = EXAMPLES / "digits.py"
 EPOCHS = 2
 BRIEF = ("--max-epochs", str(EPOCHS))
 SAMPLES = 1440
+LIMIT_S = 200  # of one command, on a machine that is busy with other things; alone it takes seconds
 _BIN = Path(sys.executable).parent
 
 VARIABLES = {"PATH": os.pathsep.join([str(_BIN), os.environ.get("PATH", os.defpath)])}

@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from tests.cluster.conftest import need
-from tests.cluster.digits import BRIEF, EXAMPLES, REPOSITORY, VARIABLES, check_digits, check_doctor
+from tests.cluster.digits import BRIEF, EXAMPLES, LIMIT_S, REPOSITORY, VARIABLES, check_digits, check_doctor
 from tests.helpers.scripts import ScriptRunner
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 
 # A container is root, and may have fewer cores than ranks: mpirun wants to be told that this is meant.
 CONTAINER = {
@@ -30,7 +30,7 @@ def test_digits(launcher: str, package: str, run_script: ScriptRunner) -> None:
     need(None if shutil.which(launcher) else f"{launcher} not installed ({package})")
     variables = {**VARIABLES, **CONTAINER, "MPIRUN": launcher, "RANKS": "2", "TMPDIR": os.environ["TMPDIR"]}
     command = ["bash", str(EXAMPLES / "mpi" / "digits.sh"), *BRIEF]
-    result = run_script.command(command, env=variables, cwd=REPOSITORY, timeout=110)
+    result = run_script.command(command, env=variables, cwd=REPOSITORY, timeout=LIMIT_S)
     assert result.returncode == 0, result
     doctor, _, digits = result.stdout.partition("What to fix")
     check_doctor(doctor + "What to fix" + digits, "mpi", world_size=2)

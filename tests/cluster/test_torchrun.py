@@ -1,38 +1,21 @@
-"""torchrun on one node and on two."""
+"""torchrun on one node and on two, and two nodes by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import pytest
 
-from tests.cluster.digits import BRIEF, EXAMPLES, REPOSITORY, VARIABLES, check_digits, check_doctor
+from tests.cluster.conftest import OnBoth
+from tests.cluster.digits import BRIEF, EXAMPLES, LIMIT_S, REPOSITORY, VARIABLES, check_digits, check_doctor
 from tests.cluster.hosts import TwoHosts
-from tests.helpers.scripts import ScriptResult, ScriptRunner
+from tests.helpers.scripts import ScriptRunner
 
-pytestmark = pytest.mark.cluster
-
-OnBoth = Callable[[Sequence[str], Sequence[dict[str, str]]], list[ScriptResult]]
-
-
-@pytest.fixture
-def on_both(hosts: TwoHosts, run_script: ScriptRunner) -> OnBoth:
-    """Run a command on both hosts at once, with variables of each one's own."""
-
-    def run(command: Sequence[str], variables: Sequence[dict[str, str]]) -> list[ScriptResult]:
-        running = [
-            run_script.start_command(hosts.command(name, command), env={**VARIABLES, **own}, cwd=REPOSITORY)
-            for name, own in zip(hosts.names, variables, strict=True)
-        ]
-        return [each.finish(timeout=110) for each in running]
-
-    return run
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 
 
 def test_one_node(run_script: ScriptRunner) -> None:
     """Two ranks of one torchrun train."""
     command = ["bash", str(EXAMPLES / "torchrun" / "one_node.sh"), *BRIEF]
-    result = run_script.command(command, env=VARIABLES, cwd=REPOSITORY, timeout=110)
+    result = run_script.command(command, env=VARIABLES, cwd=REPOSITORY, timeout=LIMIT_S)
     assert result.returncode == 0, result
     check_doctor(result.stdout, "torchelastic", world_size=2)
     check_digits(result.stdout, node_ranks=[0, 0])
@@ -49,3 +32,13 @@ def test_two_nodes(on_both: OnBoth) -> None:
     check_doctor(main, "torchelastic", world_size=2)
     check_digits(main, node_ranks=[0, 1])
     assert all(name in main for name in TwoHosts.names), main
+
+
+def test_two_nodes_by_hand(on_both: OnBoth) -> None:
+    """One command on each host; the strategy starts the second rank of each."""
+    variables = [{"NODE_RANK": str(rank), "MASTER_ADDR": TwoHosts.names[0]} for rank in range(2)]
+    results = on_both(["bash", str(EXAMPLES / "by_hand" / "two_nodes.sh"), *BRIEF], variables)
+    assert [result.returncode for result in results] == [0, 0], results
+    check_doctor(results[0].stdout, "nodes", world_size=4)
+    check_digits(results[0].stdout, node_ranks=[0, 0, 1, 1], hosts=TwoHosts.names)
+    assert "global_rank" not in results[1].stdout, results

@@ -101,14 +101,14 @@ def _place(ranks: RankInfo) -> str:
 
 
 def _examine_starting(job: Job, wanted: Wanted) -> list[Section]:
-    if not (wanted.connects and wanted.tries and job.is_alone):
+    if not (wanted.connects and wanted.tries and job.is_alone and job.strategy.ranks.is_one_node):
         return []
     return [examine_start_methods(wanted.timeout_s)]
 
 
 def _next_step(job: Job) -> str:
     count = job.strategy.local_world_size
-    if job.is_alone:
+    if job.is_alone and job.strategy.ranks.is_one_node:
         return (
             f'Trainer(strategy="ddp", devices={count}) in a script starts {count} processes. '
             "To examine a job on a cluster, start this command as you start the job, such as: srun python -m "

@@ -10,7 +10,7 @@ from typing_extensions import final
 
 from rankwise.doctor._measure import Meeting, meet
 from rankwise.doctor.report import Finding
-from rankwise.environments import Detection
+from rankwise.environments import Detection, NodesEnvironment
 from rankwise.errors import RankwiseError
 from rankwise.strategies import DDPStrategy
 
@@ -36,7 +36,8 @@ def plan(detection: Detection, devices: str, num_nodes: int | None, timeout_s: f
     is_alone = not detection.environment.creates_processes_externally
     gpus = torch.cuda.device_count()  # asks the driver without initialising CUDA
     wanted: dict[str, Any] = {"devices": devices, "num_nodes": num_nodes or "auto"}
-    if is_alone and devices == "auto" and gpus < 2:
+    is_one_of_several = isinstance(detection.environment, NodesEnvironment)
+    if is_alone and not is_one_of_several and devices == "auto" and gpus < 2:
         wanted |= {"devices": 2, "accelerator": "cpu"}  # NCCL cannot put two ranks on one device
     method = "spawn" if gpus else "fork"
     strategy = DDPStrategy(

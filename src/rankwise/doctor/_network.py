@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankwise.doctor.report import Finding, Section
+from rankwise.environments._route import address_toward, interface_toward
+from rankwise.errors import ConfigurationError
 
 _LONGEST_LOOKUP_S = 6.0  # a resolver that does not answer gives up after 5 s
 _SLOW_LOOKUP_S = 1.0
@@ -57,17 +59,6 @@ def _address_of(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def address_towards(main_address: str) -> str | None:
-    """Return this host's address on its way to another; None where there is none. Sends nothing."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, target = socket.getaddrinfo(main_address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            address: str = probe.getsockname()[0]
-            return address
-    return None
-
-
 def examine_network(
     environ: Mapping[str, str], main_address: str | None, slowest_lookups: Mapping[str, float]
 ) -> Section:
@@ -83,26 +74,34 @@ def examine_network(
         "host": socket.gethostname(),
         "interfaces": there,
         "main_address": main_address,
-        "used": "loopback" if main_address is None else address_towards(main_address),
+        "interface": None if main_address is None else _interface(main_address),
         "lookup_seconds": {host: round(seconds, 3) for host, seconds in slowest_lookups.items()},
     }
     lines = [f"host name: {facts['host']}"]
     lines += [f"interface {name}: {address}" for name, address in there.items()]
-    lines.append(_meeting_place(main_address, facts["used"], there))
+    lines.append(_meeting_place(main_address, facts["interface"]))
     lines += [
         f"names are looked up in {seconds * 1000:.0f} ms on {host}"
         for host, seconds in slowest_lookups.items()
     ]
     findings = [*_lookup_findings(slowest_lookups), *_interface_findings(environ, there)]
-    findings += _address_findings(main_address, facts["used"])
+    findings += _address_findings(main_address)
     return Section("network", "Addresses", facts, lines, findings)
 
 
-def _meeting_place(main_address: str | None, used: str | None, there: Mapping[str, str]) -> str:
+def _meeting_place(main_address: str | None, interface: str | None) -> str:
     if main_address is None:
         return "the ranks of one node meet on loopback alone: nobody else can reach them"
-    name = next((name for name, address in there.items() if address == used), "unknown")
-    return f"rank 0 is at {main_address}; this node reaches it from {used} (interface {name})"
+    if interface is None:
+        return f"rank 0 is at {main_address}"
+    return f"rank 0 is at {main_address}, reached through interface {interface}"
+
+
+def _interface(main_address: str) -> str | None:
+    try:
+        return interface_toward(main_address)
+    except ConfigurationError:
+        return None
 
 
 def _lookup_findings(slowest: Mapping[str, float]) -> list[Finding]:
@@ -135,20 +134,18 @@ def _interface_findings(environ: Mapping[str, str], there: Mapping[str, str]) ->
     return findings
 
 
-def _address_findings(main_address: str | None, used: str | None) -> list[Finding]:
+def _address_findings(main_address: str | None) -> list[Finding]:
     if main_address is None:
         return []
-    if used is None:
+    try:
+        address_toward(main_address)
+    except ConfigurationError as error:
+        return [Finding(error.summary(), error.fix())]
+    # A name that is loopback on its own host is another address elsewhere; these are loopback everywhere.
+    if main_address in ("localhost", "::1") or main_address.startswith("127."):
         return [
             Finding(
-                f"There is no way from this node to the main address {main_address!r}.",
-                "set MASTER_ADDR to an address of rank 0's node that the other nodes can reach.",
-            )
-        ]
-    if used.startswith("127.") or used == "::1":
-        return [
-            Finding(
-                f"The main address {main_address!r} is loopback here, but the job has several nodes.",
+                f"The main address {main_address!r} is loopback, but the job has several nodes.",
                 "set MASTER_ADDR to an address of rank 0's node that the other nodes can reach. (Where all "
                 "nodes are this one machine, nothing has to be done.)",
                 is_error=False,

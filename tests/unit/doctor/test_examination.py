@@ -10,7 +10,7 @@ import pytest
 from rankwise.doctor import Report
 from rankwise.doctor._examination import Wanted, examine
 from rankwise.doctor._measure import Measurement, Meeting, RankFacts, describe_measurements, describe_ranks
-from rankwise.doctor._network import address_towards, examine_network, interfaces
+from rankwise.doctor._network import examine_network, interfaces
 from rankwise.environments.detect import environment_names
 from rankwise.ranks import rank_zero_only
 
@@ -92,9 +92,10 @@ def test_known_to_crash() -> None:
 
 
 def test_interfaces() -> None:
-    """Loopback is among the interfaces, and the way to it leads over it."""
+    """Loopback is among the interfaces, and what is at it is reached through it."""
     assert interfaces()["lo"] == "127.0.0.1"
-    assert address_towards("127.0.0.1") == "127.0.0.1"
+    facts = examine_network({}, "127.0.0.1", {}).facts
+    assert facts["interface"] == "lo"
 
 
 def test_unknown_interface() -> None:
@@ -115,6 +116,13 @@ def test_loopback_as_main_address() -> None:
     """Several nodes that meet on loopback are noted."""
     [note] = examine_network({}, "127.0.0.1", {}).findings
     assert "MASTER_ADDR" in note.fix
+
+
+def test_no_way_to_the_main_address() -> None:
+    """A main address that is no host's name is wrong."""
+    [error] = examine_network({}, "no such host", {}).findings
+    assert error.is_error
+    assert "MASTER_ADDR" in error.fix
 
 
 def rank(number: int, torch_version: str = "2.13.0") -> RankFacts:
