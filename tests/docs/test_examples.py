@@ -80,7 +80,7 @@ def test_example(name: str, promised: str, run_script: ScriptRunner) -> None:
     assert result.stdout.count(promised) == 1, result
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.name)
 def test_examples_are_short(path: Path) -> None:
     """An example can be read at once."""
     assert len(path.read_text().splitlines()) <= 85
