@@ -1,0 +1,61 @@
+"""LSF and Kubeflow have no server here: their variables, as documented, through real processes that train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.ports import free_port
+from tests.helpers.scripts import ScriptResult, ScriptRunner
+from tests.process.helpers import with_tests
+from tests.unit.environments.variables import Variables, jsrun, pod
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = """
+import torch
+from rankwise.strategies import DDPStrategy
+
+def train(strategy):
+    torch.manual_seed(strategy.global_rank)  # DDP gives all of them those of rank 0
+    model = strategy.setup_module(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        strategy.backward(model(torch.full((2, 1), strategy.global_rank + 1.0)).square().mean())
+        strategy.optimizer_step(optimizer)
+    weights = strategy.all_gather(model.module.weight.detach().flatten()).flatten().tolist()
+    print(strategy.environment.name, strategy.ranks, len(set(weights)), "weights", flush=True)
+
+if __name__ == "__main__":
+    DDPStrategy(accelerator="cpu", start_method="fork").launch(train)
+"""
+
+
+def run_all(run_script: ScriptRunner, sets: Sequence[Variables]) -> list[ScriptResult]:
+    path = str(run_script.write(SCRIPT))
+    running = [run_script.start_command(["python", path], env={**with_tests(), **own}) for own in sets]
+    results = [each.finish(timeout=110) for each in running]
+    assert [result.returncode for result in results] == [0] * len(sets), results
+    return results
+
+
+def test_lsf(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """Two tasks of one jsrun train as one job, at a port that comes from the job's id."""
+    hosts = tmp_path / "rankfile"
+    hosts.write_text("batch1\nnode1\nnode1\n")
+    sets = [{**jsrun(rank), "LSB_DJOB_RANKFILE": str(hosts)} for rank in (0, 1)]
+    for rank, result in enumerate(run_all(run_script, sets)):
+        place = f"RankInfo(global_rank {rank} of 2, local_rank {rank} of 2, node 0 of 1)"
+        assert f"lsf {place} 1 weights" in result.stdout, result
+
+
+def test_pods_of_two_processes(run_script: ScriptRunner) -> None:
+    """Two pods of a PyTorchJob with nprocPerNode 2 train as four ranks."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for node, result in enumerate(run_all(run_script, [{**pod(rank, 2, "2"), **meeting} for rank in (0, 1)])):
+        for rank in (2 * node, 2 * node + 1):
+            place = f"RankInfo(global_rank {rank} of 4, local_rank {rank % 2} of 2, node {node} of 2)"
+            assert f"kubeflow {place} 1 weights" in result.stdout, result
