@@ -26,7 +26,10 @@ def check_digits(stdout: str) -> None:
     assert float(found[1]) > 95, stdout
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_notebook"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.soak) for name in ("ddp_spawn", "ddp_notebook"))],
+)
 def test_digits(strategy: str, run_script: ScriptRunner) -> None:
     """The digits are learnt under every start method."""
     result = run_script(EXAMPLES / "digits.py", "--strategy", strategy, "--devices", "2", timeout=100)
@@ -42,6 +45,7 @@ def test_digits_under_torchrun(run_script: ScriptRunner) -> None:
     check_digits(result.stdout)
 
 
+@pytest.mark.soak
 def test_digits_by_hand(run_script: ScriptRunner) -> None:
     """The same file runs as two processes that somebody has started with RANK and the rest."""
     port = free_port()
@@ -66,11 +70,13 @@ def variables(rank: int, port: int) -> Mapping[str, str]:
 @pytest.mark.parametrize(
     ("name", "promised"),
     [
-        ("custom_wrapper.py", "CountingWrapper was called 40 times"),
-        ("register_alias.py", "y = 3.00 x + 1.00"),
         ("plain_loop.py", "the same on every rank"),
-        ("char_lm.py", "nats per character"),
         ("gan.py", "mean images differ by 0.0"),
+        pytest.param(
+            "custom_wrapper.py", "CountingWrapper was called 40 times", marks=pytest.mark.soak
+        ),  # the README's is run
+        pytest.param("register_alias.py", "y = 3.00 x + 1.00", marks=pytest.mark.soak),
+        pytest.param("char_lm.py", "nats per character", marks=pytest.mark.soak),
     ],
 )
 def test_example(name: str, promised: str, run_script: ScriptRunner) -> None:

@@ -100,6 +100,7 @@ def _wakeup_fd() -> int:
 @pytest.fixture(scope="module", params=[(m, r) for m in METHODS for r in RENDEZVOUS], ids="-".join)
 def job(request: pytest.FixtureRequest) -> _Job:
     """Launch twice, by each start method with each rendezvous."""
+    gc.unfreeze()  # importing the forkserver's preload in this process has frozen what was there
     return _Job(*request.param)
 
 

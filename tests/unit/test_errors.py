@@ -179,6 +179,14 @@ CASES = [
         "  Fix: look for a rank that is still starting or is stuck, or raise init_timeout.",
     ),
     Case(
+        lambda: errors.NodesLostError(("node 1 (global_rank 2, 3)",), symptom="RuntimeError: closed by peer"),
+        ConnectionError,
+        "Lost node 1 (global_rank 2, 3): no answer through the job's store.\n"
+        "  Seen: RuntimeError: closed by peer\n"
+        "  Fix: look at those nodes and at the network between them: "
+        "a killed or stopped process, a cut link.",
+    ),
+    Case(
         lambda: errors.StopAgreementError(missing=(1, 3), timeout_s=60.0),
         TimeoutError,
         "Training was to stop, but global_rank 1, 3 did not say when, in 60 s.\n"

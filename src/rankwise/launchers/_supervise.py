@@ -222,7 +222,7 @@ class Supervisor:
     def _dispatch(self, key: selectors.SelectorKey, events: int) -> None:
         member: Member | None = key.data
         if member is None:
-            self._on_signals(self._wakeup.fulfil())
+            self._wakeup.fulfil(self._on_signals)
         elif key.fileobj is member.process:
             self._on_process_end(member)
         else:

@@ -45,17 +45,26 @@ class Wakeup:
     def wish(self, wish: Callable[[], None]) -> None:
         """Have something done by the supervisor's thread."""
         self._wishes.append(wish)
-        with suppress(BlockingIOError):  # full: the thread is about to look anyway
-            self._write.send(b"\0")
+        self._wake()
 
-    def fulfil(self) -> bytes:
-        """Do what was wished for; return the numbers of the signals that were caught."""
+    def fulfil(self, on_signals: Callable[[bytes], None]) -> None:
+        """Call `on_signals` with the numbers of the signals that were caught, then do what was wished for.
+
+        In this order, and no wish that is newer than what was read: a wish may be what a signal has led to.
+        """
+        waiting = len(self._wishes)
         numbers = self._read.recv(_CHUNK).replace(b"\0", b"")
         if numbers and self._next_descriptor >= 0:
             os.write(self._next_descriptor, numbers)
-        while self._wishes:
+        on_signals(numbers)
+        for _ in range(waiting):
             self._wishes.popleft()()
-        return numbers
+        if self._wishes:
+            self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # full: the thread is about to look anyway
+            self._write.send(b"\0")
 
     @contextmanager
     def hearing_signals(self) -> Iterator[None]:

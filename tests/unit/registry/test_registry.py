@@ -30,14 +30,14 @@ def _clean() -> Iterator[None]:
         StrategyRegistry.remove(name)
 
 
-KINDS = ("ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver", "ddp_notebook")
+KINDS = ("ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver", "ddp_notebook", "ddp_elastic")
 
 
 def test_all_names_are_there() -> None:
     """The names of the documentation, aliases included, and no others."""
     aliases = [f"{kind}_find_unused_parameters_{value}" for kind in KINDS for value in ("true", "false")]
     assert set(StrategyRegistry) == {"auto", "single_device", *KINDS, *aliases}
-    assert len(StrategyRegistry) == 17
+    assert len(StrategyRegistry) == 20
 
 
 @pytest.mark.parametrize(
