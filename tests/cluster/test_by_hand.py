@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
@@ -43,7 +44,7 @@ if __name__ == "__main__":
 
 
 def start(hosts: TwoHosts, run_script: ScriptRunner, *arguments: str) -> list[RunningScript]:
-    command = ["python", run_script.write(SCRIPT), *arguments]
+    command = [sys.executable, run_script.write(SCRIPT), *arguments]
     return [
         run_script.start_command(
             hosts.command(name, [str(word) for word in command]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ if __name__ == "__main__":
 
 def run_all(run_script: ScriptRunner, sets: Sequence[Variables]) -> list[ScriptResult]:
     path = str(run_script.write(SCRIPT))
-    running = [run_script.start_command(["python", path], env={**with_tests(), **own}) for own in sets]
+    running = [run_script.start_command([sys.executable, path], env={**with_tests(), **own}) for own in sets]
     results = [each.finish(timeout=110) for each in running]
     assert [result.returncode for result in results] == [0] * len(sets), results
     return results
