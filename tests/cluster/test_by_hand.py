@@ -19,17 +19,21 @@ import os, sys, time
 import torch
 from rankwise.strategies import DDPStrategy
 
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # a line in one piece: two ranks share this stdout
+    sys.stdout.flush()
+
 def work(strategy, what):
     own = torch.ones(2) * strategy.global_rank
     total = strategy.all_reduce(own, reduce_op="sum").tolist()
-    print(strategy.ranks, os.environ["GLOO_SOCKET_IFNAME"], total, flush=True)
+    say(strategy.ranks, os.environ["GLOO_SOCKET_IFNAME"], total)
     for step in range(0 if what == "end" else 100_000):
         if what == "raise" and step == 5 and strategy.global_rank == 3:
             raise ValueError("boom on purpose")
         strategy.all_reduce(own)
         time.sleep(0.05)
         if step == 5:
-            print("stepping", flush=True)
+            say("stepping")
     return total
 
 if __name__ == "__main__":
@@ -37,9 +41,9 @@ if __name__ == "__main__":
     options = dict(accelerator="cpu", devices=2, num_nodes=2, timeout={TIMEOUT_S})
     strategy = DDPStrategy(start_method=method, **options)
     try:
-        print(strategy.launch(work, what), strategy.launch(work, "end"))
+        say(strategy.launch(work, what), strategy.launch(work, "end"))
     finally:
-        print("left at", time.monotonic(), flush=True)  # the interpreter takes its own time to leave
+        say("left at", time.monotonic())  # the interpreter takes its own time to leave
 """
 
 
