@@ -201,9 +201,6 @@ class Supervisor:
     def _mark_closed(self) -> None:
         self._is_closed = True
 
-    def _finish(self) -> None:
-        self._is_closed = True
-
     def _run(self) -> None:
         try:
             while not self._is_closed:

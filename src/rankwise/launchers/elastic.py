@@ -27,7 +27,6 @@ from rankwise.launchers import _at_fork
 from rankwise.launchers._memory_file import pack, unpack
 from rankwise.launchers._pickling import pack_or_explain
 from rankwise.launchers._records import FailureRecord, first_cause
-from rankwise.launchers._seat import Entry, Seat
 from rankwise.launchers._signals import leave_interrupts_to_the_main_process
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.multiprocess import (
@@ -38,6 +37,7 @@ from rankwise.launchers.multiprocess import (
     refuse_where_impossible,
     rest_before_fork,
 )
+from rankwise.launchers.seat import Entry, Seat
 from rankwise.ranks import RankInfo
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from typing_extensions import final
 
-from rankwise.launchers._seat import Entry, Seat
 from rankwise.launchers._stacks import stacks_on_signal
 from rankwise.launchers.base import Launcher
+from rankwise.launchers.seat import Entry, Seat
 from rankwise.ranks import RankInfo
 
 __all__ = ["InlineLauncher"]

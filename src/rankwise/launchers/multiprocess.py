@@ -30,7 +30,6 @@ from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._openmp import pause_openmp
 from rankwise.launchers._pickling import pack_or_explain
 from rankwise.launchers._processes import MultiprocessingProcess
-from rankwise.launchers._seat import Entry, MeetingPoint, Seat, torchrun_variables
 from rankwise.launchers._signals import (
     StoppedBySignal,
     interrupts_blocked,
@@ -39,6 +38,7 @@ from rankwise.launchers._signals import (
 from rankwise.launchers._stacks import write_stacks_on_signal
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
+from rankwise.launchers.seat import Entry, MeetingPoint, Seat, torchrun_variables
 from rankwise.process_group.pulse import PulseReader, write_pulse_to
 from rankwise.process_group.rendezvous import host_store, hosted_store
 from rankwise.ranks import RankInfo

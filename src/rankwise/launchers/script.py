@@ -25,10 +25,10 @@ from rankwise.launchers._command import rerun_command
 from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherited_seat
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._processes import PopenProcess
-from rankwise.launchers._seat import Entry, MeetingPoint, Seat, torchrun_variables
 from rankwise.launchers._signals import StoppedBySignal, interrupts_blocked
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
+from rankwise.launchers.seat import Entry, MeetingPoint, Seat, torchrun_variables
 from rankwise.process_group.pulse import PulseReader, pulse_written_to
 from rankwise.process_group.rendezvous import forget_store, host_store, hosted_store
 from rankwise.ranks import RankInfo

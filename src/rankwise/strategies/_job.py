@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final
 
-from rankwise.launchers._seat import Seat
+from rankwise.launchers.seat import Seat
 from rankwise.strategies._last_words import with_the_cause
 
 _log = logging.getLogger(__name__)

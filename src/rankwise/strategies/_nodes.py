@@ -8,9 +8,9 @@ import socket
 from rankwise.environments import ClusterEnvironment, NodesEnvironment
 from rankwise.environments._route import interface_toward, listening_address
 from rankwise.errors import ConfigurationError, WorldSizeMismatchError
-from rankwise.launchers._seat import MeetingPoint
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script import script_place
+from rankwise.launchers.seat import MeetingPoint
 from rankwise.ranks import RankInfo
 
 # A job on one node keeps to it, whatever address it was given, unless somebody else hosts its store.

@@ -17,7 +17,7 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError
 from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
-from rankwise.launchers._seat import Seat
+from rankwise.launchers.seat import Seat
 from rankwise.precision import Precision
 from rankwise.process_group.pulse import beat
 from rankwise.ranks import RankInfo, set_rank_zero_only

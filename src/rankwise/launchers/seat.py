@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rankwise.process_group.agreement import StopAgreement
     from rankwise.process_group.last_words import LastWords
 
+__all__ = ["Entry", "MeetingPoint", "Seat", "torchrun_variables"]
+
 Entry = Callable[["Seat"], Any]
 
 
