@@ -41,7 +41,7 @@ import pickle
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = [
     "CheckpointError",
@@ -477,6 +477,8 @@ class WorkerTimedOutError(WorkerRaisedError):
 class WorkerExitedError(WorkerError):
     """A worker left before it had finished, with `exit_code`."""
 
+    NOT_STARTED: ClassVar[str] = "before it had started (what it printed is above)"
+
     exit_code: int = 0
     phase: str = "before it had finished"
 
@@ -484,6 +486,11 @@ class WorkerExitedError(WorkerError):
         return f"exited with code {self.exit_code} {self.phase}"
 
     def fix(self) -> str:
+        if self.phase == self.NOT_STARTED:
+            return (
+                "look above: it ended while it imported or ran the main module. What starts the training "
+                'belongs under: if __name__ == "__main__":'
+            )
         return "look for sys.exit() or os._exit() in what this rank runs; every rank must return."
 
 

@@ -342,6 +342,18 @@ def test_a_sibling_that_does_not_start_is_an_error(run_script: ScriptRunner) -> 
     assert "exited with code 1 before it had started" in result.stderr
 
 
+def test_spawn_without_the_main_guard_says_what_to_do(run_script: ScriptRunner) -> None:
+    """A worker that imports a script which launches as it is imported: the last words name the guard."""
+    source = """
+        from rankwise.strategies import DDPSpawnStrategy
+        DDPSpawnStrategy(accelerator="cpu", devices=2).launch(print)
+    """
+    result = run_script(source)
+    assert result.returncode == 1
+    assert "was used while the main module was still being imported" in result.stderr
+    assert result.stderr.rstrip().endswith('under: if __name__ == "__main__":')
+
+
 def test_a_sibling_that_goes_another_way_is_an_error(run_script: ScriptRunner) -> None:
     """A sibling that comes to the end of the script without joining the job fails it, rather than hang."""
     source = MAIN.replace(

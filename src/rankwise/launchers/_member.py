@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import final
 
+from rankwise.errors import WorkerExitedError
 from rankwise.launchers._channel import FrameReader
 from rankwise.launchers._processes import StartedProcess
 from rankwise.process_group.pulse import PulseReader
@@ -49,5 +50,5 @@ class Member:
     def phase(self, is_in_job: bool) -> str:
         """Return, for a rank that has left, when it did."""
         if not self.has_started:
-            return "before it had started (what it printed is above)"
+            return WorkerExitedError.NOT_STARTED
         return "before it had finished" if is_in_job else "after it had finished its part"
