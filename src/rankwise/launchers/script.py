@@ -133,7 +133,8 @@ def _check_same(existing: int, asked: int) -> None:
     if existing != asked:
         raise LaunchRefusedError(
             message=f"This script already runs as {existing} processes; it cannot go on as {asked}.",
-            remedy=f"use devices={existing} for every strategy of the script, or devices=1.",
+            remedy=f"use devices={existing} for every strategy of the script; "
+            'strategy="single_device" runs in each of its processes by itself.',
         )
 
 
