@@ -77,7 +77,10 @@ def counted_reductions() -> Iterator[dict[int, list[int]]]:
     group = _private.ProcessLocalGroup
     plain = group.allreduce
 
-    def counting(self: Any, tensors: Any, *options: Any, **named: Any) -> Any:
+    def counting(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not arguments:  # of a barrier
+            return plain(self, **named)
+        tensors, *options = arguments
         tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
         sizes.setdefault(self._rank, []).append(tensor.numel())
         return plain(self, tensors, *options, **named)

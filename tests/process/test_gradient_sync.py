@@ -141,14 +141,28 @@ def test_unused_parameters_are_named() -> None:
     assert "unused on global_rank=0: 'spare.weight', 'spare.bias'" in str(caught.value)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
-@given(cases().filter(lambda case: case.world_size > 1))
-def test_ranks_equal_one_process(case: Case) -> None:
-    """Real processes on gloo, too, train the model of one process; see tests/unit/gradient_sync."""
+def check_on_processes(case: Case) -> None:
+    """Real processes on gloo have one process's weights."""
     strategy = ddp("fork", devices=case.world_size, **case.strategy_options)
     trainer, module = quiet_trainer(strategy, case.world_size, **case.trainer_options), Model(case)
     trainer.fit(module, case_loader(case))
     torch.testing.assert_close(weights(module), expected_weights(case), rtol=0, atol=1e-6)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@given(cases().filter(lambda case: case.world_size > 1))
+def test_ranks_equal_one_process(case: Case) -> None:
+    """Real processes, too, train the model of one process; see tests/unit/gradient_sync."""
+    check_on_processes(case)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@settings(max_examples=60, deadline=None, database=None)
+@given(cases().filter(lambda case: case.world_size > 1))
+def test_ranks_equal_one_process_again_and_again(case: Case) -> None:
+    """The same, over many more draws, which differ from run to run."""
+    check_on_processes(case)
 
 
 def gradients_by_hook(strategy: DDPStrategy, names: list[str]) -> list[list[Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from typing_extensions import final
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
 from rankwise.trainer.nonfinite import NonFiniteGuard
+from rankwise.trainer.shadow_gradients import without_new_gradients
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -116,7 +117,9 @@ class ManualOptimization:
         """
         self._module.on_before_backward(loss)
         # The weight is 1, but where ranks have run out of batches.
-        self._strategy.backward(self._guard.mark(loss * self._weight), **options)
+        is_shadow = self._turns.is_shadow
+        with without_new_gradients(self._parameters) if is_shadow else nullcontext():
+            self._strategy.backward(self._guard.mark(loss * self._weight), **options)
         if self._is_blocked:
             self._has_local_gradients = True
         else:

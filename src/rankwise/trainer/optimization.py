@@ -12,6 +12,7 @@ from typing_extensions import final
 from rankwise.errors import ConfigurationError
 from rankwise.process_group.pulse import beat
 from rankwise.trainer.nonfinite import NonFiniteGuard
+from rankwise.trainer.shadow_gradients import ShadowGradients
 from rankwise.trainer.weighting import BatchWeighting
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class AutomaticOptimization:
         self._wrapped = wrapped
         self._turns = turns
         self._weighting = BatchWeighting(trainer, module, turns)
+        self._shadows = ShadowGradients(trainer, wrapped, turns)
         self._has_gradients = False
         self._guard = NonFiniteGuard(trainer, wrapped)
         self.has_stepped = False
@@ -60,6 +62,7 @@ class AutomaticOptimization:
             self._clear_gradients()
         outputs = self._forward_backward(batch, batch_idx, is_window_end)
         if is_window_end:
+            self._shadows.end_window()
             self._step()
         return outputs
 
@@ -69,7 +72,7 @@ class AutomaticOptimization:
         optimizers = self._trainer.optimizers
         has_backward = False
         synced = strategy.gradient_sync_context(self._wrapped, optimizers, is_window_end)
-        with self._turns.untouched(), synced:
+        with self._turns.untouched(), synced, self._shadows.set_apart():
             beat("forward", step=self._trainer.progress.global_step)
             with strategy.precision.forward_context():
                 outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
@@ -97,6 +100,7 @@ class AutomaticOptimization:
     def _clear_gradients(self) -> None:
         self._has_gradients = False
         self._guard.forget()
+        self._shadows.begin_window()
         for optimizer in self._trainer.optimizers:
             self._module.on_before_zero_grad(optimizer)
             self._strategy.precision.zero_grad(optimizer)

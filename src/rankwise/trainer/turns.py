@@ -43,6 +43,7 @@ class Turns:
     Attributes:
         num_batches: how many batches the epoch has on every rank, shadow steps included; `inf` for unknown.
         is_shadow: whether the batch handed out last is one that this rank repeats, to be weighted by 0.
+        has_shadows: whether any rank's batch handed out last is such a one.
     """
 
     def __init__(self, trainer: Trainer, module: nn.Module, share: TrainingShare) -> None:
@@ -55,7 +56,7 @@ class Turns:
         self._num_real = 1
         self._votes: Votes | None = None
         self.num_batches = share.num_batches
-        self.is_shadow = False
+        self.is_shadow = self.has_shadows = False
 
     @property
     def loader(self) -> Any:
@@ -128,16 +129,15 @@ class Turns:
 
     def _counted(self, own: Batches, done: int) -> Batches:
         total, batch = int(self.num_batches), _END
-        mine = min(total, int(self._share.num_batches))
-        self.is_shadow = False
-        for number in range(done + 1, mine + 1):
-            batch = next(own)[0]
+        mine, shortest = min(total, int(self._share.num_batches)), min(self._lengths)
+        for number in range(done + 1, total + 1):
+            self.is_shadow, self.has_shadows = number > mine, number > shortest
+            if not self.is_shadow:
+                batch = next(own)[0]
+            elif batch is _END:
+                batch = self._any_batch()
             yield batch, number == total
-        for number in range(max(done, mine) + 1, total + 1):
-            batch = self._any_batch() if batch is _END else batch
-            self.is_shadow = True
-            yield batch, number == total
-        self.is_shadow = False
+        self.is_shadow = self.has_shadows = False
 
     def _voted(self, own: Batches, done: int) -> Batches:
         upcoming = next(own, (_END, True))[0]
@@ -148,6 +148,7 @@ class Turns:
         batch, number, is_last = _END, done, False
         while not is_last:
             self.is_shadow, self._num_real = upcoming is _END, num_real
+            self.has_shadows = num_real < len(self._lengths)
             batch = batch if self.is_shadow else upcoming
             number += 1
             upcoming = next(own, (_END, True))[0]
@@ -156,7 +157,7 @@ class Turns:
                 self._check_none_left(num_real, number, upcoming)
             is_last = num_real < (len(self._lengths) if self._policy != "join" else 1)
             yield batch, is_last
-        self.is_shadow = False
+        self.is_shadow = self.has_shadows = False
 
     def _vote(self, number: int, upcoming: Any) -> int:
         """Return how many ranks have a batch of that number."""

@@ -1,0 +1,105 @@
+"""`ShadowGradients`: a shadow step gives no gradient, not even of zero, to what no real batch has used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import final
+
+from rankwise.gradient_sync import GradientSyncMode
+from rankwise.gradient_sync.parameters import trained_parameters
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.turns import Turns
+
+__all__ = ["ShadowGradients", "without_new_gradients"]
+
+
+@contextmanager
+def without_new_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let backward passes in the block give no gradient to parameters that have none before it."""
+    bare = [parameter for parameter in parameters if parameter.grad is None]
+    yield
+    for parameter in bare:
+        parameter.grad = None
+
+
+@final
+class ShadowGradients:
+    """Tell, in windows with shadow steps, the gradients of real batches from those of repeated ones.
+
+    The two differ where a model does not use all of its parameters for every batch: one process leaves a
+    parameter that no batch has used without a gradient, and its optimizer passes it by; at a gradient of 0
+    momentum and weight decay would move it. Where gradients are averaged after the backward passes, a rank
+    simply does not keep what its shadow step has added. Where DDP averages them meanwhile, searching for
+    unused parameters, the ranks agree after the window on which ones real batches have used: one small
+    all-reduce, in windows with shadow steps only.
+
+    Args:
+        trainer: knows the strategy and the optimizers.
+        wrapped: the module as the strategy has wrapped it.
+        turns: whether ranks repeat batches.
+    """
+
+    def __init__(self, trainer: Trainer, wrapped: nn.Module, turns: Turns) -> None:
+        self._strategy = trainer.strategy
+        self._turns = turns
+        self._parameters = trained_parameters(wrapped, trainer.optimizers)
+        is_reduced_here = trainer.strategy.gradients.mode is GradientSyncMode.FORCED_SYNC
+        self._is_reduced_here = is_reduced_here or not isinstance(wrapped, DistributedDataParallel)
+        self._must_agree = not self._is_reduced_here and bool(wrapped.find_unused_parameters)
+        self._used: set[int] | None = None  # numbers of parameters; None while no rank has repeated a batch
+
+    def begin_window(self) -> None:
+        """Start anew: gradients are cleared."""
+        self._used = None
+
+    def set_apart(self) -> AbstractContextManager[None]:
+        """Return the block for a batch's passes; what averages its gradients is around it."""
+        if not self._turns.has_shadows:
+            return nullcontext()
+        if self._is_reduced_here:
+            return without_new_gradients(self._parameters) if self._turns.is_shadow else nullcontext()
+        return self._noting() if self._must_agree else nullcontext()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note the parameters that this rank uses, unless for a repeated batch."""
+        if self._used is None:  # so far all batches of the window were real, on all ranks
+            self._used = {
+                number for number, parameter in enumerate(self._parameters) if parameter.grad is not None
+            }
+        used = self._used
+        handles: list[Any] = []
+        if not self._turns.is_shadow:
+            for number, parameter in enumerate(self._parameters):
+                handles.append(
+                    parameter.register_post_accumulate_grad_hook(lambda _, number=number: used.add(number))
+                )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def end_window(self) -> None:
+        """Take averaged gradients back that only repeated batches have caused.
+
+        Collective: every rank must call this.
+        """
+        if self._used is None:
+            return
+        flags = torch.zeros(len(self._parameters), device=self._strategy.root_device)
+        flags[list(self._used)] = 1
+        counts = self._strategy.all_reduce(flags, reduce_op="sum").tolist()
+        for parameter, count in zip(self._parameters, counts, strict=True):
+            if not count:
+                parameter.grad = None
