@@ -178,7 +178,7 @@ def _exit_code(error: BaseException) -> int | None:
         return None
     if error.code is None:
         return 0
-    return error.code if isinstance(error.code, int) else 1
+    return error.code & 0xFF if isinstance(error.code, int) else 1  # what of it comes to be known outside
 
 
 def _own_traceback(error: BaseException) -> str:

@@ -127,7 +127,10 @@ class Supervisor:
         if self.ended_by is not None:
             raise SystemExit(128 + self.ended_by)
         if error := self.error():
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or it lives in a cycle, through its traceback, until garbage is collected
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
 

@@ -22,6 +22,7 @@ from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._command import rerun_command
+from rankwise.launchers._exit_code import exit_code_of
 from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherited_seat
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._processes import PopenProcess
@@ -283,7 +284,7 @@ class _ScriptGroup:
             except WorkerError as error:
                 sys.stderr.write(f"{type(error).__name__}: {error}\n")
                 self._end()
-                _leave(1)
+                _leave(exit_code_of(error))
         self._end()
 
 

@@ -17,6 +17,7 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError
 from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
+from rankwise.launchers._exit_code import exit_code_kept
 from rankwise.launchers.seat import Seat
 from rankwise.precision import Precision
 from rankwise.process_group.pulse import beat
@@ -261,7 +262,8 @@ class Strategy(AroundModule, Gradients):
         self.results = {}
         self._is_group_wanted = init_process_group
         entry = RankEntry(self, function, args, kwargs)
-        self.results = self.launcher.launch(entry, entry.described(), self._rendezvous_of_launch())
+        with exit_code_kept():
+            self.results = self.launcher.launch(entry, entry.described(), self._rendezvous_of_launch())
         value: T = self.results[min(self.results)]
         return value
 
