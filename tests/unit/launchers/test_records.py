@@ -40,7 +40,7 @@ def test_an_exception_is_described() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [(None, 0), (0, 0), (3, 3), ("text", 1), (True, 1), (2.5, 1)], ids=repr
+    ("code", "status"), [(None, 0), (0, 0), (3, 3), ("text", 1), (True, 1), (2.5, 1), (-1, 255)], ids=repr
 )
 def test_an_exit_is_described(code: object, status: int) -> None:
     """`SystemExit` has the status that Python would end with."""
