@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import signal
@@ -45,6 +46,14 @@ def _police(temp_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     os.environ.pop(processes.MARKER, None)
     if problems:
         pytest.fail("This test did not leave things as they were:\n  " + "\n  ".join(problems), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _patience(request: pytest.FixtureRequest) -> None:
+    """Let a long series have the time that its own mark says: faulthandler's limit is for the others."""
+    limit = request.node.get_closest_marker("timeout")
+    if limit is not None and limit.args[0] >= float(request.config.getini("faulthandler_timeout")):
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

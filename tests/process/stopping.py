@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from rankwise import Trainer
 from rankwise.callbacks import Callback
+from rankwise.launchers._dynamo import import_dynamo
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
+
+WHO = ("rank", "main", "group")
+OPTIONS = ("", "accumulate", "validate")
+CODE = 128 + signal.SIGTERM
+_LIMIT_S = 60  # for what takes a second where nothing else runs
 
 
 class Slow(Regression):
@@ -83,3 +95,92 @@ def train(strategy: str, folder: str, options: str = "") -> None:
 def trainer_of(strategy: str, folder: str, notes: Notes, **arguments: Any) -> Trainer:
     """Return a trainer on two ranks that saves nothing by itself."""
     return quiet_trainer(strategy, 2, max_epochs=1, callbacks=[notes], default_root_dir=folder, **arguments)
+
+
+# ---------------------------------------------------------------------------------------- again and again
+
+
+def send_to(main: int, who: str, folder: Path) -> None:
+    """Send SIGTERM to one rank, to the main process or to the whole group."""
+    if who == "group":
+        os.killpg(main, signal.SIGTERM)
+    else:
+        os.kill(main if who == "main" else int((folder / "pid1").read_text()), signal.SIGTERM)
+
+
+def check_end(folder: Path) -> None:
+    """Both ranks have ended with the same weights at the same step, which the checkpoint has too."""
+    ends = [json.loads((folder / f"end{rank}").read_text()) for rank in range(2)]
+    assert ends[0] == ends[1], ends
+    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == ends[0]["step"] > 0
+    assert checkpoint["state_dict"]["net.0.bias"].tolist() == ends[0]["bias"]
+
+
+def series(who: str, rounds: str, seed: str, folder: str) -> None:
+    """Train in a fork, send SIGTERM at a random moment, look at what is left; again and again.
+
+    Raises:
+        AssertionError: for the first round that is not in order.
+    """
+    import_dynamo()
+    chance = random.Random(int(seed))
+    for number in range(int(rounds)):
+        place, options = Path(folder) / str(number), chance.choice(OPTIONS)
+        place.mkdir()
+        main = _forked("ddp_fork", str(place), options)
+        _wait(partial(_trains, place), main, "training")
+        moment_s = chance.random() / 2
+        time.sleep(moment_s)
+        send_to(main, who, place)
+        codes: list[int] = []
+        _wait(partial(_has_ended, main, codes), main, "the end")
+        assert codes == [CODE], (codes, number, options)
+        check_end(place)
+        _wait(partial(_is_empty, main), main, "nobody left")
+        print(f"round {number} {options or 'plain'}, {moment_s:.3f} s: in order", flush=True)
+
+
+def _forked(*arguments: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    code = 1
+    try:
+        train(*arguments)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def _wait(is_so: Callable[[], bool], main: int, what: str) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            os.killpg(main, signal.SIGUSR2)  # the stacks of all ranks
+            time.sleep(1)
+            os.killpg(main, signal.SIGKILL)
+            raise AssertionError(f"waited {_LIMIT_S} s in vain for: {what}")
+        time.sleep(0.005)
+
+
+def _trains(folder: Path) -> bool:
+    return all((folder / f"pid{rank}").exists() for rank in range(2))
+
+
+def _has_ended(pid: int, codes: list[int]) -> bool:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if ended:
+        codes.append(os.waitstatus_to_exitcode(status))
+    return bool(ended)
+
+
+def _is_empty(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False

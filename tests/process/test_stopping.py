@@ -11,16 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import with_tests
+from tests.process.stopping import CODE, OPTIONS, WHO, check_end, send_to
 
 pytestmark = pytest.mark.timeout(120)
-
-STRATEGIES = ("ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver")
-WHO = ("rank", "main", "group")
-CODE = 128 + signal.SIGTERM
 
 SCRIPT = """
     import sys
@@ -40,12 +36,7 @@ def start(run_script: ScriptRunner, strategy: str, folder: Path, *more: str) -> 
 
 def send(running: RunningScript, who: str, folder: Path) -> None:
     """Send SIGTERM to one rank, to the main process or to the whole group."""
-    if who == "group":
-        running.send_signal_to_group(signal.SIGTERM)
-    elif who == "main":
-        running.send_signal(signal.SIGTERM)
-    else:
-        os.kill(int((folder / "pid1").read_text()), signal.SIGTERM)
+    send_to(running.pid, who, folder)
 
 
 def check(running: RunningScript, folder: Path) -> None:
@@ -53,11 +44,7 @@ def check(running: RunningScript, folder: Path) -> None:
     result = running.finish(timeout=30, leftover_grace_s=10)  # a forkserver takes its time to unload torch
     assert result.returncode == CODE, result
     assert "Error" not in result.stderr, result
-    ends = [json.loads((folder / f"end{rank}").read_text()) for rank in range(2)]
-    assert ends[0] == ends[1]
-    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == ends[0]["step"] > 0
-    assert checkpoint["state_dict"]["net.0.bias"].tolist() == ends[0]["bias"]
+    check_end(folder)
 
 
 @pytest.mark.parametrize(
@@ -78,19 +65,51 @@ def test_sigterm(strategy: str, who: str, options: str, run_script: ScriptRunner
     check(running, tmp_path)
 
 
+SERIES = """
+    import sys
+    from tests.process.stopping import series
+
+    if __name__ == "__main__":
+        series(*sys.argv[1:])
+"""
+LONG = pytest.mark.timeout(3600)
+RUNS = int(os.environ.get("RANKWISE_SOAK_RUNS", "50"))
+
+
+@pytest.mark.parametrize(
+    ("who", "rounds"),
+    [
+        ("group", 2),
+        *(
+            pytest.param(who, RUNS * 4 // 5, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
+            for who in WHO
+        ),
+    ],
+)
+def test_sigterm_again_and_again(who: str, rounds: int, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """At a random moment, forked again and again from a process that has imported all; all in order."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    script = run_script.write(SERIES)
+    running = run_script.start(script, who, str(rounds), str(seed), str(tmp_path), env=with_tests())
+    result = running.finish(timeout=60 + 60 * rounds)
+    assert result.returncode == 0, result
+    assert result.stdout.count("in order") == rounds, result
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("who", WHO)
-def test_sigterm_fifty_times(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """At a random moment, with every strategy in turn."""
-    generator = random.Random(f"sigterm {who}")
-    strategies = itertools.cycle(STRATEGIES)
-    for repetition in range(int(os.environ.get("RANKWISE_SOAK_RUNS", "50"))):
+def test_sigterm_with_every_strategy(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """The rest of the fifty: those that import all anew, in turn."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    strategies = itertools.cycle(("ddp", "ddp_spawn", "ddp_forkserver"))
+    for repetition in range(RUNS - RUNS * 4 // 5):
         folder = tmp_path / str(repetition)
         folder.mkdir()
-        running = start(
-            run_script, next(strategies), folder, generator.choice(["", "accumulate", "validate"])
-        )
+        running = start(run_script, next(strategies), folder, generator.choice(OPTIONS))
         time.sleep(generator.random() / 2)
         send(running, who, folder)
         check(running, folder)
