@@ -45,6 +45,7 @@ from typing import Any, ClassVar
 
 __all__ = [
     "CheckpointError",
+    "CollectiveMismatchError",
     "ConfigurationError",
     "DuplicateNameError",
     "EnvironmentVariableError",
@@ -554,6 +555,46 @@ class TensorMismatchError(RankwiseError, ValueError):
 
 
 @dataclass(eq=False, repr=False)
+class CollectiveMismatchError(RankwiseError, RuntimeError):
+    """Ranks of `group` called different things as its collective number `number`, or some did not come.
+
+    `calls` maps what was called, and where, to global ranks; `missing` does so with the last calls of those
+    that did not come in `timeout_s` seconds.
+    """
+
+    group: str
+    number: int
+    calls: Mapping[str, tuple[int, ...]]
+    missing: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    timeout_s: float = 0.0
+
+    def summary(self) -> str:
+        which = f"collective number {self.number} of {self.group}"
+        if self.missing:
+            late = ", ".join(str(rank) for rank in sorted(sum(self.missing.values(), ())))
+            return f"Waited {self.timeout_s:g} s for global_rank {late} in {which}."
+        return f"The ranks called different things as {which}."
+
+    def seen(self) -> str:
+        return "\n        ".join(
+            [
+                *(f"{_ranks(who)}: {call}" for call, who in self.calls.items()),
+                *(f"{_ranks(who)} did not come; last seen: {call}" for call, who in self.missing.items()),
+            ]
+        )
+
+    def fix(self) -> str:
+        return (
+            "every rank must call the same collectives, in the same order; look for what depends on the "
+            "rank: a branch, an early return, a loop that ends earlier, a caught exception."
+        )
+
+
+def _ranks(who: tuple[int, ...]) -> str:
+    return f"global_rank {', '.join(map(str, who))}"
+
+
+@dataclass(eq=False, repr=False)
 class RankZeroFailedError(RankwiseError, RuntimeError):
     """What `global_rank` did in `rank_zero_first()` failed; `failure` is its exception."""
 
@@ -638,7 +679,7 @@ _MOST_DIFFERENCES = 10
 
 
 def _by_rank(values: Mapping[str, tuple[int, ...]]) -> str:
-    return "; ".join(f"{value} on global_rank {', '.join(map(str, who))}" for value, who in values.items())
+    return "; ".join(f"{value} on {_ranks(who)}" for value, who in values.items())
 
 
 @dataclass(eq=False, repr=False)

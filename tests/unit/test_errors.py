@@ -227,6 +227,19 @@ CASES = [
         "sizes may differ.",
     ),
     Case(
+        lambda: errors.CollectiveMismatchError(
+            group="all ranks",
+            number=7,
+            calls={"barrier at a.py:1 in f": (0, 2), "all_reduce of int64[2] (sum) at a.py:2 in f": (1,)},
+        ),
+        RuntimeError,
+        "The ranks called different things as collective number 7 of all ranks.\n"
+        "  Seen: global_rank 0, 2: barrier at a.py:1 in f\n"
+        "        global_rank 1: all_reduce of int64[2] (sum) at a.py:2 in f\n"
+        "  Fix: every rank must call the same collectives, in the same order; look for what depends on the "
+        "rank: a branch, an early return, a loop that ends earlier, a caught exception.",
+    ),
+    Case(
         lambda: errors.RankZeroFailedError(global_rank=0, failure="OSError: disk full"),
         RuntimeError,
         "The block of rank_zero_first() failed on global_rank 0: OSError: disk full.\n"

@@ -43,6 +43,7 @@ _WAITING_TYPES = (
     "DistStoreError",
     "RendezvousTimeoutError",
     "StopAgreementError",
+    "CollectiveMismatchError",
 )
 _TIMEOUT = re.compile(
     r"timed? ?out waiting|wait timeout|had no answer in|waited [\d.]+ s for|did not say when|timed out after",

@@ -85,9 +85,10 @@ class Seat:
         from rankwise.process_group.agreement import StopAgreement
 
         store = self.open_store(timeout) if self._store is None else self._of_this_job(self._store)
-        return StopAgreement(self.ranks, store, partial(self._open_listener, store, timeout), timeout)
+        return StopAgreement(self.ranks, store, partial(self.open_another, store, timeout), timeout)
 
-    def _open_listener(self, store: Store, timeout: timedelta) -> Store:
+    def open_another(self, store: Store, timeout: timedelta) -> Store:
+        """Return the job's store once more, where a thread that waits in it would hold up others."""
         from rankwise.process_group.rendezvous import open_another
 
         if self.address is None:

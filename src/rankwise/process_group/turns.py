@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rankwise.errors import InvalidArgumentError, RankZeroFailedError
 from rankwise.process_group._members import is_distributed
+from rankwise.process_group.sections import going_first
 from rankwise.process_group.stores import default_store
 from rankwise.ranks import RankInfo
 
@@ -30,7 +31,7 @@ def rank_zero_first(
     """Run the block on rank zero first, then on all other ranks at once; without a process group, at once.
 
     Collective: every rank must enter it, in the same order. Nobody sits in a collective meanwhile, so rank
-    zero may take longer than the group's timeout.
+    zero may take longer than the group's timeout. In the block it can do nothing with them.
 
     Args:
         local: local rank 0 of each node goes first, instead of the job's.
@@ -41,6 +42,7 @@ def rank_zero_first(
     Raises:
         RankZeroFailedError: on the others, when the block failed on the first; it has the exception's text.
         InvalidArgumentError: with `local` and no `ranks`.
+        LifecycleError: out of a collective in the block, on the rank that goes first.
         torch.distributed.DistStoreError: when `timeout` is over.
 
     Example:
@@ -55,7 +57,7 @@ def rank_zero_first(
     turn = meeting.add(f"rank_zero_first/{scope}/turns of {dist.get_rank()}", 1)  # as many on every rank
     key = f"rank_zero_first/{scope}/{turn}"
     if is_first:
-        with _telling(meeting, key):
+        with _telling(meeting, key), going_first(is_local=local):
             yield
     else:
         _await(meeting, key, timeout)

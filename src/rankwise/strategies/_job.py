@@ -34,6 +34,7 @@ class RankEntry:
         try:
             self.strategy.setup_environment()
             value = self.function(self.strategy, *self.args, **self.kwargs)
+            self.strategy.all_have_finished()
             self.strategy.checkpoint_io.teardown()
             return value
         except BaseException as error:

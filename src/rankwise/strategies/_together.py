@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankwise.errors import LifecycleError
 from rankwise.process_group import collectives, gathering, turns
 from rankwise.process_group.pulse import waiting_in
-from rankwise.ranks import RankInfo, is_in_rank_zero_section
+from rankwise.process_group.sections import refuse_in_rank_zero_section
+from rankwise.ranks import RankInfo
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,29 +55,29 @@ class Together(ABC):
 
     def all_reduce(self, tensor: T, group: ProcessGroup | None = None, reduce_op: str = "mean") -> T:
         """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
-        with self._collective("all_reduce"):
+        with self._collective("all_reduce", group):
             return collectives.all_reduce(tensor, self._group(group), reduce_op)
 
     def all_gather(self, tensor: T, group: ProcessGroup | None = None, sync_grads: bool = False) -> T:
         """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
-        with self._collective("all_gather"):
+        with self._collective("all_gather", group):
             return gathering.all_gather(tensor, self._group(group), sync_grads)
 
     def gather_all_tensors(
         self, tensor: torch.Tensor, group: ProcessGroup | None = None
     ) -> list[torch.Tensor]:
         """Gather tensors of differing sizes; see `rankwise.process_group.gather_all_tensors`."""
-        with self._collective("gather_all_tensors"):
+        with self._collective("gather_all_tensors", group):
             return gathering.gather_all_tensors(tensor, self._group(group))
 
     def all_gather_object(self, obj: T, group: ProcessGroup | None = None) -> list[T]:
         """Gather anything picklable from every rank, in rank order."""
-        with self._collective("all_gather_object"):
+        with self._collective("all_gather_object", group):
             return gathering.all_gather_object(obj, self._group(group))
 
     def gather_object(self, obj: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
         """Gather anything picklable from every rank on rank `dst`, in rank order; None elsewhere."""
-        with self._collective("gather_object"):
+        with self._collective("gather_object", group):
             return gathering.gather_object(obj, dst, group)
 
     def barrier(self, name: str | None = None) -> None:
@@ -103,6 +103,12 @@ class Together(ABC):
             count = int(collectives.all_reduce(votes, reduce_op_name="sum"))
         return count == self.ranks.world_size if all else count > 0
 
+    def all_have_finished(self) -> None:
+        """Do what is to be done together once what was launched has returned here; nothing by default.
+
+        Collective: where it does something, every rank must call this.
+        """
+
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Return a context whose block rank zero (with `local`, that of each node) runs before the others.
 
@@ -110,19 +116,14 @@ class Together(ABC):
         """
         return turns.rank_zero_first(local, ranks=self.ranks)
 
-    def _collective(self, name: str) -> AbstractContextManager[None]:
+    def _collective(self, name: str, group: ProcessGroup | None = None) -> AbstractContextManager[None]:
         """Return a context for a collective: other processes see that this rank waits in it.
 
         Raises:
-            LifecycleError: in a function that only rank zero runs, where the others would never come.
+            LifecycleError: in what only rank zero runs, where the others would never come.
         """
-        if self.ranks.world_size > 1 and is_in_rank_zero_section():
-            raise LifecycleError(
-                call=name,
-                state="in a function that only rank zero runs",
-                needed="every rank",
-                remedy="call it outside of what is decorated with rank_zero_only.",
-            )
+        if self.ranks.world_size > 1:
+            refuse_in_rank_zero_section(name, None if group is None else group.size())
         return waiting_in(name)
 
     def _group(self, group: ProcessGroup | None) -> ProcessGroup | None:

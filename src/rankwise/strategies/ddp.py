@@ -37,6 +37,7 @@ from rankwise.strategies._arguments import (
     check_timeout,
     from_parallel_devices,
 )
+from rankwise.strategies._compared_collectives import ComparedCollectives, is_check_wanted
 from rankwise.strategies._compiled import compile_within, uncompiled
 from rankwise.strategies._nodes import (
     inline_launcher,
@@ -48,7 +49,6 @@ from rankwise.strategies._nodes import (
 from rankwise.strategies._same_gradients import averages_everywhere
 from rankwise.strategies._scopes import threads_shared_by
 from rankwise.strategies._sync_batchnorm import SyncedBatchNorms, check_sync_batchnorm
-from rankwise.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,10 +79,11 @@ _OWN_ARGUMENTS = (
     "comm_wrapper",
     "model_averaging_period",
     "gradient_weighting",
+    "check_collectives",
 )
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(ComparedCollectives):
     """Train on several processes with `DistributedDataParallel`.
 
     Override `configure_ddp` for a wrapper of your own.
@@ -110,6 +111,8 @@ class DDPStrategy(Strategy):
         model_averaging_period: with `"post_localsgd"`, after how many steps the models are averaged.
         gradient_weighting: how batches of different sizes count. None: alike. `"samples"`: by their number of
             samples, which the samplers know beforehand. `"logged"`: by what `self.log_weight()` says.
+        check_collectives: whether ranks compare each collective before it runs, so that a mismatch is an
+            error on all of them; by default what `RANKWISE_CHECK_COLLECTIVES` says (1 or 0).
         ddp_kwargs: for `DistributedDataParallel`, as this version of torch takes them.
 
     The other arguments are `Strategy`'s.
@@ -146,6 +149,7 @@ class DDPStrategy(Strategy):
         comm_wrapper: Any = None,
         model_averaging_period: int | None = None,
         gradient_weighting: str | None = None,
+        check_collectives: bool | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         if parallel_devices is not None:
@@ -177,6 +181,7 @@ class DDPStrategy(Strategy):
             gradient_weighting=gradient_weighting,
             ddp_kwargs=self.ddp_kwargs,
         )
+        self.check_collectives = is_check_wanted(check_collectives)
         self._command = check_command(command)
         self.sync_batchnorm = sync_batchnorm
         self._synced_batchnorms = SyncedBatchNorms()
@@ -248,6 +253,7 @@ class DDPStrategy(Strategy):
             places = self._job.enter_context(group)
             if places and not self.ranks.is_one_node:
                 self.seat.last_words = LastWords(store, places, places[self.global_rank])
+            self._job.enter_context(self.collectives_compared(store))
         beat("running")
         self._job.callback(self._drop_wrappers)
 
@@ -289,6 +295,7 @@ class DDPStrategy(Strategy):
             )
         self._wrappers.add(wrapped)
         self.gradients.attach(wrapped, self.local_world_size)
+        self.compare_collectives_of(wrapped)
         if self.gradients_may_differ(wrapped):
             self.precision.agree = partial(self.reduce_boolean_decision, all=False)
         if is_compiled:
@@ -374,6 +381,7 @@ class DDPStrategy(Strategy):
             "_wrappers": None,
             "_plain_modules": None,
             "_synced_batchnorms": None,
+            "_check": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

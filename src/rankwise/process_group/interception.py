@@ -1,0 +1,234 @@
+"""See each collective of this process before it runs, whoever calls it, for as long as a block lasts.
+
+What is seen goes through torch.distributed's Python side: its functions, however they were imported, and what
+is built on them. What C++ starts by itself (a reducer without a communication hook) is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import final
+
+__all__ = ["Call", "Observer", "call_from_here", "intercepted"]
+
+# What must be alike on all ranks, by the methods of a process group (newer and older names): the tensors at a
+# position among the arguments, or only their dtype, or nothing.
+_WHOLE, _DTYPE, _NOTHING = "whole", "dtype", "nothing"
+_METHODS: dict[str, tuple[str, int]] = {
+    "allreduce": (_WHOLE, 0),
+    "allreduce_coalesced": (_WHOLE, 0),
+    "broadcast": (_WHOLE, 0),
+    "reduce": (_WHOLE, 0),
+    "allgather": (_WHOLE, 0),  # what it gathers into: all parts, on every rank
+    "allgather_coalesced": (_WHOLE, 0),
+    "allgather_into_tensor_coalesced": (_WHOLE, 0),
+    "all_gather_single": (_WHOLE, 0),
+    "all_gather_single_coalesced": (_WHOLE, 0),
+    "_allgather_base": (_WHOLE, 0),
+    "gather": (_WHOLE, 1),  # only the root has what it gathers into
+    "scatter": (_WHOLE, 0),  # only the root has what it scatters
+    "reduce_scatter": (_WHOLE, 1),
+    "reduce_scatter_tensor_coalesced": (_WHOLE, 1),
+    "reduce_scatter_single": (_WHOLE, 1),
+    "reduce_scatter_single_coalesced": (_WHOLE, 1),
+    "_reduce_scatter_base": (_WHOLE, 1),
+    "alltoall": (_DTYPE, 0),
+    "alltoall_base": (_DTYPE, 0),
+    "all_to_all_single": (_DTYPE, 0),
+    "barrier": (_NOTHING, 0),
+    "monitored_barrier": (_NOTHING, 0),
+}
+# What DDP calls beside them, with a group and tensors.
+_FUNCTIONS: dict[str, tuple[str, int]] = {
+    "_broadcast_coalesced": (_WHOLE, 0),
+    "_verify_params_across_processes": (_WHOLE, 0),
+}
+_WRAPPERS = "torch.distributed.c10d_logger"  # around every function of torch.distributed
+_BACKWARD = ("backward", "grad")  # of torch.autograd
+# Code through which a user's call goes on its way. What else of rankwise calls something is named itself.
+_ON_THE_WAY = (
+    "torch",
+    "contextlib",
+    "lightning_utilities",
+    "rankwise.gradient_sync",
+    "rankwise.precision",
+    "rankwise.process_group",
+    "rankwise.strategies",
+)
+_MOST_TENSORS = 4
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """A collective that is about to run.
+
+    Attributes:
+        group: over which ranks.
+        name: of torch's function that was called, or of the group's method.
+        tensors: dtypes and shapes of what must be alike on all ranks; empty where nothing must.
+        details: the operation, or the root.
+        is_rooted: whether one rank does something else than the others by design.
+        place: file and line of the caller; empty where no Python code called.
+        function: the name of the function there.
+        is_in_backward: whether that caller runs a backward pass, and this is a part of it.
+    """
+
+    group: dist.ProcessGroup
+    name: str
+    tensors: str = ""
+    details: str = ""
+    is_rooted: bool = False
+    place: str = ""
+    function: str = ""
+    is_in_backward: bool = False
+
+    @property
+    def what(self) -> str:
+        """The collective, for a reader."""
+        of = f" of {self.tensors}" if self.tensors else ""
+        return f"{self.name}{of}{f' ({self.details})' if self.details else ''}"
+
+    @property
+    def where(self) -> str:
+        """The caller, for a reader."""
+        if not self.place:
+            return "in a backward pass"  # in a thread of C++
+        return f"{'in the backward pass ' if self.is_in_backward else ''}at {self.place} in {self.function}"
+
+    @property
+    def identity(self) -> str:
+        """What is the same on all ranks that are in the same collective.
+
+        Branches for the root and for the others are usual, so with a root only the function counts.
+        """
+        where = self.where.replace(self.place, self.place.partition(":")[0]) if self.is_rooted else self.where
+        return f"{self.what} {where}"
+
+
+Observer = Callable[[Call], None]
+
+
+@contextmanager
+def intercepted(observer: Observer) -> Iterator[None]:
+    """Call `observer` before each collective of this process, in its thread; what it raises is raised.
+
+    Mutates: methods of `torch.distributed.ProcessGroup` and two functions of `torch.distributed`, until the
+    block ends.
+    """
+    undo: list[Callable[[], None]] = []
+    for owner, table in ((dist.ProcessGroup, _METHODS), (dist, _FUNCTIONS)):
+        for name, rule in table.items():
+            plain = vars(owner).get(name)  # not getattr: what is put back must be what lay there
+            if plain is not None:
+                setattr(owner, name, _observed(getattr(owner, name), name, rule, observer))
+                undo.append(functools.partial(setattr, owner, name, plain))
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+
+
+def _observed(plain: Any, name: str, rule: tuple[str, int], observer: Observer) -> Any:
+    def observed(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if group.size() > 1:
+            observer(_call(group, name, rule, (*args, *kwargs.values())))
+        return plain(group, *args, **kwargs)
+
+    return observed
+
+
+def call_from_here(group: dist.ProcessGroup, name: str) -> Call:
+    """Return what this thread does by a name of its own."""
+    way = _way_out(name, sys._getframe(1))
+    return Call(group, **{**way, "name": name})
+
+
+def _call(group: dist.ProcessGroup, name: str, rule: tuple[str, int], args: tuple[Any, ...]) -> Call:
+    amount, position = rule
+    given = args[position] if amount != _NOTHING and position < len(args) else ()
+    details, is_rooted = _details(name, args)
+    return Call(
+        group,
+        tensors=_described(given, whole=amount == _WHOLE),
+        details=details,
+        is_rooted=is_rooted,
+        **_way_out(name, sys._getframe(2)),
+    )
+
+
+def _described(given: Any, *, whole: bool) -> str:
+    """Return the dtypes and shapes of tensors, which may lie in lists."""
+    flat = list(_flat(given))
+    if not whole:
+        return ", ".join(dict.fromkeys(_dtype(tensor) for tensor in flat))
+    shown = [f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in flat]
+    counts = {text: shown.count(text) for text in dict.fromkeys(shown)}
+    texts = [text if count == 1 else f"{count} x {text}" for text, count in counts.items()]
+    if len(texts) > _MOST_TENSORS:
+        elements = sum(tensor.numel() for tensor in flat)
+        texts[_MOST_TENSORS - 1 :] = [f"... ({len(flat)} tensors, {elements} elements)"]
+    return ", ".join(texts)
+
+
+def _flat(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for item in given:
+            yield from _flat(item)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _details(name: str, args: tuple[Any, ...]) -> tuple[str, bool]:
+    """Return the reduction and the root, and whether there is one."""
+    details, is_rooted = [], False
+    for options in args:
+        kind = getattr(getattr(options, "reduceOp", None), "op", None)
+        if kind is not None:
+            details.append(str(kind).rpartition(".")[2].lower())
+        if name in ("broadcast", "reduce", "gather", "scatter"):
+            root = getattr(options, "rootRank", None)
+            if root is not None:
+                details.append(f"root {root}")
+                is_rooted = True
+    return ", ".join(details), is_rooted
+
+
+def _way_out(name: str, frame: FrameType | None) -> dict[str, Any]:
+    """Return the function of torch.distributed that was called, and the place where it was."""
+    is_torchs, is_in_backward = True, False
+    while frame is not None and _is_on_the_way(module := str(frame.f_globals.get("__name__", ""))):
+        is_torchs = is_torchs and module.startswith("torch.distributed")
+        if is_torchs and module != _WRAPPERS:
+            name = frame.f_code.co_name
+        is_in_backward |= module.startswith("torch.autograd") and frame.f_code.co_name in _BACKWARD
+        frame = frame.f_back
+    way: dict[str, Any] = {"name": name, "is_in_backward": is_in_backward}
+    if frame is not None:
+        way |= {"place": f"{_file_of(frame)}:{frame.f_lineno}", "function": frame.f_code.co_name}
+    return way
+
+
+def _is_on_the_way(module: str) -> bool:
+    return any(module == part or module.startswith(f"{part}.") for part in _ON_THE_WAY)
+
+
+def _file_of(frame: FrameType) -> str:
+    """Return a file as it is called on every rank, wherever it lies: of rankwise its path within it."""
+    filename = frame.f_code.co_filename.replace("\\", "/")
+    _, separator, inside = filename.rpartition("/rankwise/")
+    return f"rankwise/{inside}" if separator else filename.rpartition("/")[2]

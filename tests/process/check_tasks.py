@@ -1,0 +1,169 @@
+"""What the tests of `check_collectives` run on each rank: importable, so that spawned workers find it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rankwise.errors import CollectiveMismatchError, LifecycleError
+from rankwise.process_group.interception import Call, intercepted
+from rankwise.ranks import rank_zero_only
+from rankwise.strategies import DDPStrategy
+
+all_reduce_by_its_own_name = dist.all_reduce
+
+
+def told(call: Callable[[], Any]) -> str:
+    """Return the text of the mismatch that a call ends in."""
+    try:
+        call()
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def mismatches(strategy: DDPStrategy) -> dict[str, str]:
+    """Make one mistake after another; return what this rank is told of each."""
+    rank = strategy.global_rank
+    is_zero = rank == 0
+    x = torch.ones(4)
+    found = {
+        "kind": told(lambda: dist.broadcast(x, 0) if is_zero else dist.all_reduce(x)),
+        "shape": told(lambda: dist.all_reduce(torch.ones(3 + rank))),
+        "dtype": told(lambda: strategy.all_reduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank]))),
+        "operation": told(lambda: dist.all_reduce(x, op=[dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])),
+        "root": told(lambda: dist.broadcast(x, src=rank)),
+        "by its own name": told(
+            lambda: all_reduce_by_its_own_name(x) if is_zero else dist.barrier(),
+        ),
+        "objects": told(lambda: dist.all_gather_object([None, None], 1) if is_zero else dist.barrier()),
+    }
+    if is_zero:
+        found["order"] = told(lambda: dist.all_reduce(x))
+    else:
+        found["order"] = told(lambda: dist.all_reduce(x))
+    pair = dist.new_group([0, 1])
+    found["subgroup"] = told(lambda: dist.all_reduce(torch.ones(1 + rank), group=pair, async_op=True))
+    found["afterwards"] = f"{told(lambda: dist.all_reduce(x))}: {x.tolist()}"
+    return found
+
+
+def no_mismatches(strategy: DDPStrategy) -> list[list[float]]:
+    """Call what is fine, in branches for the root and the others too, and on several groups."""
+    x, y = torch.ones(2), torch.full((2,), float(strategy.global_rank))
+    if strategy.is_global_zero:
+        dist.broadcast(x + 1, 0)
+    else:
+        dist.broadcast(x, 0)
+    dist.all_reduce(y)
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    works = [dist.all_reduce(torch.ones(2), group=group, async_op=True) for group in groups]
+    for work in works:
+        work.wait()
+    strategy.barrier("here")
+    dist.all_to_all_single(torch.zeros(2), torch.ones(2))
+    return [x.tolist(), y.tolist()]
+
+
+def buckets(strategy: DDPStrategy) -> list[str]:
+    """Call something else while the other rank averages gradients, in the first, second and third step."""
+    found = []
+    for steps in range(3):
+        torch.manual_seed(1)
+        wrapped = strategy.setup_module(nn.Linear(3, 2))
+
+        def step(wrapped: nn.Module = wrapped) -> None:
+            strategy.backward(wrapped(torch.ones(2, 3)).sum())
+
+        for _ in range(steps):
+            step()
+        # as many elements of the same dtype: without the check these would pair up silently
+        found.append(told(step if strategy.is_global_zero else lambda: dist.all_reduce(torch.ones(8))))
+    return found
+
+
+def leave_early(strategy: DDPStrategy, *, from_subgroup: bool) -> None:
+    """Let rank 0 return while rank 1 waits for it."""
+    group = dist.new_group([0, 1]) if from_subgroup else None
+    if not strategy.is_global_zero:
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def come_late(strategy: DDPStrategy) -> None:
+    """Let rank 1 do something else for longer than the timeout."""
+    dist.all_reduce(torch.ones(2))
+    if strategy.global_rank == 1:
+        time.sleep(30.0)
+    dist.barrier()
+
+
+def in_sections(strategy: DDPStrategy) -> dict[str, str]:
+    """Call collectives where the other rank never comes; return what this rank is told."""
+    found: dict[str, str] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except LifecycleError as error:
+            found[name] = str(error)
+
+    x = torch.ones(2)
+
+    @rank_zero_only
+    def only_here() -> None:
+        attempt("torch's in a function", lambda: dist.all_reduce(x))
+
+    if strategy.check_collectives:
+        only_here()
+    with strategy.rank_zero_first():
+        if strategy.is_global_zero:
+            attempt("ours in a block", strategy.barrier)
+            attempt("torch's in a block", lambda: dist.all_reduce(x))
+    alone = [dist.new_group([rank]) for rank in range(2)][strategy.global_rank]
+    with strategy.rank_zero_first(local=True):
+        attempt("ours in a node's block", strategy.barrier) if strategy.is_global_zero else None
+        strategy.all_reduce(x, group=alone)
+    strategy.barrier()
+    return found
+
+
+def every_collective(strategy: DDPStrategy) -> dict[str, list[str]]:
+    """Call each collective of torch.distributed that gloo has; return what was seen of each."""
+    size, x = strategy.world_size, torch.ones(2)
+    parts = [torch.zeros(2) for _ in range(size)]
+    is_zero = strategy.is_global_zero
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "reduce": lambda: dist.reduce(x, 0),
+        "all_gather": lambda: dist.all_gather(parts, x),
+        "gather": lambda: dist.gather(x, parts if is_zero else None, 0),
+        "scatter": lambda: dist.scatter(x, parts if is_zero else None, 0),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.zeros(2), parts),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.zeros(2), torch.ones(2)),
+        "barrier": dist.barrier,
+        "monitored_barrier": dist.monitored_barrier,
+        "all_gather_object": lambda: dist.all_gather_object([None] * size, 1),
+        "gather_object": lambda: dist.gather_object(1, [None] * size if is_zero else None, 0),
+        "broadcast_object_list": lambda: dist.broadcast_object_list([1], 0),
+        "scatter_object_list": lambda: dist.scatter_object_list([None], [1] * size if is_zero else None, 0),
+        "single": lambda: _into_one_tensor(size),
+    }
+    found = {}
+    for name, call in calls.items():
+        seen: list[Call] = []
+        with intercepted(seen.append):
+            call()
+        found[name] = [each.what for each in seen]
+    return found
+
+
+def _into_one_tensor(size: int) -> None:
+    """Gather into one tensor, by the name that this version of torch does not warn of."""
+    single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    single(torch.zeros(2 * size), torch.ones(2))

@@ -1,0 +1,149 @@
+"""`check_collectives=True`: ranks that call different things all get one error, that says who called what."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankwise.errors import WorkerRaisedError, WorkerTimedOutError
+from tests.process.check_tasks import (
+    buckets,
+    come_late,
+    every_collective,
+    in_sections,
+    leave_early,
+    mismatches,
+    no_mismatches,
+)
+from tests.process.helpers import RENDEZVOUS, ddp
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+
+def results_of(function: Any, rendezvous: str = "private", **arguments: Any) -> list[Any]:
+    """Return what each of two ranks returned."""
+    strategy = ddp("fork", rendezvous, **{"check_collectives": True, "timeout": 30.0, **arguments})
+    strategy.launch(function)
+    return [strategy.results[rank] for rank in range(2)]
+
+
+@pytest.fixture(scope="module", params=RENDEZVOUS)
+def told(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """Return what each rank was told of every mistake, by one launch for all tests here."""
+    return results_of(mismatches, request.param)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "zeros", "ones"),
+    [
+        ("kind", r"broadcast of float32\[4\] \(root 0\)", r"all_reduce of float32\[4\] \(sum\)"),
+        ("shape", r"all_reduce of float32\[3\] \(sum\)", r"all_reduce of float32\[4\] \(sum\)"),
+        ("dtype", r"all_reduce of float32\[2\] \(sum\)", r"all_reduce of int64\[2\] \(sum\)"),
+        ("operation", r"all_reduce of float32\[4\] \(sum\)", r"all_reduce of float32\[4\] \(max\)"),
+        ("root", r"broadcast of float32\[4\] \(root 0\)", r"broadcast of float32\[4\] \(root 1\)"),
+        ("by its own name", r"all_reduce of float32\[4\] \(sum\)", "barrier"),
+        ("objects", r"all_gather_object of 2 x int64\[1\]", "barrier"),
+        ("order", r"all_reduce of float32\[4\] \(sum\)", r"all_reduce of float32\[4\] \(sum\)"),
+        ("subgroup", r"all_reduce of float32\[1\] \(sum\)", r"all_reduce of float32\[2\] \(sum\)"),
+    ],
+)
+def test_a_mismatch_is_an_error_on_every_rank(
+    told: list[dict[str, str]], mistake: str, zeros: str, ones: str
+) -> None:
+    """Both ranks are told the same: what each of them called, and where."""
+    assert told[0][mistake] == told[1][mistake]
+    place = r" at check_tasks\.py:(\d+) in <lambda>\n"
+    expected = rf"  Seen: global_rank 0: {zeros}{place} +global_rank 1: {ones}{place}"
+    found = re.search(expected, told[0][mistake])
+    assert found is not None, told[0][mistake]
+    assert (found[1] != found[2]) == (mistake == "order")
+
+
+def test_a_mismatch_leaves_the_group_usable(told: list[dict[str, str]]) -> None:
+    """Nothing was sent, so a rank that catches the error can go on."""
+    assert [found["afterwards"] for found in told] == ["no error: [2.0, 2.0, 2.0, 2.0]"] * 2
+
+
+@pytest.mark.parametrize("rendezvous", RENDEZVOUS)
+def test_what_is_right_stays_right(rendezvous: str) -> None:
+    """Branches around a root, several groups and work that is waited for later give no error."""
+    assert results_of(no_mismatches, rendezvous) == [[[1.0, 1.0], [1.0, 1.0]], [[2.0, 2.0], [1.0, 1.0]]]
+
+
+def test_gradients_meet_something_else() -> None:
+    """DDP's own communication is compared too, in the first step, in the second, and from then on."""
+    bucket = r"all_reduce of float32\[8\] \(sum\) in the backward pass"
+    for texts in results_of(buckets):
+        calls = (bucket, "forward pass of DistributedDataParallel", bucket)
+        for text, call in zip(texts, calls, strict=True):
+            assert re.search(rf"global_rank 0: {call} at check_tasks.py:\d+ in step\n", text), text
+            assert "global_rank 1: all_reduce of float32[8] (sum) at check_tasks.py" in text
+
+
+@pytest.mark.parametrize("from_subgroup", [False, True])
+def test_a_rank_that_has_left(from_subgroup: bool) -> None:
+    """A rank that waits for one which has returned is told so at once."""
+    strategy = ddp("fork", check_collectives=True)
+    with pytest.raises(WorkerRaisedError) as caught:
+        strategy.launch(leave_early, from_subgroup=from_subgroup)
+    assert caught.value.exception_type == "CollectiveMismatchError"
+    assert "global_rank 0: the end of what was launched" in str(caught.value)
+    assert re.search(
+        r"global_rank 1: all_reduce of float32\[1\] \(sum\) at .* in leave_early", str(caught.value)
+    )
+
+
+def test_a_rank_that_does_not_come() -> None:
+    """After the timeout the others say who is missing, and what it called last."""
+    with pytest.raises(WorkerTimedOutError) as caught:
+        results_of(come_late, timeout=1.0)
+    assert caught.value.missing == (1,)
+    assert "Waited 1 s for global_rank 1 in collective number 2 of all ranks" in str(caught.value)
+    assert re.search(
+        r"global_rank 0: barrier at check_tasks.py:\d+ in come_late\n"
+        r" +global_rank 1 did not come; last seen: all_reduce of float32\[2\] \(sum\) at check_tasks.py:\d+",
+        str(caught.value),
+    )
+
+
+def test_training_is_the_same_with_the_check() -> None:
+    """A fit with validation and logging gives the same weights, bit for bit."""
+    weights = []
+    for is_checked in (False, True):
+        module = Regression()
+        trainer = quiet_trainer(ddp("fork", check_collectives=is_checked), 2, max_epochs=2)
+        trainer.fit(module, loader(23, 4, shuffle=True), loader(9, 4))
+        weights.append(module.state_dict())
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_collectives_in_a_section_of_rank_zero(is_checked: bool) -> None:
+    """Where the other ranks wait, a collective is refused, torch's own too; the call is named."""
+    found, others = results_of(in_sections, check_collectives=is_checked)
+    assert others == {}
+    expected = {
+        "ours in a block": "barrier was called in state 'in the block of rank_zero_first()",
+        "torch's in a block": "all_reduce of float32[2] (sum) at check_tasks.py",
+        "ours in a node's block": "barrier was called in state 'in the block of rank_zero_first()",
+    }
+    if is_checked:
+        expected["torch's in a function"] = "was called in state 'in a function that only rank zero runs'"
+    assert set(found) == set(expected)
+    for name, text in expected.items():
+        assert text in found[name]
+
+
+def test_every_collective_of_torch_is_seen() -> None:
+    """Each is seen under the name that the user called, also where torch names its methods anew."""
+    methods = dict(vars(dist.ProcessGroup))
+    for found in results_of(every_collective, check_collectives=False):
+        for name, calls in found.items():
+            assert calls, name
+            if name != "single":
+                assert all(call.split(" ")[0] == name for call in calls), calls
+    assert dict(vars(dist.ProcessGroup)) == methods

@@ -1,0 +1,46 @@
+"""`check_collectives`: what it may be, and that nothing is touched where it is off."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from rankwise.errors import InvalidArgumentError, InvalidTypeError
+from rankwise.process_group.interception import intercepted
+from rankwise.strategies import AutoStrategy, DDPStrategy
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "expected"),
+    [(None, "", False), (None, "1", True), (None, "0", False), (False, "1", False), (True, "0", True)],
+)
+def test_the_argument_beats_the_variable(
+    monkeypatch: pytest.MonkeyPatch, given: bool | None, variable: str, expected: bool
+) -> None:
+    """Without the argument RANKWISE_CHECK_COLLECTIVES decides."""
+    monkeypatch.setenv("RANKWISE_CHECK_COLLECTIVES", variable)
+    assert DDPStrategy(check_collectives=given).check_collectives is expected
+
+
+def test_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong value is said at once, of the argument and of the variable."""
+    with pytest.raises(InvalidTypeError, match="check_collectives='yes' is of type str"):
+        DDPStrategy(check_collectives="yes")  # type: ignore[arg-type]  # what the test is about
+    monkeypatch.setenv("RANKWISE_CHECK_COLLECTIVES", "yes")
+    with pytest.raises(InvalidArgumentError, match="RANKWISE_CHECK_COLLECTIVES='yes' is not possible"):
+        DDPStrategy()
+
+
+def methods_are(strategy: DDPStrategy, methods: dict[str, object]) -> bool:
+    """Return whether torch's methods in the job are these."""
+    return dict(vars(dist.ProcessGroup)) == methods
+
+
+def test_off_touches_nothing() -> None:
+    """In a job without the check torch's own methods are in place, and after a block with it again."""
+    methods = dict(vars(dist.ProcessGroup))
+    strategy = AutoStrategy(accelerator="cpu", devices=1)
+    assert strategy.launch(methods_are, methods)
+    with intercepted(lambda call: None):
+        assert vars(dist.ProcessGroup)["allreduce"] is not methods["allreduce"]
+    assert dict(vars(dist.ProcessGroup)) == methods
