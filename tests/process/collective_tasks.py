@@ -53,7 +53,7 @@ def reduce_everything(rank: int) -> dict[str, Any]:
     """Reduce floats, integers and booleans with every operation."""
     value = torch.tensor([rank + 1.0, 2.0])
     whole, flag = torch.tensor(rank, dtype=torch.uint8) + 254 // WORLD, torch.tensor(rank == 0)
-    nested = all_reduce({"a": value, "b": [value.int(), "text", None]}, reduce_op_name="sum")
+    nested = all_reduce({"a": value, "b": [value.int(), "text", None]}, reduce_op="sum")
     results = {
         name: all_reduce(value, None, name) for name in ("sum", "Mean", "AVG", "min", "MAX", "product")
     }

@@ -11,7 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from rankwise.errors import InvalidArgumentError, InvalidTypeError, UnknownNameError
 from rankwise.process_group._members import carrier_of, is_distributed, size_of
 
-__all__ = ["all_reduce", "barrier", "broadcast", "reduce_op"]
+__all__ = ["all_reduce", "barrier", "broadcast", "operation_of"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _OPERATIONS = {
 _MEANS = ("mean", "avg")
 
 
-def reduce_op(name: str) -> dist.ReduceOp.RedOpType:
+def operation_of(name: str) -> dist.ReduceOp.RedOpType:
     """Return torch's operation for a name in any case.
 
     Raises:
@@ -41,7 +41,7 @@ def reduce_op(name: str) -> dist.ReduceOp.RedOpType:
         raise UnknownNameError(kind="reduce_op", name=name, known=tuple(_OPERATIONS)) from None
 
 
-def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op_name: str = "mean") -> T:
+def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> T:
     """Reduce a tensor over the ranks; return the result, the input stays as it is.
 
     Collective: every rank must call this, in the same order, with the same shape and dtype. No barrier comes
@@ -50,7 +50,7 @@ def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op_name:
     Args:
         value: a tensor of any shape, or tensors in nested containers; anything else stays as it is.
         group: the ranks to reduce over; all of them by default.
-        reduce_op_name: `"sum"`, `"mean"` (also `"avg"`), `"min"`, `"max"` or `"product"`, in any case.
+        reduce_op: `"sum"`, `"mean"` (also `"avg"`), `"min"`, `"max"` or `"product"`, in any case.
 
     Returns:
         A tensor of the same shape and dtype, but that the mean of integers and booleans is of the default
@@ -60,11 +60,11 @@ def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op_name:
         InvalidTypeError, UnknownNameError: for an operation that is none.
         InvalidArgumentError: when this rank does not belong to `group`.
     """
-    operation = reduce_op(reduce_op_name)
+    operation = operation_of(reduce_op)
     if isinstance(value, torch.Tensor):  # the usual case, without the walk
-        return _reduced(value, group, operation, reduce_op_name)  # type: ignore[return-value]  # a tensor came in
+        return _reduced(value, group, operation, reduce_op)  # type: ignore[return-value]  # a tensor came in
     reduced: T = apply_to_collection(
-        value, torch.Tensor, _reduced, group, operation, reduce_op_name, allow_frozen=True
+        value, torch.Tensor, _reduced, group, operation, reduce_op, allow_frozen=True
     )
     return reduced
 

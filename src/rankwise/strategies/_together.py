@@ -100,7 +100,7 @@ class Together(ABC):
         """
         votes = torch.tensor(int(decision), device=self.root_device)
         with self._collective("reduce_boolean_decision"):
-            count = int(collectives.all_reduce(votes, reduce_op_name="sum"))
+            count = int(collectives.all_reduce(votes, reduce_op="sum"))
         return count == self.ranks.world_size if all else count > 0
 
     def all_have_finished(self) -> None:

@@ -36,7 +36,7 @@ def test_gathering_alone() -> None:
 def test_reducing_alone() -> None:
     """Without a group a reduction is of one value; the mean of an integer is a float there too."""
     assert all_reduce(torch.tensor(3)).dtype == torch.float32
-    assert all_reduce(torch.tensor(3), reduce_op_name="SUM").dtype == torch.int64
+    assert all_reduce(torch.tensor(3), reduce_op="SUM").dtype == torch.int64
     assert sync_ddp_if_available("x") == "x"
 
 
