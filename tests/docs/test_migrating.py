@@ -1,56 +1,249 @@
-"""What docs/migrating.md and docs/gradients.md say to write can be written."""
+"""What docs/migrating.md says to write can be written: it parses, and its names are there."""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import inspect
+import itertools
 import re
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rankwise
-from rankwise import gradient_sync
+from rankwise import checkpoint, data, environments, gradient_sync, precision, process_group, strategies
+from rankwise.trainer import Trainer, TrainingModule
 
 DOCS = Path(__file__).parents[2] / "docs"
+SHELL = ("python ", "torchrun ")
+
+NAMES: dict[str, Any] = {
+    "torch": torch,
+    "itertools": itertools,
+    "timedelta": timedelta,
+    "ZeroRedundancyOptimizer": type("ZeroRedundancyOptimizer", (), {}),  # costs a second to import
+    "rankwise": rankwise,
+    **vars(builtins),
+}
+for module in (rankwise, strategies, gradient_sync, process_group, precision, data, environments, checkpoint):
+    NAMES |= {name: getattr(module, name) for name in module.__all__}
+
+OURS = set(NAMES) - {"ZeroRedundancyOptimizer", *vars(builtins)}
+
+OBJECTS: dict[str, tuple[type, ...]] = {
+    "strategy": (rankwise.DDPStrategy,),
+    "trainer": (Trainer,),
+    "self": (TrainingModule, rankwise.DDPStrategy, precision.Precision),
+    "strategy.precision": (precision.Precision,),
+    "super()": (rankwise.DDPStrategy,),
+}
+"""What an expression is an instance of."""
+
+USERS = {
+    *("args", "batch", "batch_idx", "checkpoint", "dataset", "decision", "environment", "function", "group"),
+    *(
+        "hook",
+        "is_final_microbatch",
+        "items",
+        "loader",
+        "loss",
+        "make_state",
+        "model",
+        "module",
+        "num_tokens",
+    ),
+    *("obj", "objects", "optimizer", "optimizers", "output", "path", "result", "scores", "seed", "state"),
+    *("tensor", "wrapped", "wrapper", "x", "MyDDP", "MyWrapper", "sampler", "my_group", "worker_init_fn"),
+}
+"""What the reader has."""
+
+OWN = {"self.my_group", "self.accuracy", "strategy.precision", "self.ddp_kwargs"}
+
+
+def rows(page: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each name of another system in the page's tables, and the pieces of code in its right column."""
+    is_of_names = False
+    for line in (DOCS / page).read_text().splitlines():
+        if line in ("| theirs | ours |", "|---|---|"):
+            is_of_names = is_of_names or line == "| theirs | ours |"
+        elif not line.startswith("| "):
+            is_of_names = False
+        elif is_of_names:
+            left, _, right = line.partition(" | ")
+            yield left, re.findall(r"`([^`]+)`", right)
 
 
 def ours(heading: str) -> list[str]:
     """Return the right column's code in the section under a heading."""
     text = (DOCS / "migrating.md").read_text()
     section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    rows = [line.split(" | ", 1)[1] for line in section.splitlines() if line.startswith("| `")]
-    return [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
+    found = [line.split(" | ", 1)[1] for line in section.splitlines() if line.startswith("| `")]
+    return [code for row in found for code in re.findall(r"`([^`]+)`", row)]
 
 
-NAMES: dict[str, Any] = {
-    **{name: getattr(rankwise, name) for name in ("DDPStrategy",)},
-    **{name: getattr(gradient_sync, name) for name in gradient_sync.__all__},
-    "state": None,
-    "hook": lambda state, bucket: None,
-    "wrapper": lambda hook: hook,
-}
-STRATEGIES = [code for code in ours("Gradients") if code.startswith("DDPStrategy(") and '"mine:' not in code]
-CODE = [
-    code
-    for code in ours("Gradients")
-    if code not in STRATEGIES and code.startswith(("with ", "def ", "from "))
-]
+def _is_code(code: str) -> bool:
+    """Return whether it is more than a word of a sentence, and no command."""
+    return not code.isidentifier() and not code.startswith(SHELL)
 
 
-@pytest.mark.parametrize("code", sorted(set(STRATEGIES)))
-def test_strategies_can_be_made(code: str) -> None:
-    """Every `DDPStrategy(...)` takes what it is given there."""
-    if "comm_state=state" in code:
-        code = code.replace("comm_state=state", "comm_state=object()")
-    assert isinstance(eval(code, dict(NAMES)), rankwise.DDPStrategy)
+ROWS = list(rows("migrating.md"))
+CODE = sorted({code for _, codes in ROWS for code in codes if _is_code(code)})
+MENTIONED = sorted({code for _, codes in ROWS for code in codes if code.isidentifier()})
 
 
-@pytest.mark.parametrize("code", sorted(set(CODE)))
-def test_code_is_code(code: str) -> None:
-    """What else stands there is Python, and the methods it calls exist."""
-    compile(code, "migrating.md", "exec")
-    for method in re.findall(r"strategy\.(\w+)", code):
-        assert callable(getattr(rankwise.DDPStrategy, method))
+def parsed(code: str) -> ast.Module:
+    return ast.parse(f"{code}\ndef decorated(): ..." if code.startswith("@") else code)
+
+
+def problems(code: str) -> Iterator[str]:
+    """Yield what is wrong with a piece of code: syntax, names, attributes, arguments."""
+    try:
+        tree = parsed(code)
+    except SyntaxError as error:
+        yield f"{code}: {error}"
+        return
+    if isinstance(tree.body[0], ast.ImportFrom):
+        exec(code, {})
+    bound = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id not in {*NAMES, *OBJECTS, *USERS, *bound}:
+            yield f"{code}: {node.id} is nowhere"
+        if isinstance(node, ast.Attribute):
+            yield from _attribute_problems(code, node)
+        if isinstance(node, ast.Call):
+            yield from _argument_problems(code, node)
+        if isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg == "self":
+            known = any(hasattr(kind, node.name) for kind in (*OBJECTS["self"], _Shardable))
+            if not known:
+                yield f"{code}: there is no {node.name}() to override"
+
+
+class _Shardable:
+    """What iterable data may have."""
+
+    def shard(self, num_shards: int, index: int) -> Any: ...
+
+
+def _attribute_problems(code: str, node: ast.Attribute) -> Iterator[str]:
+    owner, whole = ast.unparse(node.value), ast.unparse(node)
+    kinds = OBJECTS.get(owner, ())
+    is_there = whole in OWN or isinstance(node.ctx, ast.Store)
+    if kinds and not is_there and not any(_has(kind, node.attr) for kind in kinds):
+        yield f"{code}: {owner} has no {node.attr}"
+
+
+def _has(kind: type, name: str) -> bool:
+    return hasattr(kind, name) or any(name in getattr(base, "__annotations__", {}) for base in kind.__mro__)
+
+
+def _argument_problems(code: str, call: ast.Call) -> Iterator[str]:
+    candidates = list(_called(call.func))
+    if not candidates or any(isinstance(argument, ast.Starred) for argument in call.args):
+        return
+    keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+    errors = []
+    for function, has_self in candidates:
+        try:
+            inspect.signature(function).bind(*[None] * (len(call.args) + has_self), **keywords)
+        except TypeError as error:
+            errors.append(f"{code}: {error}")
+        except ValueError:  # a builtin without signature
+            return
+        else:
+            return
+    yield from errors
+
+
+def _called(function: ast.expr) -> Iterator[tuple[Any, bool]]:
+    """Yield what may be called, and whether it takes a `self` before what is given."""
+    if isinstance(function, ast.Name) and function.id in OURS:
+        yield NAMES[function.id], False
+    elif isinstance(function, ast.Attribute):
+        owner = function.value
+        if ast.unparse(owner) == "StrategyRegistry":
+            yield getattr(rankwise.StrategyRegistry, function.attr), False
+        for kind in OBJECTS.get(ast.unparse(owner), ()) or _constructed(owner):
+            if callable(getattr(kind, function.attr, None)):
+                yield getattr(kind, function.attr), True
+
+
+def _constructed(owner: ast.expr) -> list[type]:
+    if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name):
+        made = NAMES.get(owner.func.id)
+        return [made] if isinstance(made, type) else []
+    return []
+
+
+def test_every_name_has_a_line_of_code() -> None:
+    """Each row has, on the right, at least one piece of code that is Python."""
+    assert len(ROWS) > 150
+    assert [left for left, codes in ROWS if not any(map(_is_code, codes))] == []
+
+
+def test_code_can_be_written() -> None:
+    """All of it parses; the names, methods and arguments in it are ours."""
+    assert [problem for code in CODE for problem in problems(code)] == []
+
+
+def test_names_that_are_mentioned_are_there() -> None:
+    """A single word that is set as code is a name of ours, a method or argument, or torch's."""
+    arguments = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    optimizers = ("step", "zero_grad")
+    known = {*NAMES, *USERS, *arguments, *vars(torch.utils.data), *vars(torch.nn.parallel), *optimizers}
+    kinds = {kind for found in OBJECTS.values() for kind in found}
+    missing = [
+        name for name in MENTIONED if name not in known and not any(_has(kind, name) for kind in kinds)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        ("strategy.setup_modul(module)", "has no setup_modul"),
+        ("DDPStrateg()", "is nowhere"),
+        ("with strategy.barrier(:", "invalid syntax"),
+        ("strategy.broadcast(x, source=0)", "unexpected keyword argument"),
+        ("Trainer(sync_batch_norm=True)", "unexpected keyword argument"),
+        ("def configure_dpp(self): ...", "no configure_dpp"),
+    ],
+)
+def test_the_check_can_fail(code: str, complaint: str) -> None:
+    """Misspelt code is found."""
+    assert complaint in "".join(problems(code))
+
+
+def _constructors() -> list[str]:
+    """Return the pieces of code that make a strategy or a precision."""
+    kinds = (rankwise.DDPStrategy, precision.Precision)
+    found = []
+    for code in CODE:
+        body = parsed(code).body
+        call = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
+        made = (
+            NAMES.get(call.func.id)
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+            else None
+        )
+        if isinstance(made, type) and issubclass(made, kinds) and '"mine:' not in code:
+            found.append(code)
+    return found
+
+
+@pytest.mark.parametrize("code", _constructors())
+def test_strategies_and_precisions_can_be_made(code: str) -> None:
+    """Every constructor takes the values that it is given there."""
+    own = {"state": object(), "hook": lambda state, bucket: None, "wrapper": lambda hook: hook}
+    made = eval(code, {**NAMES, **own})
+    assert isinstance(made, rankwise.DDPStrategy | precision.Precision)
 
 
 def test_every_hook_is_described() -> None:
