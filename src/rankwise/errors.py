@@ -672,7 +672,10 @@ class RankMismatchError(RankwiseError, RuntimeError):
         return "\n        ".join(lines)
 
     def fix(self) -> str:
-        return "build and do the same on every rank; look for what depends on the rank or the host."
+        fix = "build and do the same on every rank; look for what depends on the rank or the host."
+        if "the seed" in self.differences:
+            fix += " One seed for all, seed_everything(1): each rank draws from a stream of its own in a fit."
+        return fix
 
 
 _MOST_DIFFERENCES = 10

@@ -16,7 +16,8 @@ def seed_everything(seed: int, workers: bool = True) -> int:
     """Seed Python, torch and (where it is imported) NumPy; shuffled samplers follow it too.
 
     Models that are built after it begin with the same weights on every rank. In `Trainer.fit` each rank then
-    draws from a stream of its own, for dropout and augmentation, and each worker of its loader from another.
+    draws from a stream of its own, for dropout and augmentation, and each worker of its loader from another;
+    so give all ranks one seed: a fit refuses different ones.
 
     Runs on: every process that is to have this seed. Processes that a strategy starts take it over.
 

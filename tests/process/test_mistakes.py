@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-from torch import nn
+from pathlib import Path
+from typing import Any
 
+import pytest
+from torch import Tensor, nn
+
+import rankwise
 from rankwise.errors import LifecycleError, WorkerRaisedError
+from rankwise.loggers import CSVLogger
 from rankwise.ranks import rank_zero_only
 from rankwise.strategies import Strategy
-from tests.process.helpers import ddp
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import ddp, with_tests
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
@@ -32,6 +38,101 @@ def test_ranks_that_would_train_different_modules() -> None:
     assert "parameter 'extra.bias': absent on global_rank 0" in str(error)
     assert error.consequences == ()
     assert str(error).count("Traceback (most recent call last)") == 1
+
+
+class Different(Regression):
+    """Rank 1 has something else than rank 0."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    @property
+    def differs(self) -> str:
+        """What this rank has of its own."""
+        return self.what if self.trainer.global_rank == 1 else ""
+
+    def setup(self, stage: str) -> None:
+        if self.differs == "version":
+            rankwise.__version__ = "0.0.1"
+        if self.differs == "frozen":
+            self.net.requires_grad_(False)
+
+    def train_dataloader(self) -> Any:
+        return loader(20 if self.differs == "loader" else 16, 4)
+
+    def val_dataloader(self) -> Any:
+        return [loader(8, 4)] * (2 if self.differs == "loaders" else 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("version", "the version of rankwise: "),
+        (
+            "frozen",
+            "'net.0.bias': float64, shape (7,) on global_rank 0; float64, shape (7,), frozen on",
+        ),
+        ("loader", "the training loader: 16 samples, 4 batches on global_rank 0; 20 samples, 5 batches on"),
+        ("loaders", "the number of validation loaders: 1 on global_rank 0; 2 on global_rank 1"),
+    ],
+)
+def test_ranks_that_differ(what: str, expected: str) -> None:
+    """Versions, frozen parameters and loaders are compared before the first step; every rank is told."""
+    trainer = quiet_trainer(ddp("fork", grace_period_s=10.0), 2, max_epochs=1)
+    with pytest.raises(WorkerRaisedError) as caught:
+        trainer.fit(Different(what))
+    assert caught.value.exception_type == "RankMismatchError"
+    assert expected in str(caught.value)
+    assert caught.value.consequences == ()
+
+
+SEED_DIFFERENTLY = """
+from rankwise import seed_everything
+from rankwise.ranks import rank_zero_only
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+seed_everything(7 + rank_zero_only.rank)
+module = Regression()
+seed_everything(7 + rank_zero_only.rank)
+quiet_trainer("ddp", 2, max_epochs=1).fit(module, loader(16, 4))
+"""
+
+
+def test_scripts_with_different_seeds(run_script: ScriptRunner) -> None:
+    """Seeds differ where each rank runs the script; it is said how a rank gets its own random numbers."""
+    result = run_script(SEED_DIFFERENTLY, env=with_tests())
+    assert result.returncode == 1, result
+    assert "raised RankMismatchError: The ranks are not the same in 1 thing." in result.stderr, result
+    assert "the seed: 7 on global_rank 0; 8 on global_rank 1" in result.stderr, result
+    assert "seed_everything(1): each rank draws from a stream of its own" in result.stderr, result
+
+
+class LogsAlone(Regression):
+    """Rank 1 logs a name that rank 0 does not, by step and by epoch."""
+
+    def __init__(self, *, on_step: bool) -> None:
+        super().__init__()
+        self.on_step = on_step
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        name = f"of_{self.trainer.global_rank}"
+        self.log(name, 1.0, sync_dist=True, on_step=self.on_step, on_epoch=not self.on_step)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("on_step", [True, False])
+def test_ranks_that_log_different_names(tmp_path: Path, on_step: bool) -> None:
+    """With sync_dist=True that is an error which names them, and not a deadlock."""
+    strategy = ddp("fork", grace_period_s=10.0, timeout=30.0)
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, logger=logger, log_every_n_steps=1)
+    with pytest.raises(WorkerRaisedError) as caught:
+        trainer.fit(LogsAlone(on_step=on_step), loader(16, 4))
+    assert caught.value.exception_type == "ConfigurationError"
+    text = str(caught.value)
+    assert "The ranks logged different metrics with sync_dist=True: not all logged ['of_0', 'of_1']" in text
+    assert "'of_0' on global_rank 0 only; 'of_1' on global_rank 1 only" in text
 
 
 def gather_on_rank_zero(strategy: Strategy) -> str:

@@ -7,6 +7,7 @@ from rankwise.data.sampler import ShardedSampler, tell_epoch
 from rankwise.data.sharding import (
     check_shardable,
     is_shardable,
+    is_split,
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
@@ -21,6 +22,7 @@ __all__ = [
     "batch_sizes",
     "check_shardable",
     "is_shardable",
+    "is_split",
     "shard_for_evaluation",
     "shard_for_prediction",
     "shard_for_training",

@@ -16,6 +16,7 @@ from rankwise.errors import UnshardableLoaderError
 __all__ = [
     "check_shardable",
     "is_shardable",
+    "is_split",
     "shard_for_evaluation",
     "shard_for_prediction",
     "shard_for_training",
@@ -52,7 +53,7 @@ def shard_for_evaluation(loader: Loader, num_replicas: int, rank: int, *, seed: 
     """
     if is_shardable(loader) and type(loader.sampler) is DistributedSampler:
         return _without_padding(loader, loader.sampler)
-    if is_shardable(loader) and type(loader.batch_sampler) is BatchSampler and not _is_sharded(loader):
+    if is_shardable(loader) and type(loader.batch_sampler) is BatchSampler and not is_split(loader):
         loader = _without_last_batch(loader, loader.batch_sampler)
     return _sharded(loader, num_replicas, rank, seed=seed, uneven="keep")
 
@@ -70,7 +71,7 @@ def shard_for_prediction(loader: Loader, num_replicas: int, rank: int, *, seed: 
     if type(loader.sampler) is DistributedSampler and loader.batch_sampler is not None:
         dataset: Any = loader.sampler.dataset
         loader = _resampled(loader, loader.batch_sampler, SequentialSampler(dataset))
-    if _is_sharded(loader):
+    if is_split(loader):
         return loader
     stream = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return with_stream(loader, ShardedSampler(stream, num_replicas, rank, seed=seed))
@@ -80,7 +81,7 @@ def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int, uneven:
     check_shardable(loader)
     if isinstance(loader.dataset, IterableDataset):
         return _changed(loader, dataset=ShardedIterable(loader.dataset, num_replicas, rank))
-    if _is_sharded(loader):
+    if is_split(loader):
         return loader
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
@@ -158,7 +159,7 @@ def is_shardable(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def _is_sharded(loader: DataLoader[Any]) -> bool:
+def is_split(loader: DataLoader[Any]) -> bool:
     """Return whether the user has split `loader` over the ranks already."""
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return any(isinstance(sampler, (DistributedSampler, ShardedSampler)) for sampler in samplers)

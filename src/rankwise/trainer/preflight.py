@@ -1,4 +1,4 @@
-"""Before a fit begins: do the ranks train the same module, with the same versions?"""
+"""Before a stage begins: do the ranks have the same versions, seed, module and data?"""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ import hashlib
 import platform
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader
 
+from rankwise.data import is_shardable, is_split
 from rankwise.errors import RankMismatchError
+from rankwise.trainer.loaders import length_of
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
 
-__all__ = ["check_ranks_agree", "differences"]
+__all__ = ["check_ranks_agree", "differences", "facts_of", "facts_of_loaders"]
 
+_PHASES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 _ORDER = "the order of the parameters"
 
 
-def check_ranks_agree(strategy: Strategy, module: nn.Module) -> None:
-    """Compare what the ranks are about to train.
+def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
+    """Compare what the ranks are about to do.
 
     Collective: every rank must call this. One small exchange; a second one only where something differs.
+
+    Args:
+        strategy: connects the ranks.
+        facts: this rank's, by their names.
 
     Raises:
         RankMismatchError: on every rank, when something does; it groups the ranks.
     """
     if strategy.world_size == 1:
         return
-    facts = _facts(module)
     fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
     if len(set(strategy.all_gather_object(fingerprint))) > 1:
         raise RankMismatchError(differences(strategy.all_gather_object(facts)))
@@ -53,15 +60,44 @@ def differences(facts: list[dict[str, str]]) -> dict[str, dict[str, tuple[int, .
     return found
 
 
-def _facts(module: nn.Module) -> dict[str, str]:
+def facts_of(module: nn.Module, seed: int) -> dict[str, str]:
+    """Return what is to be the same on every rank that trains a module.
+
+    Args:
+        module: not wrapped yet.
+        seed: with which this process has built it. Where seeds differ, so do the weights that other ranks'
+            are replaced by; each rank's own random numbers are drawn from the seed and its rank, later.
+    """
     parameters = dict(module.named_parameters())
     return {
         "the version of rankwise": sys.modules["rankwise"].__version__,
         "the version of torch": str(torch.__version__),
         "the version of Python": platform.python_version(),
+        "the seed": str(seed),
         **{f"parameter {name!r}": _described(parameter) for name, parameter in parameters.items()},
         _ORDER: ", ".join(parameters),
     }
+
+
+def facts_of_loaders(phase: str, loaders: list[Any], is_dealt_out: bool) -> dict[str, str]:
+    """Return what is to be the same of the loaders of a phase: how many there are, and their lengths.
+
+    Each rank takes its part of the same data; where the user has split them, lengths may differ.
+    """
+    words = _PHASES[phase]
+    facts = {f"the number of {words} loaders": str(len(loaders))}
+    for number, loader in enumerate(loaders if is_dealt_out else []):
+        if is_shardable(loader) and not is_split(loader):
+            name = f"the {words} loader" if len(loaders) == 1 else f"{words} loader {number}"
+            facts[name] = f"{_samples(loader)}, {length_of(loader):g} batches"
+    return facts
+
+
+def _samples(loader: DataLoader[Any]) -> str:
+    try:
+        return f"{len(loader.dataset)} samples"  # type: ignore[arg-type]  # not all have a length
+    except TypeError:
+        return "samples without number"
 
 
 def _described(parameter: nn.Parameter) -> str:

@@ -15,7 +15,7 @@ from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loaders import as_list, share_for
 from rankwise.trainer.module import is_defined, undefined
 from rankwise.trainer.prediction_loop import Gather, PredictionLoop
-from rankwise.trainer.preflight import check_ranks_agree
+from rankwise.trainer.preflight import check_ranks_agree, facts_of, facts_of_loaders
 from rankwise.trainer.restarts import checkpoint_after_restart
 from rankwise.trainer.state import CallerState, capture
 from rankwise.trainer.torch_flags import torch_flags_set
@@ -44,7 +44,7 @@ class Plan:
 
     Attributes:
         stage: which one.
-        seed: for the order of shuffled loaders; rank 0's counts.
+        seed: of this process; the trainer's is rank 0's, or that of the run that goes on.
         brings_state_back: whether the calling process is another one than rank 0's.
         checkpoint: what to go on from, or to evaluate.
         checkpoint_path: where that came from.
@@ -108,7 +108,7 @@ def _prepare(trainer: Trainer, module: TrainingModule, plan: Plan) -> None:
     if plan.stage == "fit" and (found := checkpoint_after_restart(trainer)):
         plan.checkpoint_path, plan.checkpoint = found
         trainer.ckpt_path = plan.checkpoint_path
-    plan.seed = trainer.seed = strategy.broadcast(_seed_of(plan))
+    trainer.seed = strategy.broadcast(_seed_of(plan))
     for logger, state in zip(
         trainer.loggers, strategy.broadcast([logger.state_dict() for logger in trainer.loggers]), strict=True
     ):
@@ -128,7 +128,7 @@ def _seed_of(plan: Plan) -> int:
 
 
 def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan: Plan) -> None:
-    check_ranks_agree(trainer.strategy, module)
+    check_ranks_agree(trainer.strategy, facts_of(module, _seed_of(plan)))
     wrapped = trainer.strategy.setup_module(module)
     trainer.create_optimizers()
     trainer.strategy.on_after_setup_optimizers(trainer.optimizers)
@@ -139,11 +139,11 @@ def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan
     if trainer.loggers and module.hparams and trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_hyperparams(module.hparams)
-    share = TrainingShare(trainer, _shares(trainer, module, "train", loaders["train"], plan)[0], trainer.seed)
+    share = TrainingShare(trainer, _shares(trainer, module, "train", loaders["train"])[0], trainer.seed)
     trainer.num_training_batches = share.num_batches
     validation = None
     if is_defined(module, "validation_step") and _has_loader(module, "validate", loaders):
-        shares = _shares(trainer, module, "validate", loaders["validate"], plan)
+        shares = _shares(trainer, module, "validate", loaders["validate"])
         trainer.num_val_batches = [share.num_batches for share in shares]
         validation = (
             EvaluationLoop(trainer, module, shares, "validate") if any(trainer.num_val_batches) else None
@@ -160,7 +160,7 @@ def _evaluate(
 ) -> list[dict[str, float]]:
     stage: Any = plan.stage
     _place(trainer, module)
-    shares = _shares(trainer, module, stage, loaders[stage], plan)
+    shares = _shares(trainer, module, stage, loaders[stage])
     counts = [share.num_batches for share in shares]
     if stage == "test":
         trainer.num_test_batches = counts
@@ -171,7 +171,7 @@ def _evaluate(
 
 def _predict(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan: Plan) -> list[Any]:
     _place(trainer, module)
-    shares = _shares(trainer, module, "predict", loaders["predict"], plan)
+    shares = _shares(trainer, module, "predict", loaders["predict"])
     trainer.num_predict_batches = [share.num_batches for share in shares]
     return PredictionLoop(trainer, module, shares).run(plan.gather)
 
@@ -188,6 +188,7 @@ def _has_loader(module: TrainingModule, phase: str, loaders: dict[str, Any]) -> 
     return loaders[phase] is not None or is_defined(module, LOADER_HOOKS[phase])
 
 
-def _shares(trainer: Trainer, module: TrainingModule, phase: str, given: Any, plan: Plan) -> list[Any]:
-    loaders = getattr(module, LOADER_HOOKS[phase])() if given is None else given
-    return [share_for(trainer, phase, loader, plan.seed) for loader in as_list(loaders)]
+def _shares(trainer: Trainer, module: TrainingModule, phase: str, given: Any) -> list[Any]:
+    loaders = as_list(getattr(module, LOADER_HOOKS[phase])() if given is None else given)
+    check_ranks_agree(trainer.strategy, facts_of_loaders(phase, loaders, trainer.use_distributed_sampler))
+    return [share_for(trainer, phase, loader, trainer.seed) for loader in loaders]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from rankwise.errors import RankMismatchError
-from rankwise.trainer.preflight import check_ranks_agree, differences
+from rankwise.trainer.preflight import check_ranks_agree, differences, facts_of, facts_of_loaders
 from tests.unit.trainer.helpers import Line, with_second_rank
 
 
@@ -20,7 +22,7 @@ def test_equal_ranks_exchange_a_fingerprint_only() -> None:
         sent.append(mine)
         return mine
 
-    check_ranks_agree(with_second_rank(same), Line())
+    check_ranks_agree(with_second_rank(same), facts_of(Line(), 1))
     [fingerprint] = sent
     assert len(fingerprint) == 16
 
@@ -36,7 +38,7 @@ def test_every_difference_is_named_and_grouped() -> None:
         return {**theirs, "the version of torch": "1.0"}
 
     with pytest.raises(RankMismatchError) as caught:
-        check_ranks_agree(with_second_rank(other), Line())
+        check_ranks_agree(with_second_rank(other), facts_of(Line(), 1))
     text = str(caught.value)
     assert "'layer.weight': float32, shape (1, 2) on global_rank 0; float32, shape (1, 3) on" in text
     assert "parameter 'layer.bias': float32, shape (1,) on global_rank 0; float32, shape (1,), frozen" in text
@@ -61,5 +63,38 @@ def test_a_lazy_parameter_has_no_shape() -> None:
         return b"another" if isinstance(mine, bytes) else {}
 
     with pytest.raises(RankMismatchError):
-        check_ranks_agree(with_second_rank(other), nn.LazyLinear(2))
+        check_ranks_agree(with_second_rank(other), facts_of(nn.LazyLinear(2), 1))
     assert sent[1]["parameter 'weight'"] == "float32, not initialised"
+
+
+class Endless(IterableDataset[int]):
+    """Data without numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+class Unsized(DataLoader[Any]):
+    """A loader whose length nobody knows."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+def test_loaders_that_are_dealt_out_have_one_length() -> None:
+    """Their samples and batches count, but not of what the user has split, nor of data without indices."""
+    data: Any = list(range(10))
+    loader: DataLoader[Any] = DataLoader(data, batch_size=4)
+    split: DataLoader[Any] = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    assert facts_of_loaders("train", [loader], True) == {
+        "the number of training loaders": "1",
+        "the training loader": "10 samples, 3 batches",
+    }
+    assert facts_of_loaders("validate", [split, loader, DataLoader(Endless())], True) == {
+        "the number of validation loaders": "3",
+        "validation loader 1": "10 samples, 3 batches",
+    }
+    assert facts_of_loaders("test", [loader], False) == {"the number of test loaders": "1"}
+    assert facts_of_loaders("predict", [Unsized(data)], True)["the prediction loader"] == (
+        "10 samples, inf batches"
+    )
