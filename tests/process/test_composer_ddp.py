@@ -1,0 +1,136 @@
+"""What Composer's `trainer.ddp` does, on two real processes: sync modes, their context, wrapping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankwise.errors import LifecycleError, UnknownNameError
+from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context, register_ddp_comm_hook
+from rankwise.strategies import DDPStrategy
+from tests.process.helpers import ddp
+
+MODES = [mode.value for mode in GradientSyncMode]
+WINDOW = 3
+SAMPLES = torch.linspace(-1, 1, 2 * WINDOW * 4, dtype=torch.float64).view(2, WINDOW, 4, 1)
+"""Four samples for each microbatch of each rank."""
+
+
+class Heads(nn.Module):
+    """Has a layer for both ranks, and a head for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.both = nn.Linear(1, 3).double()
+        self.heads = nn.ModuleList(nn.Linear(3, 1).double() for _ in range(2))
+
+    def forward(self, samples: Tensor, head: int) -> Tensor:
+        loss: Tensor = self.heads[head](torch.tanh(self.both(samples))).square().mean()
+        return loss
+
+
+class Counting:
+    """Stands for `torch.distributed.all_reduce`, and as a hook for DDP's average; counts the calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.plain = dist.all_reduce
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.plain(*args, **kwargs)
+
+    def hook(self, state: Any, bucket: Any) -> Any:
+        work: Any = self.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    found = [parameter.grad for parameter in module.parameters()]
+    assert all(gradient is not None for gradient in found)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def window(strategy: DDPStrategy, mode: str) -> tuple[list[Tensor], int]:
+    """Accumulate a window's gradients; return them, and in how many all-reduces they were averaged."""
+    counting = Counting()
+    wrapped = DistributedDataParallel(Heads(), find_unused_parameters=True)
+    register_ddp_comm_hook(wrapped, None, counting.hook)
+    dist.all_reduce = counting.all_reduce
+    try:
+        for number, samples in enumerate(SAMPLES[strategy.global_rank]):
+            with gradient_sync_context(wrapped, (), number == WINDOW - 1, mode):
+                (wrapped(samples, strategy.global_rank) / WINDOW).backward()
+    finally:
+        dist.all_reduce = counting.plain
+    return gradients(wrapped), counting.calls
+
+
+def after_an_error(strategy: DDPStrategy) -> Tensor | None:
+    """Return a gradient of this rank's own, once a block with forced sync has raised."""
+    module = nn.Linear(1, 1)
+    module.weight.grad = torch.full((1, 1), float(strategy.global_rank))
+    with pytest.raises(KeyError), gradient_sync_context(module, mode="forced_sync"):
+        raise KeyError
+    return module.weight.grad
+
+
+def facts(strategy: DDPStrategy) -> dict[str, Any]:
+    """Return everything that the tests compare."""
+    found: dict[str, Any] = {mode: window(strategy, mode) for mode in MODES}
+    found["after an error"] = after_an_error(strategy)
+    frozen = Heads().requires_grad_(False)
+    found["frozen is wrapped"] = isinstance(strategy.setup_module(frozen), DistributedDataParallel)
+    found["prepared"] = getattr(strategy.setup_module(Heads()), "find_unused_parameters", None)
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> dict[int, dict[str, Any]]:
+    """Run the job once."""
+    strategy = ddp("fork", find_unused_parameters=True)
+    strategy.launch(facts)
+    return strategy.results
+
+
+@pytest.mark.parametrize(("mode", "reductions"), [*zip(MODES, (1, WINDOW, 1), strict=True)])
+def test_ddp_sync_context(by_rank: dict[int, dict[str, Any]], mode: str, reductions: int) -> None:
+    """`_ddp_sync_context`: under each mode the gradients are one process's, after as many all-reduces."""
+    single = Heads()
+    for rank in range(2):
+        for samples in SAMPLES[rank]:
+            (single(samples, rank) / (2 * WINDOW)).backward()
+    for rank in range(2):
+        found, count = by_rank[rank][mode]
+        assert count == reductions
+        for mine, expected in zip(found, gradients(single), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ddp_sync_strategy(mode: str) -> None:
+    """`DDPSyncStrategy`: its names as strings, in any case; an unknown name is an error."""
+    assert DDPStrategy(sync_mode=mode.upper()).gradients.mode is GradientSyncMode(mode)
+    with pytest.raises(UnknownNameError, match=mode):
+        DDPStrategy(sync_mode=mode + "s")
+
+
+def test_forced_sync_reduces_nothing_after_an_error(by_rank: dict[int, dict[str, Any]]) -> None:
+    """A backward pass that raised leaves each rank its own gradients, and nobody waits."""
+    assert [float(by_rank[rank]["after an error"]) for rank in range(2)] == [0.0, 1.0]
+
+
+def test_prepare_ddp_module(by_rank: dict[int, dict[str, Any]]) -> None:
+    """`_prepare_ddp_module`: a plain module where nothing is trainable; outside of a job a clear error."""
+    assert [facts["frozen is wrapped"] for facts in by_rank.values()] == [False, False]
+    assert [facts["prepared"] for facts in by_rank.values()] == [True, True]
+    strategy = ddp("fork")
+    strategy.bind()
+    with pytest.raises(LifecycleError, match="process group"):
+        strategy.setup_module(Heads())

@@ -1,0 +1,51 @@
+"""docs/features.md is true: every row names tests that are there, one of them on several processes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = REPOSITORY / "docs" / "features.md"
+ON_PROCESSES = tuple(f"tests/{folder}/" for folder in ("process", "contract", "cluster", "gpu"))
+
+
+def rows() -> list[tuple[str, list[str]]]:
+    """Return each row's feature, and the tests that it names."""
+    lines = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    rows = [(cells[0], re.findall(r"`(tests/[^`]+)`", cells[-1])) for cells in lines]
+    return [(feature, tests) for feature, tests in rows if feature != "| feature"]
+
+
+@cache
+def names_in(path: str) -> set[str]:
+    """Return the names of the tests in a file, those in classes with the class's."""
+    tree = ast.parse((REPOSITORY / path).read_text())
+    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
+    return {name for name in found if name.rpartition("::")[2].startswith("test_")}
+
+
+def test_there_are_rows() -> None:
+    """The page is not empty, and no feature stands there twice."""
+    features = [feature for feature, _ in rows()]
+    assert len(features) > 20
+    assert len(set(features)) == len(features)
+
+
+@pytest.mark.parametrize(("feature", "tests"), rows())
+def test_feature(feature: str, tests: list[str]) -> None:
+    """The tests of a row exist, and one of them runs real processes."""
+    missing = []
+    for test in tests:
+        path, _, name = test.partition("::")
+        if not (REPOSITORY / path).is_file() or name not in names_in(path):
+            missing.append(test)
+    assert missing == []
+    assert any(test.startswith(ON_PROCESSES) for test in tests), feature
