@@ -13,7 +13,7 @@ from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
 
-__all__ = ["BUCKET_BYTES", "reduce_gradients"]
+__all__ = ["BUCKET_BYTES", "mean_over_ranks", "reduce_gradients"]
 
 BUCKET_BYTES = 32 * 2**20
 _EXACT = (torch.float32, torch.float64)
@@ -61,10 +61,16 @@ def reduce_gradients(
         bucket.unpack()
     if weight is None:
         return None
-    return float(works[0][0].flat[-1]) if lends_room else _mean_of(weight, group)
+    return float(works[0][0].flat[-1]) if lends_room else mean_over_ranks(weight, group)
 
 
-def _mean_of(weight: float, group: dist.ProcessGroup | None) -> float:
+def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
+    """Return the mean of all ranks' weights, in one small all-reduce; this rank's where there is no group.
+
+    Collective: every rank must call this.
+    """
+    if not dist.is_initialized():
+        return weight
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     total = torch.tensor([weight], dtype=torch.double, device=device)
     dist.all_reduce(total, group=group)

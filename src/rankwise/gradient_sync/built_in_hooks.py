@@ -13,10 +13,11 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExt
 from rankwise.gradient_sync.comm_hooks import CommHookRegistry, HookPlace
 from rankwise.gradient_sync.powersgd import PowerSGDMemory, powersgd_hook
 
-__all__ = ["Compressing"]
+__all__ = ["Compressing", "allreduce_hook", "averaged"]
 
 
-def _averaged(group: Any, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def averaged(group: Any, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Average a tensor over the ranks, in place."""
     work: Any = dist.all_reduce(tensor.div_(dist.get_world_size(group)), group=group, async_op=True)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
@@ -32,12 +33,13 @@ class Compressing:
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over the process group that is the state."""
         buffer = bucket.buffer()
-        averaged = _averaged(state, buffer.to(self.dtype))
-        return averaged.then(lambda done: buffer.copy_(done.value()))
+        future = averaged(state, buffer.to(self.dtype))
+        return future.then(lambda done: buffer.copy_(done.value()))
 
 
-def _allreduce_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    return _averaged(state, bucket.buffer())
+def allreduce_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket as it is over the process group that is the state."""
+    return averaged(state, bucket.buffer())
 
 
 def _noop_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -130,7 +132,7 @@ def _local_sgd_hook(state: Any, bucket: Any) -> Any:
 
 
 for _name, _hook, _words in (
-    ("allreduce", _allreduce_hook, "average, as DDP does without a hook"),
+    ("allreduce", allreduce_hook, "average, as DDP does without a hook"),
     ("fp16_compress", Compressing(torch.float16), "average in 16-bit floating point"),
     ("bf16_compress", Compressing(torch.bfloat16), "average in bfloat16"),
     ("noop", _noop_hook, "communicate nothing, to measure what communication costs"),

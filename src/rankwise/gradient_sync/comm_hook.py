@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
-from rankwise.gradient_sync import built_in_hooks  # noqa: F401  registers them
+from rankwise.gradient_sync.built_in_hooks import Compressing, allreduce_hook
 from rankwise.gradient_sync.comm_hooks import (
     CommHookRegistry,
     Hook,
@@ -103,10 +103,25 @@ class CommHook:
         state = self._state_for(place)
         if isinstance(state, PowerSGDMemory):
             state.name_parameters(wrapped.module)
-        hook = self.named.hook if self.wrapper is None else self.wrapper(self.named.hook)
         averages = self.named.averages and (self.wrapper is None or isinstance(self.wrapper, _Casting))
-        _register(wrapped, state, hook, averages)
+        _register(wrapped, state, self.function, averages)
         return state
+
+    @property
+    def function(self) -> Hook:
+        """What DDP calls: the hook within its wrapper."""
+        return self.named.hook if self.wrapper is None else self.wrapper(self.named.hook)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether buckets are averaged and no more, in full."""
+        return self.wrapper is None and self.named.hook is allreduce_hook
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether what it makes of a sum of gradients times weights, divided by weights, is their average."""
+        is_average = self.named.hook is allreduce_hook or isinstance(self.named.hook, Compressing)
+        return is_average and (self.wrapper is None or isinstance(self.wrapper, _Casting))
 
     def _state_for(self, place: HookPlace) -> Any:
         if self.state is not None:
@@ -177,7 +192,8 @@ def _known(hook: Hook) -> Hook:
 
 def _averages(hook: Hook) -> bool:
     """Return whether a hook given as a function is known to give all ranks the same gradients."""
-    is_torchs = getattr(hook, "__module__", "").endswith("ddp_comm_hooks.default_hooks")
+    is_wrapper = "<locals>" in getattr(hook, "__qualname__", "")  # around another hook, which may be anything
+    is_torchs = getattr(hook, "__module__", "").endswith("ddp_comm_hooks.default_hooks") and not is_wrapper
     return is_torchs or isinstance(hook, WeightedReduction) or hook is powersgd_hook
 
 

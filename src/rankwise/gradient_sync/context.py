@@ -16,7 +16,8 @@ from rankwise.gradient_sync.buckets import reduce_gradients
 from rankwise.gradient_sync.modes import GradientSyncMode, resolve_sync_mode
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.gradient_sync.unused import check_finished
-from rankwise.gradient_sync.weights import WeightBook, check_reduced
+from rankwise.gradient_sync.weight_carrier import WeightCarrier
+from rankwise.gradient_sync.weights import WeightBook, divide, no_gradient_came
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -71,23 +72,37 @@ def synchronised(
     pause: Pause,
     group: dist.ProcessGroup | None = None,
     weights: WeightBook | None = None,
+    carrier: WeightCarrier | None = None,
 ) -> Iterator[None]:
     """Do what `gradient_sync_context` says, with weights, and with one's own way to hold DDP back."""
     is_reducing = _is_reducing(module, mode, is_final_microbatch)
     if weights is not None:
-        weights.is_final = is_final_microbatch
+        weights.is_weighted = False
+    before = carrier.before() if carrier is not None else None
     with pause(module, not is_reducing):
         yield
     if isinstance(module, DistributedDataParallel) and is_reducing:
+        if carrier is not None:
+            carrier.check_weighted()
         check_finished(module)
+        if carrier is not None:
+            carrier.check_after(before)
         if is_final_microbatch and weights is not None:
-            check_reduced(weights)
-            if weights.divides_later:
-                weights.divide(trained_parameters(module), weights.averaged)
+            _divide(module, weights, carrier)
     elif is_final_microbatch:
         _reduce_now(module, optimizers, mode, group, weights)
     if is_final_microbatch and weights is not None:
         weights.close()
+
+
+def _divide(module: DistributedDataParallel, weights: WeightBook, carrier: WeightCarrier | None) -> None:
+    """Divide what DDP has averaged by the weights that it has averaged with it."""
+    if carrier is not None:
+        carrier.divide()
+    elif weights.is_used:
+        if weights.num_reductions == 0:
+            raise no_gradient_came()
+        divide(trained_parameters(module), weights.averaged)
 
 
 def _paused(module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
@@ -129,4 +144,4 @@ def _reduce_now(
         if parameters:
             weight = reduce_gradients(parameters, group, weight=weight)
     if weights is not None and weight is not None:
-        weights.divide(parameters, weight)
+        divide(parameters, weight)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,12 +13,14 @@ from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
 from rankwise.gradient_sync.averaging import ModelAveraging, refuse_distributed_optimizer
+from rankwise.gradient_sync.built_in_hooks import allreduce_hook
 from rankwise.gradient_sync.comm_hook import CommHook
 from rankwise.gradient_sync.comm_hooks import HookPlace
 from rankwise.gradient_sync.context import Pause, synchronised
 from rankwise.gradient_sync.hook_state import read_state, state_for_rank, write_state
 from rankwise.gradient_sync.modes import GradientSyncMode, resolve_sync_mode
 from rankwise.gradient_sync.unused import UnusedWatch
+from rankwise.gradient_sync.weight_carrier import WeightCarrier
 from rankwise.gradient_sync.weights import WeightBook, WeightedReduction
 
 if TYPE_CHECKING:
@@ -77,7 +78,10 @@ class GradientSync:
         self._group: dist.ProcessGroup | None = None
         self._averaging: ModelAveraging | None = None
         self._watches: dict[int, UnusedWatch] = {}
-        self.weights = WeightBook() if self.weighting == "logged" else None
+        self._carriers: dict[int, WeightCarrier] = {}
+        self._carrier: WeightCarrier | None = None  # of the module whose block was begun last
+        is_compressed = self.hook is not None and not self.hook.is_plain
+        self.weights = WeightBook(is_bounded=is_compressed) if self.weighting == "logged" else None
 
     def _check_together(self, told: Mapping[str, Any]) -> None:
         if self.mode is GradientSyncMode.FORCED_SYNC:
@@ -93,24 +97,40 @@ class GradientSync:
                     facts="DDP records a static graph in a backward pass that it reduces itself.",
                     remedy='leave out one of them, or take sync_mode="single_auto_sync".',
                 )
-        if self.weighting == "logged" and self.hook is not None:
-            self._wire_dtype()
+        self._has_carrier = self._check_weighted_hook() and not told.get("mixed_precision")
 
-    def _wire_dtype(self) -> torch.dtype | None:
-        """Return what weighted gradients are sent as."""
-        if self.hook is None or (self.hook.name, self.hook.wrapper) == ("allreduce", None):
-            return None
-        if (self.hook.name, self.hook.wrapper) == ("bf16_compress", None):
-            return torch.bfloat16
+    def _check_weighted_hook(self) -> bool:
+        """Make sure that the hook can average logged weights with gradients; return whether it needs no help.
+
+        Raises:
+            ConfigurationError: when it cannot.
+        """
+        if self.weighting != "logged" or self.hook is None:
+            return self.weighting == "logged" and self.mode is not GradientSyncMode.FORCED_SYNC
+        if self.hook.is_linear:
+            return self.hook.is_plain
         raise ConfigurationError(
             message=f'gradient_weighting="logged" cannot work with comm_hook {self.hook.name!r}'
-            f"{'' if self.hook.wrapper is None else ' and a comm_wrapper'}.",
-            facts="the weights travel in the hook's own all-reduce, as sums of gradients times weights: "
-            "too large for 16-bit floating point, and not what other hooks take for an average.",
-            remedy='gradient_weighting="samples", which goes with every hook; or comm_hook="bf16_compress".',
+            f"{'' if self.hook.wrapper is None else ' and this comm_wrapper'}.",
+            facts="what ranks send is a sum of gradients times weights, divided by all weights afterwards. "
+            "Only a plain average, compressed or not, is as good for that; PowerSGD, say, would remember "
+            "errors in units of weights that the next step no longer has.",
+            remedy='gradient_weighting="samples", which goes with every hook; or comm_hook="fp16_compress" '
+            'or "bf16_compress".',
         )
 
     # ------------------------------------------------------------------ a job
+
+    def wrapped(self, module: nn.Module, wrap: Callable[[], Any]) -> Any:
+        """Return what `wrap()` makes of a module, in which it finds what weights travel by."""
+        carrier = WeightCarrier.of(module, self.weights) if self._has_carrier else None
+        if carrier is None:
+            return wrap()
+        with carrier.lent_to(module):
+            wrapped = wrap()
+            if isinstance(wrapped, DistributedDataParallel) and carrier.is_in(wrapped):
+                self._carriers[id(wrapped)] = carrier
+        return wrapped
 
     def attach(self, wrapped: DistributedDataParallel, local_world_size: int) -> None:
         """Have a wrapped module reduce its gradients in this way."""
@@ -118,10 +138,11 @@ class GradientSync:
         world_size = dist.get_world_size(group)
         if wrapped.find_unused_parameters and self.mode is not GradientSyncMode.FORCED_SYNC:
             self._watches[id(wrapped)] = UnusedWatch(wrapped)
-        if self.weights is not None and self.mode is not GradientSyncMode.FORCED_SYNC:
-            self.weights.divides_later |= wrapped.find_unused_parameters
-            hook: Any = CommHook.checked(WeightedReduction(self.weights, group, self._wire_dtype()))
-            hook.attach(wrapped, HookPlace(group, local_world_size))
+        if self.weights is not None:
+            self.weights.group = group
+        weighted_hook = self._weighted_hook(wrapped)
+        if weighted_hook is not None:
+            weighted_hook.attach(wrapped, HookPlace(group, local_world_size))
         elif self.hook is not None:
             state = self.hook.attach(wrapped, HookPlace(group, min(local_world_size, world_size)))
             self._restore(len(self._states), state, world_size)
@@ -129,6 +150,13 @@ class GradientSync:
         if self.period is not None and self.hook is not None and self._averaging is None:
             self._averaging = ModelAveraging(self.period, self.hook.first_local_step, group)
             self._averaging.steps = self._saved_here(0, world_size).get("averaging", [])
+
+    def _weighted_hook(self, wrapped: DistributedDataParallel) -> CommHook | None:
+        """Return the hook by which weights travel; None where there are none, or they do without."""
+        if self.weights is None or self.mode is GradientSyncMode.FORCED_SYNC or id(wrapped) in self._carriers:
+            return None
+        others = allreduce_hook if self.hook is None else self.hook.function
+        return CommHook.checked(WeightedReduction(self.weights, wrapped.process_group, others))
 
     def detach(self) -> None:
         """End a job; what the hooks remember is kept for the next one."""
@@ -142,6 +170,7 @@ class GradientSync:
 
         `pause(module, enabled)` is a block in which DDP reduces nothing if enabled.
         """
+        self._carrier = self._carriers.get(id(module))
         block = synchronised(
             module,
             optimizers,
@@ -150,6 +179,7 @@ class GradientSync:
             pause=pause,
             group=self._group,
             weights=self.weights,
+            carrier=self._carrier,
         )
         watch = self._watches.get(id(module))
         return (
@@ -169,7 +199,8 @@ class GradientSync:
                 facts=f"gradient_weighting={self.weighting!r}.",
                 remedy='DDPStrategy(gradient_weighting="logged").',
             )
-        return loss * self.weights.add(weight)
+        number = self.weights.add(weight)
+        return loss * number if self._carrier is None else self._carrier.weighted(loss, number)
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Make sure that the optimizers can do with averaged models.
@@ -239,6 +270,8 @@ class GradientSync:
             "_group": None,
             "_averaging": None,
             "_watches": {},
+            "_carriers": {},
+            "_carrier": None,
             "weights": None,
         }
         saved = [self._own] if self._own and not self._saved else self._saved

@@ -1,21 +1,27 @@
-"""Run-time weights: the average over the ranks is weighted by numbers that travel with the gradients."""
+"""Run-time weights: what a rank notes of them, and the hook by which they travel with the gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import final
 
 from rankwise.errors import InvalidArgumentError, ProcessGroupError
+from rankwise.gradient_sync.buckets import mean_over_ranks
+from rankwise.gradient_sync.built_in_hooks import averaged
 
-__all__ = ["WeightBook", "WeightedReduction"]
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-_EXACT = (torch.float32, torch.float64)
+    from rankwise.gradient_sync.comm_hooks import Hook
+
+__all__ = ["EXACT", "WeightBook", "WeightedReduction", "divide", "no_gradient_came"]
+
+EXACT = (torch.float32, torch.float64)
 
 
 @final
@@ -24,26 +30,31 @@ class WeightBook:
 
     Every loss is multiplied by its weight. What the ranks average is then a sum of weighted gradients, and is
     divided by the mean of their weights: the weighted average over all microbatches of all ranks.
+
+    Args:
+        is_bounded: whether gradients times weights are to stay about as large as gradients. Weights are then
+            counted in units, the same on all ranks: the mean of the last window.
+
+    Attributes:
+        unit: what weights are counted in; None before the first of bounded ones.
+        group: the ranks that agree on the first unit.
+        is_weighted: whether a loss got a weight in this microbatch.
+        is_used: whether one did in this window.
+        averaged: the mean over the ranks of what a hook has sent in this window.
+        num_reductions: how many buckets it has reduced in this window.
     """
 
-    def __init__(self) -> None:
-        self.is_final = True
-        self.divides_later = False  # DDP leaves a gradient as it is whose parameter no rank has used just now
+    def __init__(self, is_bounded: bool = False) -> None:
+        self.unit = None if is_bounded else 1.0
+        self.group: dist.ProcessGroup | None = None
+        self._is_bounded = is_bounded
+        self._pending = 0.0
         self._open()
 
-    @property
-    def divides_now(self) -> bool:
-        """Whether the reduction that runs is to divide by the window's weights."""
-        return self.is_final and not self.divides_later
-
-    def _open(self) -> None:
-        self.pending = 0.0  # not averaged yet
-        self.averaged: float | Tensor = 0.0  # the mean over the ranks of what was, in this window
-        self.is_used = False
-        self.num_reductions = 0
-
     def add(self, weight: Any) -> float:
-        """Note a microbatch's weight, and return it.
+        """Note a microbatch's weight, and return it in units.
+
+        Collective: every rank must call this for the first of bounded weights.
 
         Raises:
             InvalidArgumentError: for what is no finite number from 0 on.
@@ -51,108 +62,89 @@ class WeightBook:
         number = float(weight)
         if not math.isfinite(number) or number < 0:
             raise InvalidArgumentError(argument="weight", value=number, expected="a finite number from 0 on")
-        self.pending += number
-        self.is_used = True
+        if self.unit is None:
+            self.unit = mean_over_ranks(number, self.group) or 1.0
+        number /= self.unit
+        self._pending += number
+        self.is_weighted = self.is_used = True
         return number
 
     def take(self) -> float:
         """Return what has not been averaged yet, which now is."""
-        weight, self.pending = self.pending, 0.0
+        weight, self._pending = self._pending, 0.0
         return weight
 
     def close(self) -> None:
-        """End the window."""
+        """End the window, and begin the next."""
+        if self._is_bounded and self.unit is not None:
+            self.unit *= float(self.averaged) or 1.0
         self._open()
 
-    def divide(self, parameters: Iterable[Tensor], mean: float | Tensor) -> None:
-        """Divide the gradients of `parameters`, which are averaged, by the mean of the window's weights."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if gradients and float(mean) != 0:
-            torch._foreach_div_(gradients, float(mean))
+    def _open(self) -> None:
+        self._pending = 0.0
+        self.averaged: float | Tensor = 0.0
+        self.is_weighted = self.is_used = False
+        self.num_reductions = 0
 
 
 @final
 class WeightedReduction:
-    """A communication hook that averages buckets and divides them by the mean of the ranks' weights.
+    """A communication hook that averages buckets, and the ranks' weights with them.
 
-    The weight is one more element of the bucket that is reduced first; the others wait for it before they
-    divide. With a `wire_dtype` all but that one travel compressed.
+    For wrappers that a `WeightCarrier` cannot serve. The weight is one more element of the bucket that is
+    reduced first, which travels in full; the others are averaged by another hook.
 
     Args:
         book: this rank's weights.
         group: the ranks to average over.
-        wire_dtype: what gradients are sent as; None for what they are.
+        others: the hook for the other buckets, with `group` as its state.
     """
 
-    def __init__(
-        self, book: WeightBook, group: dist.ProcessGroup | None, wire_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, book: WeightBook, group: dist.ProcessGroup | None, others: Hook) -> None:
         self._book = book
-        self._group: Any = dist.group.WORLD if group is None else group
-        self._wire_dtype = wire_dtype
-        self._factor: Any = 1.0
-        self._first: Any = None
+        self._group = group
+        self._others = others
 
-    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce a bucket of gradients."""
-        self._book.num_reductions += 1
-        buffer = bucket.buffer()
-        return self._reduce_first(buffer) if bucket.index() == 0 else self._reduce(buffer)
-
-    def _reduce_first(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        book, length = self._book, buffer.numel()
-        sent = buffer.new_empty(length + 1, dtype=buffer.dtype if buffer.dtype in _EXACT else torch.float32)
+        book = self._book
+        buffer: Tensor = bucket.buffer()
+        book.num_reductions += 1
+        if bucket.index() > 0:
+            others: torch.futures.Future[Tensor] = self._others(self._group, bucket)
+            return others
+        length = buffer.numel()
+        sent = buffer.new_empty(length + 1, dtype=buffer.dtype if buffer.dtype in EXACT else torch.float32)
         sent[:length] = buffer
         sent[length] = book.take()
-        divides, before = book.divides_now, book.averaged
-        share = 1 / dist.get_world_size(self._group)
 
-        def finish(reduced: torch.futures.Future[Any]) -> Tensor:
-            # On the CPU a plain number is quicker; elsewhere reading one would wait for the device.
-            total: Any = sent[length].item() if sent.is_cpu else sent[length]
-            mean = total * share + before
-            if divides:
-                self._factor = share / _not_zero(mean)
-            else:
-                self._factor, book.averaged = share, mean
-            if sent.dtype is buffer.dtype:
-                return torch.mul(sent[:length], self._factor, out=buffer)
-            return buffer.copy_(sent[:length].mul_(self._factor))
+        def finish(done: torch.futures.Future[Tensor]) -> Tensor:
+            book.averaged = book.averaged + sent[length]
+            return buffer.copy_(sent[:length])
 
-        self._first = first = self._sum(sent, finish)
-        return first
-
-    def _reduce(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        first, dtype = self._first, self._wire_dtype
-        is_sent_as_it_is = dtype is None or dtype is buffer.dtype
-        sent = buffer if is_sent_as_it_is else buffer.to(dtype)
-
-        def finish(reduced: torch.futures.Future[Any]) -> Tensor:
-            first.wait()  # reduced first, so it is on its way; on CUDA this orders the streams
-            return (buffer if is_sent_as_it_is else buffer.copy_(sent)).mul_(self._factor)
-
-        return self._sum(sent, finish)
-
-    def _sum(self, sent: Tensor, finish: Any) -> torch.futures.Future[Tensor]:
-        work: Any = self._group.allreduce([sent])  # what dist.all_reduce does, less its checks in each step
-        future: torch.futures.Future[Tensor] = work.get_future().then(finish)
-        return future
+        return averaged(self._group, sent).then(finish)
 
 
-def _not_zero(mean: Any) -> Any:
-    """Return what to divide by: a window without any weight has nothing but zeros to divide."""
-    return torch.where(mean == 0, 1, mean) if isinstance(mean, Tensor) else mean or 1.0
+def divide(parameters: Iterable[Tensor], mean: float | Tensor) -> None:
+    """Divide the gradients of `parameters`, which are averaged, by the mean of the window's weights.
 
-
-def check_reduced(book: WeightBook) -> None:
-    """Make sure that a window's gradients, and the weights with them, were averaged.
-
-    Raises:
-        ProcessGroupError: when no gradient was.
+    Where that is 0 there is nothing but zeros to divide. A mean on another device than the CPU is not
+    waited for, unless gradients lie on several devices.
     """
-    if book.is_used and book.num_reductions == 0:
-        raise ProcessGroupError(
-            "A backward pass reached no parameter of the wrapped module, so this rank sent no weight; the "
-            "others wait for it.",
-            "compute the loss with what the wrapped module returns: loss = module(batch).",
-        )
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if isinstance(mean, Tensor) and not mean.is_cpu:
+        if all(gradient.device == mean.device for gradient in gradients):
+            torch._foreach_div_(gradients, mean.clamp_min(torch.finfo(mean.dtype).tiny))
+            return
+        mean = float(mean)
+    if gradients and float(mean) != 0:
+        torch._foreach_div_(gradients, mean)
+
+
+def no_gradient_came() -> ProcessGroupError:
+    """Return the error for a window whose gradients, and the weights with them, were not averaged."""
+    return ProcessGroupError(
+        "A backward pass reached no parameter of the wrapped module, so this rank sent no weight; the "
+        "others wait for it.",
+        "compute the loss with what the wrapped module returns: loss = module(batch).",
+    )

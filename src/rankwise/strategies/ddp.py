@@ -286,7 +286,9 @@ class DDPStrategy(ComparedCollectives):
         if not dist.is_initialized():
             raise self._not_yet("setup_module()", "a process group")
         with self._wrapping_stream():
-            wrapped = self.configure_ddp(module, self.determine_ddp_device_ids())
+            wrapped = self.gradients.wrapped(
+                module, lambda: self.configure_ddp(module, self.determine_ddp_device_ids())
+            )
         if not isinstance(wrapped, DistributedDataParallel):
             raise InvalidTypeError(
                 argument=f"{type(self).__name__}.configure_ddp()",

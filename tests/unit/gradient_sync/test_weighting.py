@@ -16,7 +16,7 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError, ProcessGro
 from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.process.training_tasks import quiet_trainer
-from tests.unit.gradient_sync.helpers import alone, assert_close, batch, loss_of, net, on_ranks
+from tests.unit.gradient_sync.helpers import alone, assert_close, batch, gradients, loss_of, net, on_ranks
 
 SIZES = ((4, 1), (3, 2), (0, 5))  # of each rank's two microbatches
 
@@ -41,14 +41,13 @@ def test_logged_weights(mode: str, bucket_cap_mb: float) -> None:
                 loss = loss_of(wrapped, batch(rank, number, max(1, size)))  # there is no mean of nothing
                 is_weighted = strategy.gradient_weighting is not None
                 (strategy.weighted_loss(loss, size) if is_weighted else loss).backward()
-        gradients = [p.grad for p in strategy.unwrap_module(wrapped).parameters()]
-        return len(counted.get(rank, ())) - before, gradients
+        return len(counted.get(rank, ())) - before, gradients(strategy.unwrap_module(wrapped))
 
     with counted_reductions() as counted:
         weighted = on_ranks(3, window, model, gradient_weighting="logged", **options)
         plain = on_ranks(3, window, model, **options)
-    for (reductions, gradients), (as_many, _) in zip(weighted, plain, strict=True):
-        assert_close(gradients, expected)
+    for (reductions, averaged), (as_many, _) in zip(weighted, plain, strict=True):
+        assert_close(averaged, expected)
         assert reductions == as_many > 0
 
 
@@ -105,12 +104,158 @@ def test_bf16_compress_with_weights() -> None:
         assert_close(result, expected, atol=2e-2)
 
 
-@pytest.mark.parametrize("hook", ["fp16_compress", "powersgd", "noop", lambda state, bucket: None])
+@pytest.mark.parametrize(
+    ("hook", "wrapper"),
+    [("fp16_compress", None), ("allreduce", "fp16"), ("bf16_compress", "bf16"), ("allreduce", None)],
+)
+def test_compressed_with_weights(hook: str, wrapper: str | None) -> None:
+    """Weights too large for 16 bits, and changing from window to window: they travel in full, in units."""
+
+    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[list[Tensor | None]]:
+        seen = []
+        for step in range(3):
+            wrapped.zero_grad()
+            size = (100_001, 300_003)[strategy.global_rank] * 10**step
+            with strategy.gradient_sync_context(wrapped):
+                strategy.weighted_loss(loss_of(wrapped, batch(strategy.global_rank, 0, 1)), size).backward()
+            seen.append(gradients(strategy.unwrap_module(wrapped)))
+        return seen
+
+    model = net()
+    shares = (100_001 / 400_004, 300_003 / 400_004)
+    torch.stack([loss_of(model, batch(r, 0, 1)) * share for r, share in enumerate(shares)]).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    options: dict[str, Any] = {"comm_hook": hook, "comm_wrapper": wrapper, "bucket_cap_mb": 0.0001}
+    for seen in on_ranks(2, train, net(), gradient_weighting="logged", **options):
+        for result in seen:
+            assert_close(result, expected, atol=2e-2 if "bf16" in (hook, str(wrapper)) else 5e-3)
+
+
+@pytest.mark.parametrize("hook", ["powersgd", "noop", "post_localsgd", lambda state, bucket: None])
 def test_hooks_that_cannot_carry_weights(hook: Any) -> None:
     """They are refused in the constructor, and "samples", which goes with all, is named."""
+    period = 2 if hook == "post_localsgd" else None
     with pytest.raises(ConfigurationError, match="samples"):
-        DDPStrategy(comm_hook=hook, gradient_weighting="logged")
-    assert DDPStrategy(comm_hook=hook, gradient_weighting="samples").gradient_weighting == "samples"
+        DDPStrategy(comm_hook=hook, gradient_weighting="logged", model_averaging_period=period)
+    strategy = DDPStrategy(comm_hook=hook, gradient_weighting="samples", model_averaging_period=period)
+    assert strategy.gradient_weighting == "samples"
+
+
+# ------------------------------------------------------------------------------------------- how they travel
+
+
+def weighted_window(
+    strategy: ThreadedStrategy, wrapped: nn.Module, scale: float = 1.0, sizes: Sequence[Sequence[int]] = SIZES
+) -> list[Tensor | None]:
+    """Accumulate a window with a weight for each microbatch; return its gradients."""
+    rank = strategy.global_rank
+    for number, size in enumerate(sizes[rank]):
+        with strategy.gradient_sync_context(wrapped, is_final_microbatch=number == 1):
+            loss = loss_of(wrapped, batch(rank, number, max(1, size)))
+            (strategy.weighted_loss(loss, size) * scale).backward()
+    return gradients(strategy.unwrap_module(wrapped))
+
+
+def expected_of(model: nn.Module, num_ranks: int = 2) -> list[Tensor | None]:
+    """Return what one process computes for the same window."""
+    return alone(model, [batch(r, n, size) for r in range(num_ranks) for n, size in enumerate(SIZES[r])])
+
+
+@pytest.mark.parametrize(
+    "options", [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
+)
+def test_weights_with_what_ddp_can_do(options: dict[str, Any]) -> None:
+    """Two windows, the second with DDP's rebuilt buckets, are one process's."""
+
+    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
+        weighted_window(strategy, wrapped)
+        wrapped.zero_grad()
+        return weighted_window(strategy, wrapped)
+
+    model = net()
+    for result in on_ranks(2, train, model, gradient_weighting="logged", **options):
+        assert_close(result, expected_of(model))
+
+
+def test_no_hook_is_needed_and_nothing_is_left() -> None:
+    """DDP calls no hook for each bucket, and the module has no parameter more than before."""
+
+    def look(strategy: ThreadedStrategy, wrapped: Any) -> tuple[Any, ...]:
+        weighted_window(strategy, wrapped)
+        module = strategy.unwrap_module(wrapped)
+        return len(wrapped._comm_hooks), list(module.state_dict()), len(list(module.modules()))
+
+    model = net()
+    expected = (0, list(model.state_dict()), len(list(model.modules())))
+    assert on_ranks(2, look, model, gradient_weighting="logged") == [expected] * 2
+
+
+def test_a_scaled_loss() -> None:
+    """What a gradient scaler multiplies the loss by afterwards is in the gradients, not in the weights."""
+    model = net()
+
+    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
+        return weighted_window(strategy, wrapped, scale=1024.0)
+
+    for result in on_ranks(2, train, model, gradient_weighting="logged"):
+        assert_close([None if g is None else g / 1024 for g in result], expected_of(model))
+
+
+def test_parameters_of_16_bits_only() -> None:
+    """They have no room for weights, which then travel by a hook, in 32 bits."""
+
+    def train(strategy: ThreadedStrategy, wrapped: Any) -> float:
+        with strategy.gradient_sync_context(wrapped):
+            loss = wrapped(torch.ones(1, 1, dtype=torch.bfloat16)).sum() * (1 - strategy.global_rank)
+            strategy.weighted_loss(loss, (257, 3 * 257)[strategy.global_rank]).backward()
+        assert len(wrapped._comm_hooks) == 1
+        return float(wrapped.module.weight.grad)
+
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    found = on_ranks(2, train, model, gradient_weighting="logged")
+    assert found == pytest.approx([0.25, 0.25], abs=2**-9)
+
+
+def test_two_modules_of_one_strategy() -> None:
+    """Each has its own weights, window by window."""
+
+    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[list[Tensor | None]]:
+        other = strategy.setup_module(copy.deepcopy(strategy.unwrap_module(wrapped)))
+        return [weighted_window(strategy, module) for module in (wrapped, other)]
+
+    model = net()
+    for both in on_ranks(2, train, model, gradient_weighting="logged"):
+        for result in both:
+            assert_close(result, expected_of(model))
+
+
+def test_a_wrapper_around_a_copy() -> None:
+    """Where DDP is given other parameters than the module's, weights travel by a hook."""
+
+    class Copying(ThreadedStrategy):
+        def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> Any:
+            return super().configure_ddp(net(), device_ids)
+
+    def run(rank: int) -> list[Tensor | None]:
+        strategy = Copying(rank, 2, gradient_weighting="logged")
+        result: list[Tensor | None] = strategy.launch(
+            lambda s: weighted_window(strategy, strategy.setup_module(net()))
+        )
+        return result
+
+    for result in run_ranks(2, run):
+        assert_close(result, expected_of(net()))
+
+
+def test_a_loss_without_weight() -> None:
+    """It is an error in the very step."""
+
+    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
+        with strategy.gradient_sync_context(wrapped):
+            loss_of(wrapped, batch(0)).backward()
+
+    with pytest.raises(ConfigurationError, match="has no weight"):
+        on_ranks(1, train, net(), gradient_weighting="logged")
 
 
 def test_wrong_names_and_weights() -> None:

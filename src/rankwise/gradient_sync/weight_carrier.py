@@ -1,0 +1,110 @@
+"""`WeightCarrier`: run-time weights travel in DDP's own buckets, as the gradient of one more parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import final
+
+from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync.parameters import trained_parameters
+from rankwise.gradient_sync.weights import EXACT, WeightBook, divide, no_gradient_came
+
+__all__ = ["WeightCarrier"]
+
+_NAME = "_rankwise_weight"
+
+
+@final
+class WeightCarrier:
+    """One parameter more, for DDP: it is 0, and its gradient is a microbatch's weight.
+
+    DDP accumulates and averages that gradient along with all others, in the first bucket, without a hook
+    for each bucket. What it holds once a window is averaged is what to divide the other gradients by. It is
+    part of the user's module while DDP looks for parameters, and at no other time.
+
+    Args:
+        book: this rank's weights.
+        averaged: the parameters whose gradients are averaged.
+        like: one of them, whose dtype can count weights.
+    """
+
+    def __init__(self, book: WeightBook, averaged: list[Tensor], like: Tensor) -> None:
+        self._book = book
+        self._averaged = averaged
+        self.total = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
+        self.total.register_hook(self._weigh)
+
+    @classmethod
+    def of(cls, module: nn.Module, book: WeightBook | None) -> WeightCarrier | None:
+        """Return one for a module; None where there are no weights, or it has 16-bit parameters only."""
+        averaged = trained_parameters(module)
+        like = next((parameter for parameter in averaged if parameter.dtype in EXACT), None)
+        return None if book is None or like is None else cls(book, averaged, like)
+
+    def _weigh(self, gradient: Tensor) -> Tensor:
+        """Return what counts as this parameter's gradient, however the loss was scaled on its way."""
+        return torch.full_like(gradient, self._book.take())
+
+    @contextmanager
+    def lent_to(self, module: nn.Module) -> Iterator[None]:
+        """Have the parameter in a child of the module; the last one, so that DDP's numbers of others stay."""
+        lent = nn.Module()
+        lent.total = self.total
+        module.add_module(_NAME, lent)
+        try:
+            yield
+        finally:
+            del module._modules[_NAME]
+
+    def is_in(self, wrapped: DistributedDataParallel) -> bool:
+        """Return whether a wrapper, made while this was lent, averages this parameter."""
+        is_there = any(parameter is self.total for parameter in wrapped.module.parameters())
+        return is_there and not wrapped.find_unused_parameters
+
+    def weighted(self, loss: Tensor, weight: float) -> Tensor:
+        """Return the loss times its weight; computing its gradients sends the weight."""
+        total = self.total if self.total.device == loss.device else self.total.to(loss.device)
+        return torch.add(total, loss, alpha=weight)
+
+    # ------------------------------------------------------------------ a reduction
+
+    def before(self) -> Any:
+        """Return what `check_after` compares with."""
+        gradient = self._averaged[-1].grad
+        return gradient, None if gradient is None else gradient._version
+
+    def check_weighted(self) -> None:
+        """Make sure that a loss had a weight in this microbatch.
+
+        Raises:
+            ConfigurationError: when none had.
+        """
+        if not self._book.is_weighted:
+            raise ConfigurationError(
+                message='gradient_weighting="logged", but the loss that was reduced has no weight.',
+                facts="the other ranks wait for it.",
+                remedy="strategy.weighted_loss(loss, weight).backward()",
+            )
+
+    def check_after(self, before: Any) -> None:
+        """Make sure that DDP has averaged gradients, and the weight with them, since `before()`.
+
+        Raises:
+            ProcessGroupError: when it has not.
+        """
+        gradient, version = before
+        now = self._averaged[-1].grad
+        if now is gradient and (now is None or now._version == version):
+            raise no_gradient_came()
+
+    def divide(self) -> None:
+        """End a window: divide its gradients by the mean of its weights."""
+        mean, self.total.grad = self.total.grad, None
+        if mean is not None:
+            divide(self._averaged, mean)
