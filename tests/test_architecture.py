@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import textwrap
 from collections.abc import Mapping
@@ -68,6 +69,13 @@ def test_files_say_their_role() -> None:
     assert architecture.unroled_files(MODULES) == []
 
 
+def test_every_error_is_in_the_tree_and_public() -> None:
+    """The tree on top of the file has every class, below its own base; so has `__all__`."""
+    errors = MODULES["rankwise.errors"]
+    assert architecture.tree_of_errors(errors) == architecture.bases_of_errors(errors)
+    assert set(ERRORS) == set(architecture.bases_of_errors(errors))
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_error_is_documented(name: str) -> None:
     """Every public error has its place in docs/failures.md."""
@@ -75,12 +83,18 @@ def test_error_is_documented(name: str) -> None:
     assert name in words
 
 
+@functools.cache
+def names_in_our_tests() -> set[str]:
+    """Return what our tests expect, but for the two files that name every error."""
+    not_counted = {Path(__file__), REPOSITORY / "tests" / "unit" / "test_errors.py"}
+    paths = (REPOSITORY / "tests").rglob("test_*.py")
+    return architecture.names_in_tests(path for path in paths if path not in not_counted)
+
+
 @pytest.mark.parametrize("name", sorted(architecture.raised_errors(ABOVE_THE_ERRORS, ERRORS)))
 def test_error_is_provoked(name: str) -> None:
     """Every error that rankwise raises is provoked by a test, and not only built by the one of its text."""
-    not_counted = {Path(__file__), REPOSITORY / "tests" / "unit" / "test_errors.py"}
-    paths = {path for path in (REPOSITORY / "tests").rglob("test_*.py") if path not in not_counted}
-    assert name in architecture.names_in_tests(paths)
+    assert name in names_in_our_tests()
 
 
 def test_every_error_is_raised() -> None:
@@ -215,6 +229,33 @@ def test_errors_are_found(tmp_path: Path) -> None:
     assert architecture.raised_errors([modules["house.a"]], names) == {"Leaf"}
 
 
+def test_the_tree_of_errors_is_read(tmp_path: Path) -> None:
+    """Each name has the one above it as its parent, and the builtin in brackets."""
+    errors = '''
+        """The exceptions.
+
+        Base
+        |-- Middle (ValueError)      some words
+        |   `-- Leaf (KeyError)
+        `-- Last
+        """
+        class Base(Exception): ...
+        class Middle(Base, ValueError): ...
+        class Leaf(Middle, KeyError): ...
+        class Last(Base): ...
+        class _Private(Base): ...
+    '''
+    module = plant(tmp_path, {"errors": errors})["house.errors"]
+    tree = {
+        "Base": (),
+        "Middle": ("Base", "ValueError"),
+        "Leaf": ("Middle", "KeyError"),
+        "Last": ("Base",),
+    }
+    assert architecture.tree_of_errors(module) == tree
+    assert architecture.bases_of_errors(module) == tree
+
+
 def test_names_in_tests_are_found(tmp_path: Path) -> None:
     """A name in code or in a program's source counts, one that is imported or only talked about does not."""
     path = tmp_path / "test_planted.py"
@@ -224,8 +265,9 @@ def test_names_in_tests_are_found(tmp_path: Path) -> None:
         # Comment
         with raises(Used): run("except Quoted: ...")
         with raises(errors.Attribute): pass
+        Built(), errors.AlsoBuilt()
     '''
     path.write_text(textwrap.dedent(source))
     found = architecture.names_in_tests([path])
     assert {"Used", "Quoted", "Attribute"} <= found
-    assert not {"Docstring", "Imported", "Comment"} & found
+    assert not {"Docstring", "Imported", "Comment", "Built", "AlsoBuilt"} & found

@@ -22,6 +22,7 @@ RankwiseError
 |   `-- WorkerKilledError                   ... by a signal
 |-- ProcessGroupError (RuntimeError)        the process group does not agree with the ranks
 |-- TensorMismatchError (ValueError)        ranks gave tensors to a collective that do not go together
+|-- CollectiveMismatchError (RuntimeError)  ranks are in different collectives, or some do not come
 |-- RankZeroFailedError (RuntimeError)      the rank that went first failed, while this one waited for it
 |-- NodesLostError (ConnectionError)        ranks on other nodes do not answer any more
 |-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time

@@ -251,6 +251,33 @@ def public_errors(errors: Module) -> list[str]:
     return [name for name in errors.public_names if is_exception(name)]
 
 
+def tree_of_errors(errors: Module) -> dict[str, tuple[str, ...]]:
+    """Return the tree in the module's docstring: for each class its parent in it, and the builtins beside it.
+
+    A line is `|   |-- Name (Builtin)   what it is for`; the first name is the root.
+    """
+    tree: dict[str, tuple[str, ...]] = {}
+    above: list[tuple[int, str]] = []
+    for line in (ast.get_docstring(errors.tree) or "").splitlines()[1:]:
+        if found := re.match(r"([|` -]*)(\w+)(?: \(([\w, ]+)\))?", line):
+            depth, name, builtin = len(found[1]), found[2], found[3]
+            above = [(column, other) for column, other in above if column < depth]
+            parents = [other for _, other in above[-1:]]
+            tree[name] = (*parents, *(builtin.split(", ") if builtin else []))
+            above.append((depth, name))
+    return tree
+
+
+def bases_of_errors(errors: Module) -> dict[str, tuple[str, ...]]:
+    """Return the exception classes of the module with their bases, but those whose name says private."""
+    exceptions = {
+        node.name: tuple(base.id for base in node.bases if isinstance(base, ast.Name))
+        for node in errors.tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
+    return {name: () if bases == ("Exception",) else bases for name, bases in exceptions.items()}
+
+
 def raised_errors(modules: Iterable[Module], names: Iterable[str]) -> set[str]:
     """Return those of `names` that the modules make an instance of, or hand on as a class."""
     used = {
@@ -265,15 +292,17 @@ def raised_errors(modules: Iterable[Module], names: Iterable[str]) -> set[str]:
 def names_in_tests(paths: Iterable[Path]) -> set[str]:
     """Return the identifiers in code and in strings, such as the source of a program that a test runs.
 
-    What is only imported, or only in a docstring or a comment, does not count.
+    What is only imported or called, or only in a docstring or a comment, does not count: a test that builds
+    an error itself has not provoked it.
     """
     found: set[str] = set()
     for path in paths:
         tree = ast.parse(path.read_text(), str(path))
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         for node in ast.walk(tree):
             match node:
-                case ast.Name(id=name) | ast.Attribute(attr=name):
+                case ast.Name(id=name) | ast.Attribute(attr=name) if id(node) not in called:
                     found.add(name)
                 case ast.Constant(value=str(text)) if id(node) not in docstrings:
                     found.update(re.findall(r"\w+", text))
