@@ -168,7 +168,8 @@ def _wait(is_so: Callable[[], bool], main: int, what: str) -> None:
 
 
 def _trains(folder: Path) -> bool:
-    return all((folder / f"pid{rank}").exists() for rank in range(2))
+    files = [folder / f"pid{rank}" for rank in range(2)]
+    return all(file.exists() and file.read_text() for file in files)
 
 
 def _has_ended(pid: int, codes: list[int]) -> bool:

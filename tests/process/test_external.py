@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
-from tests.process.helpers import module_runner
+from tests.process.helpers import module_runner, with_tests
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -102,9 +104,11 @@ def test_single_device_is_refused_under_torchrun(under_torchrun: ScriptResult) -
 
 
 FAILING = """
+    import sys, time
     import rankwise
+    from rankwise import Trainer, TrainingModule
     from rankwise.strategies import DDPStrategy
-    import time
+    import torch
 
     def job(strategy):
         strategy.barrier()
@@ -112,13 +116,33 @@ FAILING = """
             raise ValueError("the cause is here")
         time.sleep(60)
 
-    DDPStrategy(accelerator="cpu").launch(job)
+    class Failing(TrainingModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            if self.global_rank == 1 and batch_idx == 1:
+                raise ValueError("the cause is here")
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    if "fit" in sys.argv:
+        Trainer(max_epochs=1, logger=False).fit(Failing(), torch.utils.data.DataLoader(torch.ones(8, 1)))
+    else:
+        DDPStrategy(accelerator="cpu").launch(job)
 """
 
 
-def test_a_failure_is_in_torchruns_summary(run_script: ScriptRunner) -> None:
-    """The launcher's own report names the rank and its exception, from the error file that it asks for."""
-    result = _torchrun(run_script, FAILING)
+@pytest.mark.parametrize("how", ["fit", pytest.param("launch", marks=pytest.mark.soak)])
+def test_a_failure_is_in_torchruns_summary(how: str, run_script: ScriptRunner) -> None:
+    """The launcher's own report names the rank and its exception, from the error file that it asks for.
+
+    With the Trainer the other rank fails too, by a connection that its peer has closed: a consequence.
+    """
+    result = _torchrun(run_script, FAILING, how)
     assert result.returncode == 1, result
     summary = result.stderr.partition("Root Cause")[2]
     assert "rank      : 1 " in summary, result
@@ -132,8 +156,10 @@ def _free_port() -> int:
         return port
 
 
-def _by_hand(run_script: ScriptRunner, variables: dict[str, str]) -> list[ScriptResult]:
-    path: Path = run_script.write(SCRIPT)
+def _by_hand(
+    run_script: ScriptRunner, variables: Mapping[str, str | None], source: str = SCRIPT
+) -> list[ScriptResult]:
+    path: Path = run_script.write(source)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
     running = [
         run_script.start(path, env={**common, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -149,3 +175,45 @@ def test_variables_set_by_hand(run_script: ScriptRunner) -> None:
         for name in NAMES:
             assert f"{name} {rank} 2 (3.0, True, 1) (3.0, True, 2) plain" in result.stdout, result
         assert "(devices=3 x num_nodes=1), but plain started 2." in result.stdout
+
+
+LATE = """
+    import time
+    from torch.utils.data import DataLoader, Dataset
+    from rankwise import DDPStrategy
+    from tests.process.training_tasks import Regression, dataset, quiet_trainer
+
+    class Slow(Dataset):
+        samples = dataset(64)
+
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            if index == 9:  # on two ranks, rank 1's, in step 2
+                time.sleep(6)
+            return self.samples[index]
+
+    strategy = DDPStrategy(accelerator="cpu", timeout=2)
+    quiet_trainer(strategy, "auto", max_epochs=1).fit(Regression(), DataLoader(Slow(), batch_size=2))
+"""
+
+
+def test_a_timeout_says_where_the_others_are(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """With no supervisor, ranks ask each other: step, phase and host, the stacks, and torch's flight record."""
+    variables = {"TORCH_FR_BUFFER_SIZE": "50", "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "record")}
+    waiting, late = _by_hand(run_script, with_tests(variables), LATE)
+    assert waiting.returncode == late.returncode == 1
+    assert "WorkerTimedOutError: Worker global_rank=0 " in waiting.stderr, waiting
+    assert "waited too long for global_rank=1" in waiting.stderr
+    host = socket.gethostname()
+    [line] = [line for line in waiting.stderr.splitlines() if " was last in " in line]
+    assert line.strip().startswith(f"global_rank 1 (node 0, host {host!r}, pid ")
+    assert ") was last in step 2, data loading, " in line
+    assert "stacks of global_rank 1" in late.stderr
+    assert "in __getitem__" in late.stderr.partition("stacks of global_rank 1")[2]
+    assert f"the flight record of global_rank=0 is {tmp_path / 'record0'}" in waiting.stderr
+    names = {
+        entry["profiling_name"] for entry in pickle.loads((tmp_path / "record0").read_bytes())["entries"]
+    }
+    assert "gloo:broadcast" in names or "gloo:all_reduce" in names, names

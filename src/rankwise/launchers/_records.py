@@ -71,6 +71,9 @@ class FailureRecord:
     traceback_text: str = ""
     exit_status: int | None = None
     phase: str = "before it had finished"
+    missing: tuple[int, ...] = ()  # where this rank has asked the others itself: who holds it up
+    last_seen: tuple[str, ...] = ()  # and where each is
+    notes: tuple[str, ...] = ()  # what else a reader may look at
 
     @classmethod
     def of_exception(cls, ranks: RankInfo, error: BaseException) -> FailureRecord:
@@ -92,7 +95,10 @@ class FailureRecord:
     @classmethod
     def from_json(cls, payload: bytes) -> FailureRecord:
         """Read back what `to_json` wrote."""
-        return cls(**json.loads(payload))
+        fields: dict[str, Any] = json.loads(payload)
+        for name in ("missing", "last_seen", "notes"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
     def to_json(self) -> bytes:
         """Write the record for the channel."""
@@ -145,7 +151,9 @@ class FailureRecord:
         if self.exit_status is None:
             facts |= {"exception_type": self.exception_type, "exception_message": self.exception_message}
             if self.is_timeout:
-                return WorkerTimedOutError(**facts, missing=tuple(missing), last_seen=tuple(last_seen))
+                facts["missing"] = tuple(sorted({*self.missing, *missing}))
+                facts["last_seen"] = (*(self.last_seen or last_seen), *self.notes)
+                return WorkerTimedOutError(**facts)
             return WorkerRaisedError(**facts)
         if self.exit_status < 0:
             return WorkerKilledError(**facts, signal_number=-self.exit_status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -12,6 +13,7 @@ from typing_extensions import final
 from rankwise.launchers._stacks import stacks_on_signal
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.seat import Entry, Seat
+from rankwise.process_group.pulse import NO_FILE, pulse_written_to
 from rankwise.ranks import RankInfo
 
 __all__ = ["InlineLauncher"]
@@ -43,7 +45,7 @@ class InlineLauncher(Launcher):
         """Call `entry`; a failure is the exception itself, and in torchrun's error file if there is one."""
         seat = Seat(self._ranks, address=self._address, hosts_store=self._hosts_store, job=next(_jobs))
         try:
-            with stacks_on_signal():
+            with stacks_on_signal(), pulse_written_to(NO_FILE) if self._address else nullcontext():
                 return {self._ranks.global_rank: entry(seat)}
         except Exception as error:
             get_error_handler().record_exception(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from rankwise.process_group.agreement import StopAgreement
     from rankwise.process_group.last_words import LastWords
+    from rankwise.process_group.meeting import Place
 
 __all__ = ["Entry", "MeetingPoint", "Seat", "torchrun_variables"]
 
@@ -50,7 +52,7 @@ class Seat:
         channel: to the supervisor; None where nothing was launched (`inline`).
         on_stop: called from another thread when this rank has to leave, before it is interrupted.
         job: counts the jobs of this group of processes, from 1; keeps their keys apart in the store.
-        last_words: to the ranks of other nodes, once they have met.
+        last_words: to the ranks that no supervisor of this node sees, once they have met.
     """
 
     ranks: RankInfo
@@ -86,6 +88,33 @@ class Seat:
 
         store = self.open_store(timeout) if self._store is None else self._of_this_job(self._store)
         return StopAgreement(self.ranks, store, partial(self.open_another, store, timeout), timeout)
+
+    @contextmanager
+    def heard_by(self, places: Sequence[Place], timeout: timedelta) -> Iterator[None]:
+        """Be able, in the block, to ask the other ranks where they are and what ends the job; answer them.
+
+        On one node the supervisor knows all that, if there is one.
+
+        Args:
+            places: all ranks, by global rank; none where they have not met through the job's store.
+            timeout: how long to wait for the store's host.
+        """
+        from rankwise.process_group.last_words import LastWords
+        from rankwise.process_group.whereabouts import Whereabouts
+
+        if self._store is None or len(places) < 2 or (self.ranks.is_one_node and self.channel is not None):
+            yield
+            return
+        store, mine = self._of_this_job(self._store), places[self.ranks.global_rank]
+        self.last_words = LastWords(store, places, mine)
+        open_listener = partial(self.open_another, store, timeout)
+        answering = Whereabouts(store, open_listener, mine, shows_stacks=self.channel is None)
+        answering.start()
+        try:
+            yield
+        finally:
+            answering.close()
+            self.last_words = None
 
     def open_another(self, store: Store, timeout: timedelta) -> Store:
         """Return the job's store once more, where a thread that waits in it would hold up others."""

@@ -18,7 +18,7 @@ from typing_extensions import final
 from rankwise.errors import StopAgreementError
 from rankwise.ranks import RankInfo
 
-__all__ = ["StopAgreement"]
+__all__ = ["StopAgreement", "wait_long"]
 
 # The answer of a rank whose loop has come to its end by itself: then all go there, and nobody stops before.
 _LEFT = 1 << 60
@@ -152,7 +152,7 @@ class StopAgreement:
 
     def _listen(self) -> None:
         store = self._open_listener()
-        _wait_long(store, f"stop/wake{self._ranks.global_rank}")
+        wait_long(store, f"stop/wake{self._ranks.global_rank}")
         self._is_pending = True
         answer = self._begun
         store.set(f"stop/answer{self._ranks.global_rank}", str(answer))
@@ -173,7 +173,7 @@ class StopAgreement:
         return max(map(int, answers))
 
 
-def _wait_long(store: dist.Store, key: str) -> None:
+def wait_long(store: dist.Store, key: str) -> None:
     """Wait for a key for as long as it takes."""
     while True:
         began_s = time.monotonic()

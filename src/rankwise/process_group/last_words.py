@@ -1,9 +1,11 @@
-"""What the ranks of several nodes tell one another through the store when a job fails."""
+"""What ranks tell one another through the store when a job fails that no supervisor sees as a whole."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,13 +13,30 @@ from typing_extensions import final
 
 from rankwise.errors import NodesLostError
 from rankwise.process_group.meeting import Place
+from rankwise.process_group.whereabouts import Answer, answer_key, ask_all
 
-__all__ = ["LastWords"]
+__all__ = ["LastWords", "Roll"]
 
 _FAILURE = "failure"
 # How long the rank that failed first has to say so, once others feel it, and how long the store may take.
 _PATIENCE = timedelta(seconds=0.7)
 _LIMIT_S = 1.5
+
+
+@final
+@dataclass(frozen=True)
+class Roll:
+    """What the ranks have answered.
+
+    Attributes:
+        missing: the global ranks that hold the others up: they do not wait, or do not answer.
+        last_seen: where each of the others is, in a line.
+        lost: those that do not answer.
+    """
+
+    missing: tuple[int, ...]
+    last_seen: tuple[str, ...]
+    lost: tuple[Place, ...]
 
 
 @final
@@ -31,6 +50,8 @@ class LastWords:
     """
 
     def __init__(self, store: dist.Store, places: Sequence[Place], mine: Place) -> None:
+        self.began_s = time.monotonic()
+        self.is_one_node = len({place.node_rank for place in places}) == 1
         self._store = store
         self._places = places
         self._mine = mine
@@ -39,30 +60,53 @@ class LastWords:
         """Leave this rank's failure for the others, unless one is there already."""
         self._within_limit(lambda: self._store.compare_set(_FAILURE, "", record.decode()))
 
-    def hear(self, error: BaseException) -> bytes | NodesLostError | None:
+    def hear(self, error: BaseException, *, is_timeout: bool = False) -> bytes | NodesLostError | Roll:
         """Find out why a collective failed here with `error`.
 
+        Args:
+            error: what was raised here.
+            is_timeout: whether it says that others did not come in time; the ranks then show their stacks.
+
         Returns:
-            The record of the rank that failed first; or which ranks are not to be heard of any more; None
-            where all answer and none says that it failed.
+            The record of the rank that failed first; or which ranks are not to be heard of any more, if whole
+            nodes are not or nobody was late; or else what all have answered.
         """
-        heard: list[bytes | list[Place]] = []
-        if not self._within_limit(lambda: heard.append(self._call_the_roll())):
+        heard: list[bytes | Roll] = []
+        if not self._within_limit(lambda: heard.append(self._call_the_roll(is_timeout))):
             # The store is with node 0: from elsewhere that node is away, from there all others are.
             is_with_the_store = self._mine.node_rank == 0
-            heard.append([place for place in self._places if (place.node_rank == 0) != is_with_the_store])
+            lost = (place for place in self._places if (place.node_rank == 0) != is_with_the_store)
+            heard.append(Roll((), (), tuple(lost)))
         [answer] = heard
-        if isinstance(answer, bytes):
-            return answer
-        return NodesLostError(tuple(str(place) for place in answer), str(error)) if answer else None
+        if isinstance(answer, Roll) and (self._misses_a_node(answer) or (answer.lost and not is_timeout)):
+            return NodesLostError(tuple(map(str, answer.lost)), str(error))
+        return answer
 
-    def _call_the_roll(self) -> bytes | list[Place]:
-        self._store.set(f"still/{self._mine.global_rank}", "1")
+    def _misses_a_node(self, roll: Roll) -> bool:
+        there = {place.node_rank for place in self._places if place not in roll.lost}
+        return any(place.node_rank not in there for place in roll.lost)
+
+    def _call_the_roll(self, is_timeout: bool) -> bytes | Roll:
+        self._store.set(answer_key(self._mine.global_rank), Answer.of_this_rank(self._mine))
+        ask_all(self._store, len(self._places), "a collective timed out" if is_timeout else "")
         try:
             self._store.wait([_FAILURE], _PATIENCE)
             return bytes(self._store.get(_FAILURE))
         except dist.DistStoreError:
-            return [place for place in self._places if not self._store.check([f"still/{place.global_rank}"])]
+            return self._roll()
+
+    def _roll(self) -> Roll:
+        keys = {place: answer_key(place.global_rank) for place in self._places}
+        answers = {
+            place: Answer(self._store.get(key)) for place, key in keys.items() if self._store.check([key])
+        }
+        lost = tuple(place for place in self._places if place not in answers)
+        others = [place for place in self._places if place.global_rank != self._mine.global_rank]
+        return Roll(
+            tuple(place.global_rank for place in others if place in lost or not answers[place].waits),
+            tuple(f"{each} does not answer" if each in lost else answers[each].line for each in others),
+            lost,
+        )
 
     def _within_limit(self, call: Callable[[], object]) -> bool:
         """Run a call to the store that may never come back, as over a cable that is cut."""

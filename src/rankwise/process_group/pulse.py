@@ -15,11 +15,23 @@ from dataclasses import dataclass
 
 from typing_extensions import final
 
-__all__ = ["Pulse", "PulseReader", "beat", "pulse_written_to", "waiting_in", "write_pulse_to"]
+__all__ = [
+    "NO_FILE",
+    "Pulse",
+    "PulseReader",
+    "beat",
+    "own_pulse",
+    "pulse_written_to",
+    "waiting_in",
+    "write_pulse_to",
+]
 
 # The step (-1 for none), the time on the node's monotonic clock, whether it waits for others, the phase.
 _RECORD = struct.Struct("=qd?47s")
 _LENGTH = 47
+
+NO_FILE = -1
+"""In place of a descriptor: the page is this process's alone, for `own_pulse`."""
 
 _page: mmap.mmap | None = None
 _current: tuple[int, bool, str] = (-1, False, "")
@@ -72,6 +84,11 @@ def waiting_in(phase: str) -> Iterator[None]:
         beat(before, step=step, waits=waits)
 
 
+def own_pulse() -> Pulse | None:
+    """Return what this process has written last; None where it writes nothing. Runs on: any thread."""
+    return None if _page is None else _read(_page)
+
+
 @final
 @dataclass(frozen=True)
 class Pulse:
@@ -114,5 +131,9 @@ class PulseReader:
 
     def read(self) -> Pulse:
         """Return what the rank wrote last."""
-        step, at_s, waits, phase = _RECORD.unpack_from(self._page)
-        return Pulse(step, at_s, waits, phase.rstrip(b"\0").decode("utf-8", "replace"))
+        return _read(self._page)
+
+
+def _read(page: mmap.mmap) -> Pulse:
+    step, at_s, waits, phase = _RECORD.unpack_from(page)
+    return Pulse(step, at_s, waits, phase.rstrip(b"\0").decode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""Name the rank on another node that ended this one's job."""
+"""Name the rank that ended this one's job, where no supervisor sees them all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 
 from rankwise.errors import NodesLostError
 from rankwise.launchers._records import FailureRecord
-from rankwise.process_group.last_words import LastWords
+from rankwise.process_group.flight_recorder import write_flight_record
+from rankwise.process_group.last_words import LastWords, Roll
 from rankwise.ranks import RankInfo
 
 
@@ -16,19 +17,34 @@ def with_the_cause(
 ) -> tuple[BaseException, FailureRecord]:
     """Return what this rank raises and what it reports; on several nodes both may be another rank's.
 
-    A failure of this rank's own is left for the other nodes; one that echoes another's is looked up.
+    A failure of this rank's own is left for the other nodes; one that echoes another's is looked up. One that
+    waited in vain says where the others are.
     """
     record = FailureRecord.of_exception(ranks, error)
-    if last_words is None or not isinstance(error, Exception):
+    if not isinstance(error, Exception):
+        return error, record
+    if record.is_timeout and (path := write_flight_record(ranks.global_rank)):
+        note = f"the flight record of global_rank={ranks.global_rank} is {path}"
+        record = dataclasses.replace(record, notes=(note,))
+    if last_words is None or (last_words.is_one_node and not record.is_timeout):
         return error, record
     if not (record.is_consequence or record.is_timeout):
         last_words.say(record.to_json())
         return error, record
-    heard = last_words.hear(error)
-    if heard is None:
-        return error, record
+    return _looked_up(error, record, ranks, last_words)
+
+
+def _looked_up(
+    error: Exception, record: FailureRecord, ranks: RankInfo, last_words: LastWords
+) -> tuple[BaseException, FailureRecord]:
+    heard = last_words.hear(error, is_timeout=record.is_timeout)
     if isinstance(heard, NodesLostError):
         return heard, FailureRecord.of_exception(ranks, heard)
+    if isinstance(heard, Roll):
+        if not record.is_timeout:
+            return error, record
+        record = dataclasses.replace(record, missing=heard.missing, last_seen=heard.last_seen)
+        return record.to_error(last_words.began_s, (), ()), record
     # Each node has a clock of its own.
     first = dataclasses.replace(FailureRecord.from_json(heard), at_s=time.monotonic())
     return first.to_error(time.monotonic(), (), (record,)), first

@@ -23,7 +23,6 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
 from rankwise.launchers.script import ScriptLauncher, script_ranks
 from rankwise.process_group import check_backend, default_backend, gloo_on_interface, process_group
-from rankwise.process_group.last_words import LastWords
 from rankwise.process_group.pulse import beat
 from rankwise.ranks import RankInfo
 from rankwise.strategies._arguments import (
@@ -251,8 +250,7 @@ class DDPStrategy(ComparedCollectives):
             limits = {"timeout": self.timeout, "init_timeout": self.init_timeout}
             group = process_group(store, self.ranks, self.process_group_backend, self.root_device, **limits)
             places = self._job.enter_context(group)
-            if places and not self.ranks.is_one_node:
-                self.seat.last_words = LastWords(store, places, places[self.global_rank])
+            self._job.enter_context(self.seat.heard_by(places, self.init_timeout))
             self._job.enter_context(self.collectives_compared(store))
         beat("running")
         self._job.callback(self._drop_wrappers)

@@ -6,8 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from rankwise.errors import NodesLostError
-from rankwise.process_group.last_words import LastWords
+from rankwise.process_group.last_words import LastWords, Roll
 from rankwise.process_group.meeting import Place
+from rankwise.process_group.pulse import NO_FILE, beat, pulse_written_to
+from rankwise.process_group.whereabouts import Answer, Whereabouts
 
 PLACES = [Place(rank, rank % 2, rank // 2, 4, "ab"[rank // 2], 100 + rank) for rank in range(4)]
 ECHO = RuntimeError("Connection closed by peer")
@@ -25,7 +27,7 @@ def test_who_does_not_answer_is_named() -> None:
     """Where nobody says that it failed, those that do not answer the roll are lost, with their hosts."""
     store = dist.HashStore()
     for rank in (1, 3):
-        store.set(f"still/{rank}", "1")
+        store.set(f"still/{rank}", Answer.of_this_rank(PLACES[rank]))
     with pytest.raises(NodesLostError, match=r"global_rank 2 \(node 1, host 'b'") as caught:
         raise LastWords(store, PLACES, PLACES[0]).hear(ECHO)  # type: ignore[misc]  # an exception here
     assert len(caught.value.lost) == 1
@@ -43,3 +45,44 @@ def test_a_store_that_is_gone_means_the_other_node() -> None:
         heard = LastWords(Gone(), PLACES, mine).hear(ECHO)  # type: ignore[arg-type]  # no store any more
         assert isinstance(heard, NodesLostError)
         assert heard.lost == tuple(str(place) for place in others)
+
+
+def test_a_rank_that_is_late_says_where_it_is() -> None:
+    """After a timeout the ranks that are there answer: who does not wait is missing; where, and how long."""
+    store = dist.HashStore()
+    late = Whereabouts(store, lambda: store, PLACES[1], shows_stacks=False)
+    with pulse_written_to(NO_FILE):
+        beat("data loading", step=7)
+        late.start()
+        heard = LastWords(store, PLACES[:2], PLACES[0]).hear(ECHO, is_timeout=True)
+        late.close()
+    place = "global_rank 1 (node 0, host 'a', pid 101)"
+    assert heard == Roll((1,), (f"{place} was last in step 7, data loading, 0 s ago",), ())
+
+
+def test_a_rank_that_waits_too_is_not_missing() -> None:
+    """Who waits in a collective itself holds nobody up; who does not answer does."""
+    store = dist.HashStore()
+    with pulse_written_to(NO_FILE):
+        beat("backward", step=7, waits=True)
+        store.set("still/1", Answer.of_this_rank(PLACES[1]))
+    store.set("still/3", Answer.of_this_rank(PLACES[3]))
+    roll = LastWords(store, PLACES, PLACES[0]).hear(ECHO, is_timeout=True)
+    assert isinstance(roll, Roll)
+    assert (roll.missing, roll.lost) == ((2, 3), (PLACES[2],))
+    assert roll.last_seen[1] == f"{PLACES[2]} does not answer"
+
+
+def test_stacks_are_shown_on_request(capfd: pytest.CaptureFixture[str]) -> None:
+    """A timeout elsewhere makes a rank that no supervisor sees write its stacks; closing it does not."""
+    store = dist.HashStore()
+    asked = Whereabouts(store, lambda: store, PLACES[1], shows_stacks=True)
+    asked.start()
+    LastWords(store, PLACES[:2], PLACES[0]).hear(ECHO, is_timeout=True)
+    asked.close()
+    assert f"a collective timed out; stacks of {PLACES[1]}" in (text := capfd.readouterr().err)
+    assert "test_stacks_are_shown_on_request" in text
+    closed = Whereabouts(store, lambda: store, PLACES[2], shows_stacks=True)
+    closed.start()
+    closed.close()
+    assert capfd.readouterr().err == ""

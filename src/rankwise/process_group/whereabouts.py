@@ -1,0 +1,103 @@
+"""Where the ranks are that no supervisor sees: each says so through the store when one of them asks."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+from typing_extensions import final
+
+from rankwise.process_group.agreement import wait_long
+from rankwise.process_group.meeting import Place
+from rankwise.process_group.pulse import own_pulse
+
+__all__ = ["Answer", "Whereabouts"]
+
+_CLOSE_S = 1.0
+_CLOSED = "closed"
+_STDERR = 2
+
+
+@final
+class Answer:
+    """What one rank has said of itself: which it is, whether it waits for others, and where it is."""
+
+    def __init__(self, text: bytes) -> None:
+        self.waits, self.line = json.loads(text)
+
+    @staticmethod
+    def of_this_rank(mine: Place) -> str:
+        """Return the text that another rank makes an answer of."""
+        pulse = own_pulse()
+        seen = (
+            "is there" if pulse is None else f"was last in {pulse.where()}, {pulse.seconds_ago():.0f} s ago"
+        )
+        return json.dumps([pulse is not None and pulse.waits, f"{mine} {seen}"])
+
+
+@final
+class Whereabouts:
+    """This rank's part: a thread that waits in the store until somebody asks, and answers once.
+
+    Args:
+        store: the job's.
+        open_listener: opens the same store once more, where a thread that waits in it would hold up the
+            others; called in that thread.
+        mine: this rank's place.
+        shows_stacks: whether to write this rank's stacks too, when a collective has timed out.
+    """
+
+    def __init__(
+        self, store: dist.Store, open_listener: Callable[[], dist.Store], mine: Place, *, shows_stacks: bool
+    ) -> None:
+        self._store = store
+        self._open_listener = open_listener
+        self._mine = mine
+        self._shows_stacks = shows_stacks
+        self._thread = threading.Thread(target=self._listen, name="rankwise-whereabouts", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        try:
+            self._store.set(_question(self._mine.global_rank), _CLOSED)
+        except (RuntimeError, ValueError):
+            return  # a store whose host is gone: the thread has left, or will
+        self._thread.join(_CLOSE_S)
+
+    def _listen(self) -> None:
+        try:
+            store = self._open_listener()
+            wait_long(store, _question(self._mine.global_rank))
+            reason = store.get(_question(self._mine.global_rank)).decode()
+            if reason == _CLOSED:
+                return
+            store.set(answer_key(self._mine.global_rank), Answer.of_this_rank(self._mine))
+        except (RuntimeError, ValueError):
+            return  # the store is gone
+        if self._shows_stacks and reason:
+            sys.stderr.write(f"rankwise: {reason}; stacks of {self._mine}:\n")
+            sys.stderr.flush()
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+
+
+def ask_all(store: dist.Store, count: int, reason: str) -> None:
+    """Ask every rank where it is; with a reason, also for its stacks."""
+    for rank in range(count):
+        store.set(_question(rank), reason)
+
+
+def answer_key(rank: int) -> str:
+    """Return where a rank's answer is."""
+    return f"still/{rank}"
+
+
+def _question(rank: int) -> str:
+    return f"where/{rank}"
