@@ -30,6 +30,8 @@ def work(strategy, what):
     for step in range(0 if what == "end" else 100_000):
         if what == "raise" and step == 5 and strategy.global_rank == 3:
             raise ValueError("boom on purpose")
+        if what == "hang" and step == 5 and strategy.global_rank == 3:
+            time.sleep(60)
         strategy.all_reduce(own)
         time.sleep(0.05)
         if step == 5:
@@ -76,6 +78,17 @@ def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRun
         assert result.returncode == 1, results
         assert "Worker global_rank=3 (local_rank=1, node_rank=1" in result.stderr, results
         assert "raised ValueError: boom on purpose" in result.stderr, results
+
+
+def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:
+    """A rank that hangs on one node is named on the other too, with its host and what it does."""
+    results = [each.finish(timeout=110) for each in start(hosts, run_script, "fork", "hang")]
+    for result in results:
+        assert result.returncode == 1, results
+        assert "WorkerTimedOutError" in result.stderr, results
+        assert "waited too long for global_rank=3" in result.stderr, results
+        assert "global_rank 3 (node 1, host 'hostb', pid" in result.stderr, results
+        assert ") was last in running, " in result.stderr, results
 
 
 def test_a_cut_cable_ends_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:

@@ -200,7 +200,7 @@ LATE = """
 
 
 def test_a_timeout_says_where_the_others_are(run_script: ScriptRunner, tmp_path: Path) -> None:
-    """With no supervisor, ranks ask each other: step, phase and host, the stacks, and torch's flight record."""
+    """With no supervisor, ranks ask each other: step, phase, host, stacks, torch's flight record."""
     variables = {"TORCH_FR_BUFFER_SIZE": "50", "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "record")}
     waiting, late = _by_hand(run_script, with_tests(variables), LATE)
     assert waiting.returncode == late.returncode == 1
@@ -213,7 +213,5 @@ def test_a_timeout_says_where_the_others_are(run_script: ScriptRunner, tmp_path:
     assert "stacks of global_rank 1" in late.stderr
     assert "in __getitem__" in late.stderr.partition("stacks of global_rank 1")[2]
     assert f"the flight record of global_rank=0 is {tmp_path / 'record0'}" in waiting.stderr
-    names = {
-        entry["profiling_name"] for entry in pickle.loads((tmp_path / "record0").read_bytes())["entries"]
-    }
-    assert "gloo:broadcast" in names or "gloo:all_reduce" in names, names
+    recorded = pickle.loads((tmp_path / "record0").read_bytes())["entries"]
+    assert any(entry["profiling_name"].startswith("gloo:") for entry in recorded), recorded

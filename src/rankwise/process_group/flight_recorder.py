@@ -17,8 +17,8 @@ _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 def write_flight_record(global_rank: int) -> str:
     """Write what torch has recorded to a file as `torchfrtrace` reads it; return its path.
 
-    With NCCL torch does so itself. An empty text: nothing is recorded, or this torch cannot say it (before
-    2.10 gloo's collectives were not).
+    With NCCL torch writes the same by itself. An empty text: nothing is recorded, or this torch cannot say
+    it (older ones do not record gloo's collectives).
 
     Mutates: the file `<prefix><global rank>`, with the prefix that torch's own variables name.
     """

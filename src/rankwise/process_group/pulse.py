@@ -72,7 +72,10 @@ def beat(phase: str, *, step: int | None = None, waits: bool = False) -> None:
 
 @contextmanager
 def waiting_in(phase: str) -> Iterator[None]:
-    """Say that this rank waits for others in the block; after it, does what it did before."""
+    """Say that this rank waits for others in the block; after it, does what it did before.
+
+    Where the block fails as torch does when others do not come, this rank goes on being seen there.
+    """
     if _page is None:
         yield
         return
@@ -80,8 +83,12 @@ def waiting_in(phase: str) -> Iterator[None]:
     beat(phase, waits=True)
     try:
         yield
-    finally:
+    except RuntimeError:
+        raise
+    except BaseException:
         beat(before, step=step, waits=waits)
+        raise
+    beat(before, step=step, waits=waits)
 
 
 def own_pulse() -> Pulse | None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rankwise.errors import NodesLostError
 from rankwise.process_group.last_words import LastWords, Roll
 from rankwise.process_group.meeting import Place
-from rankwise.process_group.pulse import NO_FILE, beat, pulse_written_to
+from rankwise.process_group.pulse import NO_FILE, beat, own_pulse, pulse_written_to, waiting_in
 from rankwise.process_group.whereabouts import Answer, Whereabouts
 
 PLACES = [Place(rank, rank % 2, rank // 2, 4, "ab"[rank // 2], 100 + rank) for rank in range(4)]
@@ -71,6 +71,18 @@ def test_a_rank_that_waits_too_is_not_missing() -> None:
     assert isinstance(roll, Roll)
     assert (roll.missing, roll.lost) == ((2, 3), (PLACES[2],))
     assert roll.last_seen[1] == f"{PLACES[2]} does not answer"
+
+
+def test_a_collective_that_failed_is_where_a_rank_was() -> None:
+    """Ranks that time out together see each other in the collective still; any other error ends it."""
+    with pulse_written_to(NO_FILE):
+        for error, seen in ((ValueError(), ("running", False)), (RuntimeError(), ("barrier", True))):
+            beat("running")
+            with pytest.raises(type(error)), waiting_in("barrier"):
+                raise error
+            pulse = own_pulse()
+            assert pulse is not None
+            assert (pulse.phase, pulse.waits) == seen
 
 
 def test_stacks_are_shown_on_request(capfd: pytest.CaptureFixture[str]) -> None:
