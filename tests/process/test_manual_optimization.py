@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import DDPStrategy, TrainingModule
@@ -137,16 +138,41 @@ def test_a_rank_that_has_run_out_takes_part() -> None:
 
 
 class Hooked(DDPStrategy):
-    """Has a communication hook."""
+    """Registers a communication hook with its wrapper, by torch's own means."""
+
+    hook: Any = staticmethod(fp16_compress_hook)
+    state: Any = None
 
     def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
         wrapper = super().configure_ddp(module, device_ids)
-        wrapper.register_comm_hook(None, fp16_compress_hook)
+        wrapper.register_comm_hook(self.state, self.hook)
         return wrapper
 
 
-def test_hooks_are_refused() -> None:
-    """A communication hook would never run, which is said instead of training without it."""
-    trainer = quiet_trainer(Hooked(start_method="fork"), 2, max_epochs=1)
-    with pytest.raises(WorkerRaisedError, match="communication hook would never run"):
+class Remembering(Hooked):
+    """Its hook keeps what it could not send."""
+
+    hook = staticmethod(powerSGD_hook)
+
+    def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
+        self.state = PowerSGDState(None)
+        return super().configure_ddp(module, device_ids)
+
+
+def test_a_hook_averages() -> None:
+    """A communication hook is what gradients go through: both ranks have the same, rounded as it does."""
+    exact, rounded = Gan(), Gan()
+    quiet_trainer(ddp("fork"), 2, max_epochs=1).fit(exact, loader(40, 4))
+    quiet_trainer(Hooked(start_method="fork"), 2, max_epochs=1).fit(rounded, loader(40, 4))
+    assert rounded.differences.item() == 0
+    pairs = [*zip(rounded.discriminator.parameters(), exact.discriminator.parameters(), strict=True)]
+    assert not all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-2)
+
+
+def test_a_hook_that_remembers_is_refused() -> None:
+    """One that keeps gradients from step to step has no steps here; that is said before it goes wrong."""
+    trainer = quiet_trainer(Remembering(start_method="fork"), 2, max_epochs=1)
+    with pytest.raises(WorkerRaisedError, match="PowerSGDState cannot be used in manual optimisation"):
         trainer.fit(Gan(), loader(8, 4))

@@ -13,7 +13,14 @@ from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
 
-__all__ = ["BUCKET_BYTES", "mean_over_ranks", "reduce_gradients"]
+__all__ = [
+    "BUCKET_BYTES",
+    "buckets_of",
+    "keep_means",
+    "mean_over_ranks",
+    "reduce_gradients",
+    "trained_among",
+]
 
 BUCKET_BYTES = 32 * 2**20
 _EXACT = (torch.float32, torch.float64)
@@ -46,9 +53,7 @@ def reduce_gradients(
     Raises:
         ConfigurationError: for sparse gradients.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    _refuse_sparse(trained)
-    buckets = list(_buckets(trained, bucket_bytes))
+    buckets = list(buckets_of(trained_among(parameters), bucket_bytes))
     # A weight travels with the first bucket, or alone where that one's numbers are too coarse for it.
     lends_room = bool(buckets) and buckets[0][0].dtype in _EXACT
     works: list[tuple[_Bucket, Any]] = []
@@ -102,19 +107,24 @@ class _Bucket:
         """Give each parameter its part, creating the gradients that only other ranks had."""
         sizes = [member.numel() for member in self.members]
         *means, flags = self.flat.split([*sizes, self.flat.numel() - sum(sizes)])
-        targets, sources = [], []
-        for member, mean, flag in zip(self.members, means, flags.tolist(), strict=False):
-            if flag == 0:
-                continue
-            if member.grad is None:
-                member.grad = torch.empty_like(member)
-            targets.append(member.grad)
-            sources.append(mean.view(member.shape))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        keep_means(self.members, means, flags.tolist())
 
 
-def _buckets(trained: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+def keep_means(members: Sequence[Tensor], means: Sequence[Tensor], exist: Sequence[float]) -> None:
+    """Give each parameter its flat mean, where a number other than 0 says that any rank has a gradient."""
+    targets, sources = [], []
+    for member, mean, flag in zip(members, means, exist, strict=False):
+        if flag == 0:
+            continue
+        if member.grad is None:
+            member.grad = torch.empty_like(member)
+        targets.append(member.grad)
+        sources.append(mean.view(member.shape))
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def buckets_of(trained: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
     """Yield parameters of one dtype and device together, in an order that is the same on every rank."""
     open_buckets: dict[tuple[torch.dtype, str], list[Tensor]] = {}
     sizes: dict[tuple[torch.dtype, str], int] = {}
@@ -130,7 +140,13 @@ def _buckets(trained: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tens
     yield from open_buckets.values()
 
 
-def _refuse_sparse(trained: Sequence[Tensor]) -> None:
+def trained_among(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return those that require a gradient.
+
+    Raises:
+        ConfigurationError: for sparse gradients.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise ConfigurationError(
@@ -138,3 +154,4 @@ def _refuse_sparse(trained: Sequence[Tensor]) -> None:
                 facts=f"a parameter of shape {tuple(parameter.shape)} has one.",
                 remedy='use nn.Embedding(sparse=False), or sync_mode="single_auto_sync".',
             )
+    return trained

@@ -93,6 +93,11 @@ class CommHook:
         return self.name in ("post_localsgd", "post_localsgd_hook")
 
     @property
+    def remembers(self) -> bool:
+        """Whether the hook keeps gradients, or models, from step to step."""
+        return self.is_local_sgd or "powersgd" in self.name.lower()
+
+    @property
     def first_local_step(self) -> int:
         """Under post-local SGD, after how many steps gradients are no longer averaged over all ranks."""
         given = getattr(self.state, "start_localSGD_iter", None)

@@ -51,15 +51,21 @@ class ManualModule:
         """
         return _one_or_all([config.scheduler for config in self.trainer.lr_scheduler_configs])
 
-    def manual_backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients of `loss` and average them over the ranks; `options` are `Tensor.backward`'s.
+    def manual_backward(self, loss: Tensor, weight: float | Tensor | None = None, **options: Any) -> None:
+        """Compute gradients of `loss`, and average them over the ranks.
 
         Collective: every rank must call this, equally often.
 
+        Args:
+            loss: a mean, over tokens for example.
+            weight: with `gradient_weighting="logged"`, over how many it is the mean; it may be 0.
+            options: `Tensor.backward`'s.
+
         Raises:
             LifecycleError: outside of manual optimisation.
+            ConfigurationError: when a weight is missing, or cannot be used.
         """
-        self._manual.backward(loss, **options)
+        self._manual.backward(loss, weight, **options)
 
     def no_backward_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Return a block in which `manual_backward` leaves gradients as they are on this rank.

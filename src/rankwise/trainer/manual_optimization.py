@@ -14,8 +14,11 @@ from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
+from rankwise.gradient_sync.hook_buckets import OwnHook
+from rankwise.gradient_sync.weights import divide
 from rankwise.trainer.nonfinite import NonFiniteGuard
 from rankwise.trainer.shadow_gradients import without_new_gradients
+from rankwise.trainer.weighting import BatchWeighting
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -36,11 +39,10 @@ def check_manual(trainer: Trainer, module: TrainingModule) -> None:
     if module.automatic_optimization:
         return
     name = type(module).__name__
+    gradients = trainer.strategy.gradients
     for argument, is_set, remedy in (
         ("accumulate_grad_batches", trainer.accumulate_grad_batches != 1, "step in every n-th training_step"),
         ("gradient_clip_val", bool(trainer.gradient_clip_val), "self.clip_gradients(optimizer, value)"),
-        ("gradient_weighting", trainer.strategy.gradient_weighting is not None, "weight the loss"),
-        ("comm_hook", trainer.strategy.gradients.hook is not None, "gradients are averaged without it"),
     ):
         if is_set:
             raise ConfigurationError(
@@ -48,6 +50,13 @@ def check_manual(trainer: Trainer, module: TrainingModule) -> None:
                 facts=f"{name}.automatic_optimization is False.",
                 remedy=f"leave it out; in training_step: {remedy}.",
             )
+    if gradients.hook is not None and (gradients.hook.remembers or gradients.weighting == "logged"):
+        raise ConfigurationError(
+            message=f"comm_hook {gradients.hook.name!r} cannot be used here: {name} optimises manually.",
+            facts="there it may not remember gradients from step to step, nor carry logged weights; "
+            f"gradient_weighting={gradients.weighting!r}.",
+            remedy='comm_hook="fp16_compress" or "bf16_compress", with gradient_weighting="samples" or None.',
+        )
 
 
 @final
@@ -56,7 +65,9 @@ class ManualOptimization:
 
     Backward passes run within the wrapper's forward pass, any number of them, each over a part of the
     parameters: nothing that DDP's own reduction is made for. So DDP is held back, and after each backward
-    pass the gradients are averaged here, in few large buckets.
+    pass the gradients are averaged here, in few large buckets, through the wrapper's communication hook if
+    it has one. Each `training_step` is a window of its own to `gradient_weighting="samples"`, and each
+    backward pass to `"logged"`.
 
     Args:
         trainer: keeps progress.
@@ -68,18 +79,19 @@ class ManualOptimization:
         has_stepped: always False: the module steps its schedulers itself.
 
     Raises:
-        ConfigurationError: when the wrapper has a communication hook, which would never run.
+        ConfigurationError: when the wrapper has a communication hook that cannot be used.
     """
 
     has_stepped = False
 
     def __init__(self, trainer: Trainer, module: TrainingModule, wrapped: nn.Module, turns: Turns) -> None:
-        _refuse_hooks(wrapped)
+        self._hook = OwnHook.of(wrapped)
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._module = module
         self._wrapped = wrapped
         self._turns = turns
+        self._weighting = BatchWeighting(trainer, module, turns)
         self._weight = 1.0
         self._guard = NonFiniteGuard(trainer, wrapped)
         ignored: set[str] = getattr(wrapped, "parameters_to_ignore", set())
@@ -91,7 +103,8 @@ class ManualOptimization:
         trainer.running_manual_optimization = self
 
     def begin_epoch(self) -> None:
-        """Prepare for an epoch: there is nothing to prepare."""
+        """Prepare for an epoch, before its first batch is read."""
+        self._weighting.begin_epoch()
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Return what `training_step` did.
@@ -102,7 +115,7 @@ class ManualOptimization:
             # DDP averages nothing here, but it shall keep buffers the same, which it does before a
             # forward pass that follows one with averaging.
             self._wrapped.require_forward_param_sync = True
-        self._weight = self._turns.weight(batch_idx, batch_idx + 1)
+        self._weight = self._weighting.factor(batch_idx)
         strategy = self._strategy
         held_back = strategy.no_backward_sync(self._wrapped)
         with self._turns.untouched(), held_back, strategy.precision.forward_context():
@@ -110,27 +123,70 @@ class ManualOptimization:
 
     # ------------------------------------------------------------------ what the module calls
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, **options: Any) -> None:
         """Compute gradients, and average them over the ranks unless that is blocked.
 
         Collective: every rank must call this, unless it is blocked.
+
+        Raises:
+            ConfigurationError: when a weight is missing, or cannot be used.
         """
         self._module.on_before_backward(loss)
-        # The weight is 1, but where ranks have run out of batches.
-        is_shadow = self._turns.is_shadow
-        with without_new_gradients(self._parameters) if is_shadow else nullcontext():
-            self._strategy.backward(self._guard.mark(loss * self._weight), **options)
-        if self._is_blocked:
-            self._has_local_gradients = True
-        else:
-            self._average()
+        weighted = self._guard.mark(self._weighted(loss, weight))
+        with self._earlier_set_aside() if weight is not None else nullcontext():
+            with without_new_gradients(self._parameters) if self._turns.is_shadow else nullcontext():
+                self._strategy.backward(weighted, **options)
+            if self._is_blocked:
+                self._has_local_gradients = True
+            else:
+                self._average()
         self._module.on_after_backward()
+
+    def _weighted(self, loss: Tensor, weight: float | Tensor | None) -> Tensor:
+        """Return what to compute gradients of: the loss by what its batch counts."""
+        is_logged = self._strategy.gradient_weighting == "logged"
+        if is_logged and (weight is None or self._is_blocked):
+            what = "has no weight" if weight is None else "has a weight, but is not averaged: it is blocked"
+            raise ConfigurationError(
+                message=f'gradient_weighting="logged", but a backward pass {what}.',
+                facts=f"global_rank={self._strategy.global_rank}; the others wait.",
+                remedy="self.manual_backward(loss, weight=n), outside of self.no_backward_sync().",
+            )
+        if is_logged and weight is not None:
+            return self._strategy.weighted_loss(loss, 0.0 if self._turns.is_shadow else weight)
+        if weight is not None:
+            raise ConfigurationError(
+                message="manual_backward got a weight, but gradients are not weighted by it.",
+                facts=f"gradient_weighting={self._strategy.gradient_weighting!r}.",
+                remedy='DDPStrategy(gradient_weighting="logged").',
+            )
+        scaled: Tensor = loss * self._weight
+        return scaled
+
+    @contextmanager
+    def _earlier_set_aside(self) -> Iterator[None]:
+        """Keep gradients that are averaged and weighted already apart from those of the block."""
+        earlier = [(parameter, parameter.grad) for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        yield
+        for parameter, gradient in earlier:
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _average(self) -> None:
         self._has_local_gradients = False
         group = self._strategy.data_parallel_group
+        weights = self._strategy.gradients.weights
+        mean = None if weights is None else weights.take()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            reduce_gradients(self._parameters, group)
+            if self._hook is not None:
+                self._hook.reduce(self._parameters, group)
+            else:
+                mean = reduce_gradients(self._parameters, group, weight=mean)
+        if weights is not None and mean is not None:
+            divide(self._parameters, mean)
+            weights.close()
 
     @contextmanager
     def blocked(self, enabled: bool = True) -> Iterator[None]:
@@ -238,13 +294,3 @@ class ManualOptimizer:
 
     def __repr__(self) -> str:
         return f"ManualOptimizer({self.optimizer!r})"
-
-
-def _refuse_hooks(wrapped: nn.Module) -> None:
-    if isinstance(wrapped, DistributedDataParallel) and wrapped._comm_hooks:
-        hook: Any = wrapped._comm_hooks[0][0]
-        raise ConfigurationError(
-            message="A communication hook would never run: manual optimisation averages gradients itself.",
-            facts=f"the wrapper has {getattr(hook, '__name__', hook)!r}.",
-            remedy="leave out the hook, or automatic_optimization = False.",
-        )

@@ -87,15 +87,17 @@ class BatchWeighting:
         return logged if returned is None else returned
 
     def _scaled_by_size(self, loss: Tensor, batch_idx: int) -> Tensor:
-        """Return the loss by what it counts in its window; DDP then divides by the number of ranks."""
+        scaled: Tensor = loss * self.factor(batch_idx)
+        return scaled
+
+    def factor(self, batch_idx: int) -> float:
+        """Return what a batch counts in its window; DDP then divides by the number of ranks."""
         window = self._trainer.accumulate_grad_batches
         first = batch_idx - batch_idx % window
         beyond = int(min(first + window, self._turns.num_batches))
         if self._sizes is None:
-            alike: Tensor = loss * self._turns.weight(first, beyond)
-            return alike
+            return self._turns.weight(first, beyond)
         sizes = self._sizes
         total = sizes.total(first, self._turns.beyond(beyond, sizes.num_replicas))
         own = 0 if self._turns.is_shadow else sizes.own(batch_idx)
-        scaled: Tensor = loss * (own * sizes.num_replicas / total)
-        return scaled
+        return own * sizes.num_replicas / total

@@ -1,0 +1,158 @@
+"""How manual optimisation averages gradients on several ranks, here threads: weighted, and through hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.errors import ConfigurationError
+from tests.helpers.exactness import Case, Model, expected_weights, loader, weights
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.process.training_tasks import quiet_trainer
+
+# Batches of 4 and 2 samples on rank 0, of 4 and 1 on rank 1; then rank 1 repeats its last one.
+UNEVEN = Case(2, 11, 4, 1, uneven_inputs="join")
+SHADOWED = Case(3, 7, 1, 1, uneven_inputs="join", optimizer="adam")
+
+
+class Manual(Model):
+    """Takes its steps itself, in as many backward passes as there are parts."""
+
+    parts: tuple[float, ...] = (1.0,)
+    toggles = False
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]  # steps by itself
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for part in self.parts:
+            self.manual_backward(self.loss(batch[0]) * part, **self.weight_of(batch[0]))
+        self.trainer.strategy.precision.clip_gradients_norm(optimizer.optimizer, 1e9)
+        optimizer.step()
+
+    def weight_of(self, samples: Tensor) -> dict[str, Any]:
+        """Return what `manual_backward` is told."""
+        return {"weight": len(samples)} if self.case.weighting == "logged" else {}
+
+
+class InParts(Manual):
+    """Adds a second backward pass to the averaged gradients of the first."""
+
+    parts = (0.25, 0.75)
+
+
+def train(case: Case, kind: Callable[[Case], Model], **options: Any) -> list[Tensor]:
+    """Fit on threads; return each rank's weights."""
+    modules = [kind(case) for _ in range(case.world_size)]
+    data = loader(case)
+
+    def fit(rank: int) -> Tensor:
+        strategy = ThreadedStrategy(rank, case.world_size, **{**case.strategy_options, **options})
+        quiet_trainer(strategy, case.world_size, **case.trainer_options).fit(modules[rank], data)
+        return weights(modules[rank])
+
+    return run_ranks(case.world_size, fit)
+
+
+@pytest.mark.parametrize("kind", [Manual, InParts])
+@pytest.mark.parametrize("weighting", ["samples", "logged"])
+@pytest.mark.parametrize("case", [UNEVEN, SHADOWED])
+def test_weights(case: Case, weighting: str, kind: type[Manual]) -> None:
+    """Batches of other sizes and numbers on each rank, in one backward pass or two: one process's weights."""
+    case = Case(**{**vars(case), "weighting": weighting})
+    expected = expected_weights(case)
+    for mine in train(case, kind):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+def test_one_process_alone() -> None:
+    """A weight is divided by itself where there is nobody else."""
+    case = Case(1, 5, 2, 1, weighting="logged")
+    [mine] = train(case, Manual)
+    torch.testing.assert_close(mine, expected_weights(case), rtol=0, atol=1e-12)
+
+
+class Blocked(Manual):
+    """Does not average its first backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]  # steps by itself
+        with self.no_backward_sync():
+            self.manual_backward(self.loss(batch[0]), **self.weight_of(batch[0]))
+
+
+class Unweighted(Manual):
+    """Says no weight."""
+
+    def weight_of(self, samples: Tensor) -> dict[str, Any]:
+        return {}
+
+
+class Unasked(Manual):
+    """Says a weight that nobody wants."""
+
+    def weight_of(self, samples: Tensor) -> dict[str, Any]:
+        return {"weight": 1}
+
+
+@pytest.mark.parametrize(
+    ("weighting", "kind", "words"),
+    [
+        ("logged", Blocked, "it is blocked"),
+        ("logged", Unweighted, "has no weight"),
+        ("samples", Unasked, "not weighted by it"),
+    ],
+)
+def test_weights_that_cannot_be(weighting: str, kind: type[Manual], words: str) -> None:
+    """A weight that is missing, one that would be averaged with none, and one that nobody asked for."""
+    with pytest.raises(ConfigurationError, match=words):
+        train(Case(2, 8, 2, 1, weighting=weighting), kind)
+
+
+EVEN = Case(2, 8, 2, 1)
+
+
+def test_a_hook_of_ones_own_gets_buckets() -> None:
+    """It is given what torch's buckets have, and its future is waited for."""
+    seen: list[dict[str, Any]] = []
+
+    def hook(state: list[Any], bucket: Any) -> torch.futures.Future[Tensor]:
+        gradients, parameters = bucket.gradients(), bucket.parameters()
+        fits = [gradient.shape == other.shape for gradient, other in zip(gradients, parameters, strict=True)]
+        state.append({"index": bucket.index(), "is_last": bucket.is_last(), "fits": all(fits)})
+        bucket.set_buffer(bucket.buffer() / 2)
+        work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+        future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return future
+
+    expected = expected_weights(EVEN)
+    found = train(EVEN, Manual, gradient_weighting=None, comm_hook=hook, comm_state=seen)
+    for mine in found:
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    assert seen
+    assert all(each == {"index": 0, "is_last": True, "fits": True} for each in seen)
+
+
+@pytest.mark.parametrize(
+    ("options", "atol"),
+    [
+        ({"comm_hook": "allreduce"}, 1e-12),
+        ({"comm_hook": "fp16_compress"}, 1e-2),
+        ({"comm_hook": "bf16_compress"}, 5e-2),
+        ({"comm_hook": "allreduce", "comm_wrapper": "fp16"}, 1e-2),
+    ],
+)
+def test_named_hooks(options: dict[str, Any], atol: float) -> None:
+    """All ranks have the same weights, as exact as the hook is; with samples weighted, too."""
+    expected = expected_weights(UNEVEN)
+    found = train(UNEVEN, Manual, **options)
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=atol)
+    assert atol < 1e-9 or not torch.allclose(found[0], expected, rtol=0, atol=1e-9)
