@@ -194,6 +194,8 @@ class UnknownStrategyError(UnknownNameError, KeyError):
         return f"registered names are {_listed(sorted(self.known))}."
 
     def fix(self) -> str:
+        if self.remedy:
+            return self.remedy
         suggestion = nearest(self.name, self.known) or "ddp"
         return (
             f'Trainer(strategy="{suggestion}"), or register your own with '
@@ -234,14 +236,14 @@ class InvalidTypeError(RankwiseError, TypeError):
 
 @dataclass(eq=False, repr=False)
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """A keyword that `target` does not take."""
+    """A keyword that `target` does not take; with a `remedy`, which is then known, nothing is suggested."""
 
     target: str = ""
     name: str = ""
     known: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        suggestion = nearest(self.name, self.known)
+        suggestion = None if self.remedy else nearest(self.name, self.known)
         question = f" Did you mean {suggestion!r}?" if suggestion else ""
         return f"{self.target} takes no argument {self.name!r}.{question}"
 

@@ -24,6 +24,27 @@ __all__ = ["RegisteredStrategy", "StrategyRegistry"]
 
 StrategyClass = TypeVar("StrategyClass", bound=type[Strategy])
 _ENTRY_POINTS = "rankwise.strategies"
+# Names that Lightning has, or had, and what comes near.
+_PER_DEVICE = 'Trainer(strategy="ddp"): a process for each device, instead of threads in one.'
+_WHOLE_MODEL = (
+    'Trainer(strategy="ddp") keeps the whole model on each device; torch\'s ZeroRedundancyOptimizer, from '
+    "configure_optimizers, shards the optimizer's state."
+)
+_ELSEWHERE = {
+    "dp": _PER_DEVICE,
+    "ddp2": _PER_DEVICE,
+    "ddp_cpu": 'Trainer(strategy="ddp", accelerator="cpu", devices=...).',
+    "horovod": 'Trainer(strategy="ddp"), started by mpirun or torchrun if you like.',
+    "fsdp": _WHOLE_MODEL,
+    "fsdp2": _WHOLE_MODEL,
+    "fsdp_native": _WHOLE_MODEL,
+    "deepspeed": _WHOLE_MODEL,
+    "ddp_sharded": _WHOLE_MODEL,
+    "ddp_sharded_spawn": _WHOLE_MODEL,
+    "single_tpu": 'Trainer(strategy="auto"): rankwise trains on CPUs and CUDA devices.',
+    "tpu_spawn": 'Trainer(strategy="auto"): rankwise trains on CPUs and CUDA devices.',
+    "xla": 'Trainer(strategy="auto"): rankwise trains on CPUs and CUDA devices.',
+}
 _DECORATED: Any = object()  # no class was given: the one that is decorated is meant
 
 
@@ -143,7 +164,9 @@ class _Registry:
             return self._entries[name.lower()]
         for point in entry_points(group=_ENTRY_POINTS, name=name):
             return RegisteredStrategy(_check_class(point.load()), f"from {point.value}")
-        raise UnknownStrategyError(name=name, known=tuple(self))
+        raise UnknownStrategyError(
+            name=name, known=tuple(self), remedy=_ELSEWHERE.get(name.lower().partition("_stage")[0], "")
+        )
 
     def _decorator(
         self, name: str, description: str, override: bool, init_params: Mapping[str, Any]

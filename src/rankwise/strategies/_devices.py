@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
 from rankwise.strategies._arguments import check_choice
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
+_STRATEGIES = ("ddp", "ddp_spawn", "ddp_cpu", "ddp2", "dp", "horovod")  # accelerators in Lightning before 1.5
 _EXPECTED = 'a number of devices from 1 up, "auto" (or -1: all), or a list of different device indices'
 
 
@@ -20,6 +21,13 @@ def device_type(accelerator: object) -> str:
         UnknownNameError: for an accelerator that is not known.
         ConfigurationError: when it is not there.
     """
+    if accelerator in _STRATEGIES:
+        raise UnknownNameError(
+            kind="accelerator",
+            name=str(accelerator),
+            known=ACCELERATORS,
+            remedy='a strategy is meant: Trainer(strategy="ddp").',
+        )
     wanted = check_choice("accelerator", accelerator, ACCELERATORS)
     has_cuda = torch.cuda.device_count() > 0
     if wanted == "auto":

@@ -14,6 +14,7 @@ from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleErr
 from rankwise.trainer import arguments
 from rankwise.trainer.checkpoints import find_checkpoint, make_checkpoint
 from rankwise.trainer.facts import TrainerFacts
+from rankwise.trainer.keywords import with_known_keywords
 from rankwise.trainer.loaders import check_loaders
 from rankwise.trainer.manual_optimization import check_manual
 from rankwise.trainer.module import TrainingModule
@@ -91,11 +92,13 @@ class Trainer(TrainerFacts):
         should_stop: set it, on one rank or on several, to end training on all after the same optimizer step.
 
     Raises:
+        UnknownArgumentError: for a keyword that there is not; says what another system's is called here.
         InvalidArgumentError, InvalidTypeError, UnknownNameError, ConfigurationError: for wrong arguments.
         WorldSizeMismatchError: when other processes exist than were asked for.
         MissingExtraError: when a progress bar is asked for and tqdm is not installed.
     """
 
+    @with_known_keywords
     def __init__(
         self,
         *,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import rankwise.callbacks
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.environments import LocalEnvironment
@@ -14,12 +17,15 @@ from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
     InvalidTypeError,
+    UnknownArgumentError,
     UnknownNameError,
     UnknownStrategyError,
 )
 from rankwise.loggers import CSVLogger
 from rankwise.precision import Precision
 from rankwise.strategies import DDPSpawnStrategy, SingleDeviceStrategy
+from rankwise.trainer import Trainer
+from rankwise.trainer.keywords import _ELSEWHERE
 from tests.unit.trainer.helpers import trainer
 
 
@@ -157,3 +163,84 @@ def test_limits_can_be_raised(tmp_path: Path) -> None:
     train.max_epochs, train.max_steps = 5, 10
     with pytest.raises(InvalidArgumentError, match="max_epochs=-3"):
         train.max_epochs = -3
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_epoch", "max_epochs"),
+        ("stategy", "strategy"),
+        ("enable_progressbar", "enable_progress_bar"),
+        ("acumulate_grad_batches", "accumulate_grad_batches"),
+    ],
+)
+def test_a_misspelt_keyword(tmp_path: Path, name: str, meant: str) -> None:
+    """The nearest right one is suggested, and all are listed; it is a TypeError, as Python's own."""
+    with pytest.raises(UnknownArgumentError) as caught:
+        trainer(tmp_path, **{name: 1})
+    assert isinstance(caught.value, TypeError)
+    assert str(caught.value).startswith(f"Trainer takes no argument {name!r}. Did you mean {meant!r}?")
+    assert "'limit_train_batches'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"gpus": 2}, 'Trainer(accelerator="gpu", devices=2).'),
+        ({"num_processes": 3}, "Trainer(devices=3)."),
+        ({"replace_sampler_ddp": False}, "Trainer(use_distributed_sampler=False)."),
+        ({"resume_from_checkpoint": "a.ckpt"}, "trainer.fit(model, ckpt_path='a.ckpt')."),
+        ({"amp_backend": "native"}, 'Trainer(precision="16-mixed"); for Apex O2: "16-master".'),
+        ({"find_unused_parameters": True}, "Trainer(strategy=DDPStrategy(find_unused_parameters=True))."),
+        ({"timeout": 60}, "Trainer(strategy=DDPStrategy(timeout=60))."),
+        ({"check_collectives": True}, "Trainer(strategy=DDPStrategy(check_collectives=True))."),
+    ],
+)
+def test_a_keyword_of_another_system(tmp_path: Path, options: dict[str, Any], remedy: str) -> None:
+    """What is written here instead is said, and nothing that only sounds alike."""
+    with pytest.raises(UnknownArgumentError) as caught:
+        trainer(tmp_path, **options)
+    assert str(caught.value).endswith(remedy)
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_remedies_are_true() -> None:
+    """What the table of other systems' keywords says to write is there to be written."""
+    known = set(inspect.signature(Trainer).parameters)
+    for name, remedy in _ELSEWHERE.items():
+        text = remedy.format(value=None)
+        assert name not in known
+        for words in re.findall(r"Trainer\((.*?)\)(?:[.;,]|$)", text):
+            outer = re.sub(r"\(.*\)|\[.*\]", "", words)
+            assert set(re.findall(r"(\w+)=", outer)) <= known, name
+        for cls in re.findall(r"(\w+)\(\w+=", text):
+            owner = getattr(rankwise, cls, None) or getattr(rankwise.callbacks, cls)
+            keywords = re.findall(rf"{cls}\((\w+)=", text)
+            assert set(keywords) <= set(inspect.signature(owner).parameters), name
+
+
+def test_the_signature_stays() -> None:
+    """Editors and type checkers see the keywords themselves."""
+    parameters = inspect.signature(Trainer).parameters
+    assert "max_epochs" in parameters
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"strategy": "dp"}, 'Trainer(strategy="ddp"): a process for each device'),
+        ({"strategy": "ddp_cpu"}, 'Trainer(strategy="ddp", accelerator="cpu", devices=...).'),
+        ({"strategy": "fsdp"}, "ZeroRedundancyOptimizer"),
+        ({"strategy": "deepspeed_stage_2"}, "ZeroRedundancyOptimizer"),
+        (
+            {"strategy": "single_device", "accelerator": "ddp"},
+            'a strategy is meant: Trainer(strategy="ddp").',
+        ),
+    ],
+)
+def test_names_that_other_systems_have(tmp_path: Path, options: dict[str, Any], remedy: str) -> None:
+    """Of strategies and accelerators that there are not here it is said what comes near."""
+    with pytest.raises(UnknownNameError) as caught:
+        trainer(tmp_path, **options)
+    assert remedy in str(caught.value)
