@@ -18,10 +18,7 @@ def port_of_job(ids: Sequence[str]) -> int:
     """
     number = 0
     for text in ids:
-        is_plain = text.isascii() and text.isdecimal()
-        number = number * _STEPS + (
-            int(text[-18:]) if is_plain else zlib.crc32(text.encode("utf-8", "replace"))
-        )
+        number = number * _STEPS + _as_number(text)
     return _FIRST + number % _COUNT
 
 

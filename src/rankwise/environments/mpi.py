@@ -14,7 +14,7 @@ from typing_extensions import final
 from rankwise.environments._port import port_of_job
 from rankwise.environments._route import address_toward
 from rankwise.environments.base import ClusterEnvironment
-from rankwise.errors import MissingExtraError
+from rankwise.errors import ConfigurationError, MissingExtraError
 
 __all__ = ["MPIEnvironment"]
 
@@ -67,6 +67,7 @@ class MPIEnvironment(ClusterEnvironment):
 
         Raises:
             MissingExtraError: when mpi4py is needed and is not there.
+            ConfigurationError: when it is there but finds no library of MPI.
             EnvironmentVariableError: when it belongs to another MPI than the one that started the job.
         """
         if self._values.has("MASTER_ADDR"):
@@ -110,11 +111,16 @@ def _set(table: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
 def _world_of_mpi4py() -> Any:
     try:
         from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]  # an optional extra
-    except ImportError:
+    except ModuleNotFoundError:
         raise MissingExtraError(
             package="mpi4py",
             extra="mpi",
             purpose="finding rank 0's node under MPI (or else setting MASTER_ADDR and MASTER_PORT)",
+        ) from None
+    except (ImportError, RuntimeError) as error:
+        raise ConfigurationError(
+            message=f"mpi4py, which would say where rank 0 is, cannot be loaded: {error}.",
+            remedy="set MASTER_ADDR and MASTER_PORT, or install mpi4py for the MPI that started this job.",
         ) from None
     return MPI.COMM_WORLD
 

@@ -112,6 +112,7 @@ def jsrun(rank: int = 1, size: int = 2, local_size: int | None = None) -> Variab
     on_node = size if local_size is None else local_size
     return {
         **bsub(),
+        "JSM_NAMESPACE_ID": "1",
         "JSM_NAMESPACE_RANK": str(rank),
         "JSM_NAMESPACE_SIZE": str(size),
         "JSM_NAMESPACE_LOCAL_RANK": str(rank % on_node),
@@ -122,21 +123,32 @@ def jsrun(rank: int = 1, size: int = 2, local_size: int | None = None) -> Variab
 
 def bsub() -> Variables:
     """The script of a job of LSF."""
-    return {"LSB_JOBID": "77", "LSB_JOBINDEX": "0", "LSB_QUEUE": "batch", "LSB_JOBNAME": "train"}
+    return {
+        "LSB_JOBID": "77",
+        "LSB_JOBINDEX": "0",
+        "LSB_JOBNAME": "train",
+        "LSB_QUEUE": "batch",
+        "LSB_DJOB_NUMPROC": "3",
+        "LSB_HOSTS": "batch1 node1 node1",
+        "LSB_MCPU_HOSTS": "batch1 1 node1 2",
+        "LSB_SUB_HOST": "login1",
+    }
 
 
-def pals(rank: int = 1, size: int = 2) -> Variables:
+def pals(rank: int = 1, size: int = 2, local_size: int | None = None) -> Variables:
     """A rank of PALS."""
+    on_node = size if local_size is None else local_size
     return {
         "PBS_JOBID": "391.pbs",
         "PALS_APID": "0c7a",
         "PALS_RANKID": str(rank),
-        "PALS_LOCAL_RANKID": str(rank),
-        "PALS_NODEID": "0",
+        "PALS_LOCAL_RANKID": str(rank % on_node),
+        "PALS_NODEID": str(rank // on_node),
+        "PALS_DEPTH": "1",
         "PMI_RANK": str(rank),
         "PMI_SIZE": str(size),
-        "PMI_LOCAL_RANK": str(rank),
-        "PMI_LOCAL_SIZE": str(size),
+        "PMI_LOCAL_RANK": str(rank % on_node),
+        "PMI_LOCAL_SIZE": str(on_node),
     }
 
 

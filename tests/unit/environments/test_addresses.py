@@ -1,0 +1,125 @@
+"""Where the ranks meet: the address and port that each launcher's variables and files give."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankwise.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    PALSEnvironment,
+    SlurmEnvironment,
+)
+from rankwise.errors import ConfigurationError, EnvironmentVariableError, MissingExtraError
+from tests.unit.environments.variables import hydra, jsrun, open_mpi, pals, pod, step, without
+
+FILES = pytest.mark.parametrize(
+    ("cls", "variables", "file_variable"),
+    [(LSFEnvironment, jsrun(3, 4, 2), "LSB_DJOB_RANKFILE"), (PALSEnvironment, pals(), "PBS_NODEFILE")],
+    ids=["lsf", "pals"],
+)
+
+
+@FILES
+def test_the_first_node_of_a_file(
+    cls: type[ClusterEnvironment], variables: dict[str, str], file_variable: str, tmp_path: Path
+) -> None:
+    """The file's first node is rank 0's; `MASTER_ADDR` overrules it."""
+    path = tmp_path / "hosts"
+    path.write_text("node7\nnode7\nnode8\nnode8\n")
+    assert cls({**variables, file_variable: str(path)}).main_address == "node7"
+    assert cls({**variables, file_variable: str(path), "MASTER_ADDR": "head"}).main_address == "head"
+
+
+@pytest.mark.parametrize("launch_node", ["batch2", "login1", "cn-launch"])
+def test_lsf_leaves_the_launch_node_out(launch_node: str, tmp_path: Path) -> None:
+    """Where the file begins with a node on which jsrun starts nothing, the next one is rank 0's."""
+    path = tmp_path / "hosts"
+    path.write_text(f"{launch_node}\nnode7\nnode7\nnode8\n")
+    assert LSFEnvironment({**jsrun(3, 4, 2), "LSB_DJOB_RANKFILE": str(path)}).main_address == "node7"
+
+
+@FILES
+@pytest.mark.parametrize(
+    "content", [None, b"", b" \n\n", b"\xff\xfe\x00"], ids=["absent", "0", "blank", "bin"]
+)
+def test_a_file_without_nodes(
+    cls: type[ClusterEnvironment],
+    variables: dict[str, str],
+    file_variable: str,
+    content: bytes | None,
+    tmp_path: Path,
+) -> None:
+    """A file that is not there, is empty or holds no text is an error that names its variable."""
+    path = tmp_path / "hosts"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(EnvironmentVariableError, match=file_variable):
+        cls({**variables, file_variable: str(path)}).main_address  # noqa: B018  the property raises
+
+
+@FILES
+def test_no_file_at_all(cls: type[ClusterEnvironment], variables: dict[str, str], file_variable: str) -> None:
+    """Without the variable and without `MASTER_ADDR` the address is an error, no default."""
+    with pytest.raises(EnvironmentVariableError, match=f"{file_variable} is not set"):
+        cls(without(variables, file_variable)).main_address  # noqa: B018  the property raises
+
+
+def test_two_jobs_do_not_share_a_port() -> None:
+    """Steps of one job, jobs of an array and other jobs all get ports of their own."""
+    ports = {
+        SlurmEnvironment({**step(), "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(number)}).main_port
+        for job in range(1042, 1052)
+        for number in range(20)
+    }
+    assert len(ports) == 200
+    apart = [LSFEnvironment({**jsrun(), "LSB_JOBINDEX": str(index)}).main_port for index in range(100)]
+    assert len(set(apart)) == 100
+
+
+def test_pods_meet_where_the_operator_says() -> None:
+    """Address and port of a pod are the operator's."""
+    environment = KubeflowEnvironment(pod(1, 2, "2"))
+    assert (environment.main_address, environment.main_port) == ("job-master-0", 23456)
+
+
+@pytest.mark.parametrize("variables", [open_mpi(1, 2), hydra(1, 2)], ids=["openmpi", "hydra"])
+def test_mpi_on_one_node_is_on_loopback(variables: dict[str, str]) -> None:
+    """No launcher of MPI says where rank 0 is; on one node nobody has to."""
+    environment = MPIEnvironment(variables)
+    assert environment.main_address == "127.0.0.1"
+    assert 20_000 <= environment.main_port < 32_000
+
+
+def test_mpi_on_several_nodes_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without mpi4py and without `MASTER_ADDR` the error says what both would be good for."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # as where it is not installed
+    with pytest.raises(MissingExtraError, match=r"mpi4py.*MASTER_ADDR|MASTER_ADDR.*mpi4py"):
+        MPIEnvironment(open_mpi(3, 4, 1, 2)).main_address  # noqa: B018  the property raises
+
+
+def test_mpi4py_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An mpi4py that finds no library of MPI is told apart from one that is not installed."""
+    problem = "libmpi.so.12: cannot open shared object file"
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("")
+    (tmp_path / "mpi4py" / "MPI.py").write_text(f"raise ImportError({problem!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mpi4py", raising=False)
+    with pytest.raises(ConfigurationError, match=f"(?s){problem}.*set MASTER_ADDR") as caught:
+        MPIEnvironment(open_mpi(3, 4, 1, 2)).main_address  # noqa: B018  the property raises
+    assert not isinstance(caught.value, MissingExtraError)
+    sys.modules.pop("mpi4py", None)
+
+
+def test_mpi_with_half_an_address() -> None:
+    """Hydra has no id of the job to work a port out from: with an address there must be a port."""
+    variables = {**hydra(3, 4, 2), "MASTER_ADDR": "gpu01"}
+    with pytest.raises(EnvironmentVariableError, match="MASTER_ADDR is set, but MASTER_PORT is not"):
+        MPIEnvironment(variables).main_port  # noqa: B018  the property raises
+    assert MPIEnvironment({**variables, "MASTER_PORT": "29500"}).main_port == 29500

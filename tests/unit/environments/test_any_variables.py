@@ -1,0 +1,41 @@
+"""Whatever the environment holds, the answer is an environment or one of rankwise's own errors."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankwise.environments import detect_environment
+from rankwise.errors import RankwiseError
+from tests.unit.environments import variables
+
+LAUNCHERS = (
+    *(variables.torchrun(), variables.step(), variables.batch(), variables.open_mpi(3, 4, 1, 2)),
+    *(variables.hydra(), variables.jsrun(3, 4, 2), variables.pals(), variables.pod(), variables.plain()),
+    variables.by_hand(),
+)
+NAMES = sorted({name for launcher in LAUNCHERS for name in launcher})
+TEXTS = st.one_of(
+    st.sampled_from(["", " ", "0", "1", "2", "3", "-1", "x", "1,2", "2(x3),1", "n[1-", "n[1-2]", "\x00"]),
+    st.sampled_from(
+        ["9" * 40, "1(x999999999)", "n[1-999999999]", "\u0661", "4294967295", "1.0", "/", "/dev/null"]
+    ),
+    st.text(max_size=12),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(LAUNCHERS), st.dictionaries(st.sampled_from(NAMES), TEXTS, max_size=6), st.booleans())
+def test_any_variables(launcher: dict[str, str], damage: dict[str, str], is_alone: bool) -> None:
+    """A launcher's set with anything changed in it: no bare KeyError or ValueError, nor any later."""
+    environ = damage if is_alone else {**launcher, **damage}
+    try:
+        environment = detect_environment(environ).environment
+        environment.main_port  # noqa: B018  reading it is the test
+        if environment.num_nodes > 1 and environment.name != "mpi":  # which would ask mpi4py
+            environment.main_address  # noqa: B018
+    except RankwiseError:
+        return
+    ranks = environment.ranks
+    assert 0 <= ranks.global_rank < ranks.world_size
+    assert 1 <= environment.main_port <= 65535
