@@ -9,8 +9,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.helpers.processes import MARKER
+
 _NAMESPACES = Path("/etc/netns")  # `ip netns exec` puts the files in here over those in /etc
 _ENTER = 'hostname "$0" && exec "$@"'
+
+# As a login over ssh: with few variables, in the home folder, one text for the shell.
+_REMOTE_SHELL = """\
+#!/bin/bash
+while [[ $1 == -* ]]; do shift; done # options of ssh
+host=$1; shift
+cd /
+exec env -i PATH="$PATH" {marker}="${marker}" ip netns exec "{prefix}$host" \\
+    unshare --uts bash -c 'hostname "$0" && exec bash -c "$1"' "$host" "$*"
+"""
 
 
 class TwoHosts:
@@ -25,7 +37,8 @@ class TwoHosts:
     interface = "eth0"
 
     def __init__(self) -> None:
-        self._spaces = {name: f"rankwise-{os.getpid()}-{name}" for name in self.names}
+        self._prefix = f"rankwise-{os.getpid()}-"
+        self._spaces = {name: f"{self._prefix}{name}" for name in self.names}
 
     @staticmethod
     def problem() -> str | None:
@@ -70,6 +83,13 @@ class TwoHosts:
             *("unshare", "--uts", "bash", "-c", _ENTER, name),
             *command,
         ]
+
+    def remote_shell(self, folder: Path) -> Path:
+        """Write a program that runs a command on a host as ssh does: `program HOST COMMAND...`."""
+        path = folder / "remote_shell"
+        path.write_text(_REMOTE_SHELL.format(marker=MARKER, prefix=self._prefix))
+        path.chmod(0o755)
+        return path
 
     def cut(self) -> None:
         """Pull the cable out."""
