@@ -1,4 +1,4 @@
-"""LSF and Kubeflow have no server here: their variables, as documented, through real processes that train."""
+"""LSF, PALS and Kubeflow have no server here: their variables, as documented, in real processes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.conftest import OnBoth
+from tests.cluster.digits import BRIEF, DIGITS, check_digits, check_doctor
+from tests.cluster.hosts import TwoHosts
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.process.helpers import with_tests
-from tests.unit.environments.variables import Variables, jsrun, pod
+from tests.unit.environments.variables import Variables, jsrun, pals, pod
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 
 SCRIPT = """
 import torch
@@ -51,6 +54,23 @@ def test_lsf(run_script: ScriptRunner, tmp_path: Path) -> None:
     for rank, result in enumerate(run_all(run_script, sets)):
         place = f"RankInfo(global_rank {rank} of 2, local_rank {rank} of 2, node 0 of 1)"
         assert f"lsf {place} 1 weights" in result.stdout, result
+
+
+@pytest.mark.parametrize("name", ["lsf", "pals"])
+def test_two_nodes(name: str, on_both: OnBoth, hosts: TwoHosts, tmp_path: Path) -> None:
+    """A task on each of two nodes: they meet at the first node of the job's file, and train."""
+    nodes = tmp_path / "nodes"
+    nodes.write_text("".join(f"{host}\n" for host in ([] if name == "pals" else ["batch1"]) + [*hosts.names]))
+    sets = {
+        "lsf": [{**jsrun(rank, 2, 1), "LSB_DJOB_RANKFILE": str(nodes)} for rank in (0, 1)],
+        "pals": [{**pals(rank, 2, 1), "PBS_NODEFILE": str(nodes)} for rank in (0, 1)],
+    }[name]
+    doctor, other = on_both(["python", "-m", "rankwise", "doctor"], sets)
+    assert [doctor.returncode, other.returncode] == [0, 0], (doctor, other)
+    check_doctor(doctor.stdout, name, world_size=2)
+    results = on_both(["python", str(DIGITS), *BRIEF], sets)
+    assert [result.returncode for result in results] == [0, 0], results
+    check_digits(results[0].stdout, node_ranks=[0, 1], hosts=hosts.names)
 
 
 def test_pods_of_two_processes(run_script: ScriptRunner) -> None:
