@@ -5,5 +5,5 @@
 
 set -e
 export NODE_RANK=${NODE_RANK:?} MASTER_ADDR=${MASTER_ADDR:?} MASTER_PORT=${MASTER_PORT:-29500}
-python -m rankwise doctor --num-nodes 2 --devices "${RANKS_PER_NODE:-2}"
+MASTER_PORT=$((MASTER_PORT + 1)) python -m rankwise doctor --num-nodes 2 --devices "${RANKS_PER_NODE:-2}"
 python examples/digits.py --num-nodes 2 --devices "${RANKS_PER_NODE:-2}" "$@"

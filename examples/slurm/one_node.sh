@@ -6,4 +6,6 @@
 #SBATCH --cpus-per-task=2
 #SBATCH --time=00:10:00
 
+set -e
+python -m rankwise doctor --devices 2 --no-start-methods
 python examples/digits.py --strategy ddp --devices 2 "$@"

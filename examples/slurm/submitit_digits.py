@@ -1,4 +1,4 @@
-"""Submit the digits to Slurm from Python: two nodes, one task on each; wait, and print what rank 0 printed.
+"""Submit the doctor, then the digits, to Slurm from Python: two nodes, a task each; print what rank 0 prints.
 
 pip install submitit
 python examples/slurm/submitit_digits.py FOLDER_THAT_ALL_NODES_SEE
@@ -15,13 +15,13 @@ DIGITS = Path(__file__).parents[1] / "digits.py"
 
 
 def main() -> None:
-    """Submit, wait, print."""
+    """Submit, wait, print; first the doctor, whose failure ends it."""
     folder, *arguments = sys.argv[1:]
     executor = submitit.AutoExecutor(folder=folder, cluster="slurm")
     executor.update_parameters(name="digits", nodes=2, tasks_per_node=1, timeout_min=10)
-    command = [sys.executable, str(DIGITS), *arguments]
-    job = executor.submit(submitit.helpers.CommandFunction(command, verbose=False))
-    print(job.results()[0])
+    for program in (["-m", "rankwise", "doctor"], [str(DIGITS), *arguments]):
+        command = submitit.helpers.CommandFunction([sys.executable, *program], verbose=False)
+        print(executor.submit(command).results()[0])
 
 
 if __name__ == "__main__":

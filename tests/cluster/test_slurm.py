@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 
 SCRIPTS = EXAMPLES / "slurm"
 REQUEUED_EPOCHS = 6
-DOCTOR = ("python", "-m", "rankwise", "doctor")
+DOCTOR = "python -m rankwise doctor"
+TRAINING = " ".join(["python", str(DIGITS), *BRIEF])
 
 
 class User:
@@ -88,14 +89,17 @@ def test_batch_jobs_in_an_array(user: User) -> None:
 
 def test_unequal_tasks(user: User) -> None:
     """With --ntasks alone, three tasks fall on two nodes as 2 and 1, and all train."""
-    result = user.run("srun", "--ntasks=3", "python", str(DIGITS), *BRIEF)
+    step = "srun --ntasks=3"
+    result = user.run("bash", "-c", f"{step} {DOCTOR} && {step} {TRAINING}")
     assert result.returncode == 0, result
+    check_doctor(result.stdout, "slurm", world_size=3)
     check_digits(result.stdout, node_ranks=[0, 0, 1], hosts=user.names)
 
 
 def test_a_batch_script_without_srun(user: User) -> None:
     """One task with a notebook's job name and devices=2 is two local processes, which see all of the data."""
     [output] = user.finish(user.submit(SCRIPTS / "one_node.sh", "--job-name=ood-jupyter"))
+    check_doctor(output, "local", world_size=2)
     check_digits(output, node_ranks=[0, 0], hosts=user.names)
 
 
@@ -110,7 +114,7 @@ def test_a_batch_script_of_two_tasks_without_srun(user: User) -> None:
 
 def test_an_interactive_allocation(user: User) -> None:
     """In an allocation a plain command is one process on the node where it was given; srun is the whole."""
-    inside = "python -m rankwise doctor --no-start-methods && srun python -m rankwise doctor"
+    inside = f"{DOCTOR} --no-start-methods && srun {DOCTOR} && srun {TRAINING}"
     result = user.run("salloc", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", inside)
     assert result.returncode == 0, result
     alone, together = re.split(r"(?=^Versions$)", result.stdout, flags=re.MULTILINE)[1:]
@@ -118,14 +122,16 @@ def test_an_interactive_allocation(user: User) -> None:
     assert "put srun before the command" in alone, alone
     check_doctor(together, "slurm", world_size=2)
     assert "reached through interface eth0" in together, together
+    check_digits(together, node_ranks=[0, 1], hosts=user.names)
 
 
 def test_a_step_of_two_tasks_on_one_node(user: User) -> None:
-    """--ntasks alone, on one node, is two ranks that meet on loopback."""
-    result = user.run("srun", "--ntasks=2", *DOCTOR)
+    """--ntasks alone, on one node, is two ranks that meet on loopback, and train."""
+    result = user.run("bash", "-c", f"srun --ntasks=2 {DOCTOR} && srun --ntasks=2 {TRAINING}")
     assert result.returncode == 0, result
     check_doctor(result.stdout, "slurm", world_size=2)
     assert "meet on loopback alone" in result.stdout, result
+    check_digits(result.stdout, node_ranks=[0, 0], hosts=user.names[:1])
 
 
 def test_devices_that_are_not_there(user: User) -> None:
@@ -137,7 +143,7 @@ def test_devices_that_are_not_there(user: User) -> None:
 
 
 def test_submitit(user: User) -> None:
-    """Submitit's executor submits the same script from Python."""
+    """Submitit's executor submits the doctor and the same script from Python."""
     try:
         import submitit  # noqa: F401  the program that is run needs it
     except ImportError:
@@ -145,6 +151,7 @@ def test_submitit(user: User) -> None:
     program = SCRIPTS / "submitit_digits.py"
     result = user.run("python", str(program), str(user.folder / "jobs"), *BRIEF)
     assert result.returncode == 0, result
+    check_doctor(result.stdout, "slurm", world_size=2)
     check_digits(result.stdout, node_ranks=[0, 1], hosts=user.names)
 
 
