@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import final
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
+from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError, UnknownNameError
 from rankwise.precision.finite import are_finite
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rankwise.precision.base import Precision
 
-__all__ = ["LossScaler"]
+__all__ = ["LossScaler", "format_and_scaler"]
 
 _DEFAULTS = {
     "init_scale": 2.0**16,
@@ -32,6 +32,32 @@ _BOUNDS = {
     "backoff_factor": (0.0, 1.0),
     "growth_interval": (0.0, math.inf),
 }
+
+
+def format_and_scaler(
+    name: str, formats: Mapping[str, torch.dtype], options: dict[str, Any], **defaults: Any
+) -> tuple[torch.dtype, LossScaler | None]:
+    """Return the number format of a precision's name, and, with float16, what scales its losses.
+
+    Args:
+        name: the precision's.
+        formats: those that it may have, by name.
+        options: the user's, for the scaler.
+        defaults: the precision's own.
+
+    Raises:
+        UnknownNameError: for another name.
+        UnknownArgumentError, InvalidArgumentError: for options that cannot work.
+    """
+    if name not in formats:
+        raise UnknownNameError(kind="precision", name=name, known=tuple(formats))
+    dtype = formats[name]
+    if dtype is torch.float16:
+        return dtype, LossScaler({**defaults, **options})
+    if options:
+        target = f"precision {name!r}, which scales nothing,"
+        raise UnknownArgumentError(target=target, name=next(iter(options)), known=())
+    return dtype, None
 
 
 @final

@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from rankwise.errors import ConfigurationError, UnknownArgumentError, UnknownNameError
+from rankwise.errors import ConfigurationError
 from rankwise.precision.base import Precision
-from rankwise.precision.loss_scaling import LossScaler
+from rankwise.precision.loss_scaling import format_and_scaler
 from rankwise.precision.true_formats import default_dtype, floats_to
 
 __all__ = ["MasterWeightsPrecision"]
@@ -43,16 +43,8 @@ class MasterWeightsPrecision(Precision):
     """
 
     def __init__(self, name: str = "16-master", **scaler: Any) -> None:
-        if name not in _DTYPES:
-            raise UnknownNameError(kind="precision", name=name, known=tuple(_DTYPES))
         self.name = name
-        self.dtype = _DTYPES[name]
-        if scaler and self.dtype is not torch.float16:
-            raise UnknownArgumentError(
-                target=f"precision {name!r}, which scales nothing,", name=next(iter(scaler)), known=()
-            )
-        is_scaled = self.dtype is torch.float16
-        self._scaler = LossScaler({"init_scale": _INIT_SCALE, **scaler}) if is_scaled else None
+        self.dtype, self._scaler = format_and_scaler(name, _DTYPES, scaler, init_scale=_INIT_SCALE)
         self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._pending: list[list[Tensor]] = []
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from rankwise.errors import UnknownArgumentError, UnknownNameError
 from rankwise.precision.base import Precision
-from rankwise.precision.loss_scaling import LossScaler
+from rankwise.precision.loss_scaling import format_and_scaler
 
 __all__ = ["MixedPrecision"]
 
@@ -35,15 +34,8 @@ class MixedPrecision(Precision):
     """
 
     def __init__(self, name: str = "bf16-mixed", **scaler: Any) -> None:
-        if name not in _DTYPES:
-            raise UnknownNameError(kind="precision", name=name, known=tuple(_DTYPES))
         self.name = name
-        self.dtype = _DTYPES[name]
-        if scaler and self.dtype is not torch.float16:
-            raise UnknownArgumentError(
-                target=f"precision {name!r}, which scales nothing,", name=next(iter(scaler)), known=()
-            )
-        self._scaler = LossScaler(scaler) if self.dtype is torch.float16 else None
+        self.dtype, self._scaler = format_and_scaler(name, _DTYPES, scaler)
 
     @property
     def scales_loss(self) -> bool:
