@@ -17,6 +17,7 @@ import torch
 
 import rankwise
 from rankwise import checkpoint, data, environments, gradient_sync, precision, process_group, strategies
+from rankwise.environments.detect import environment_names
 from rankwise.trainer import Trainer, TrainingModule
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -40,6 +41,7 @@ OBJECTS: dict[str, tuple[type, ...]] = {
     "trainer": (Trainer,),
     "self": (TrainingModule, rankwise.DDPStrategy, precision.Precision),
     "strategy.precision": (precision.Precision,),
+    "strategy.environment": (environments.ClusterEnvironment,),
     "super()": (rankwise.DDPStrategy,),
 }
 """What an expression is an instance of."""
@@ -238,10 +240,22 @@ def _constructors() -> list[str]:
     return found
 
 
+def test_environments_that_are_named_are_there() -> None:
+    """An environment's name, which is looked up only when a strategy is bound, is one of ours."""
+    named = re.findall(r'cluster_environment="(\w+)"', "\n".join(CODE))
+    assert named
+    assert set(named) <= set(environment_names())
+
+
 @pytest.mark.parametrize("code", _constructors())
 def test_strategies_and_precisions_can_be_made(code: str) -> None:
     """Every constructor takes the values that it is given there."""
-    own = {"state": object(), "hook": lambda state, bucket: None, "wrapper": lambda hook: hook}
+    own = {
+        "environment": environments.LocalEnvironment(),
+        "state": object(),
+        "hook": lambda state, bucket: None,
+        "wrapper": lambda hook: hook,
+    }
     made = eval(code, {**NAMES, **own})
     assert isinstance(made, rankwise.DDPStrategy | precision.Precision)
 
