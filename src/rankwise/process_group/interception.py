@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,6 +118,11 @@ class Call:
 
 Observer = Callable[[Call], None]
 
+# Blocks of several threads may overlap: the last one that ends puts everything back.
+_lock = threading.Lock()
+_observers: list[Observer] = []
+_undo: list[Callable[[], None]] = []
+
 
 @contextmanager
 def intercepted(observer: Observer) -> Iterator[None]:
@@ -125,24 +131,34 @@ def intercepted(observer: Observer) -> Iterator[None]:
     Mutates: methods of `torch.distributed.ProcessGroup` and two functions of `torch.distributed`, until the
     block ends.
     """
-    undo: list[Callable[[], None]] = []
+    with _lock:
+        if not _observers:
+            _wrap_all()
+        _observers.append(observer)
+    try:
+        yield
+    finally:
+        with _lock:
+            _observers.remove(observer)
+            while _undo and not _observers:
+                _undo.pop()()
+
+
+def _wrap_all() -> None:
     for owner, table in ((dist.ProcessGroup, _METHODS), (dist, _FUNCTIONS)):
         for name, rule in table.items():
             plain = vars(owner).get(name)  # not getattr: what is put back must be what lay there
             if plain is not None:
-                setattr(owner, name, _observed(getattr(owner, name), name, rule, observer))
-                undo.append(functools.partial(setattr, owner, name, plain))
-    try:
-        yield
-    finally:
-        for put_back in undo:
-            put_back()
+                setattr(owner, name, _observed(getattr(owner, name), name, rule))
+                _undo.append(functools.partial(setattr, owner, name, plain))
 
 
-def _observed(plain: Any, name: str, rule: tuple[str, int], observer: Observer) -> Any:
+def _observed(plain: Any, name: str, rule: tuple[str, int]) -> Any:
     def observed(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if group.size() > 1:
-            observer(_call(group, name, rule, (*args, *kwargs.values())))
+            call = _call(group, name, rule, (*args, *kwargs.values()))
+            for observer in tuple(_observers):
+                observer(call)
         return plain(group, *args, **kwargs)
 
     return observed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch.distributed as dist
 
@@ -43,4 +45,16 @@ def test_off_touches_nothing() -> None:
     assert strategy.launch(methods_are, methods)
     with intercepted(lambda call: None):
         assert vars(dist.ProcessGroup)["allreduce"] is not methods["allreduce"]
+    assert dict(vars(dist.ProcessGroup)) == methods
+
+
+def test_blocks_may_overlap() -> None:
+    """Whichever of two blocks ends first, as those of two threads, everything is put back after the last."""
+    methods = dict(vars(dist.ProcessGroup))
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(intercepted(lambda call: None))
+    second.enter_context(intercepted(lambda call: None))
+    first.close()
+    assert dict(vars(dist.ProcessGroup)) != methods
+    second.close()
     assert dict(vars(dist.ProcessGroup)) == methods
