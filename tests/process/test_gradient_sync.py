@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rankwise import Trainer
 from rankwise.errors import ConfigurationError, UnusedParametersError, WorkerRaisedError
+from rankwise.gradient_sync import built_in_hooks, register_ddp_comm_hook
 from rankwise.strategies import DDPStrategy
 from tests.helpers.exactness import Case, Model, cases, expected_weights
 from tests.helpers.exactness import loader as case_loader
@@ -195,3 +196,59 @@ def test_hooks_work_on_gloo() -> None:
         for mine, other, theirs in zip(first, second, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0)
             torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
+
+
+def registered_by_hand(strategy: DDPStrategy) -> list[Tensor]:
+    """Return the gradients of models that DDP alone has wrapped, with and without hooks."""
+    found = []
+    hooks: list[tuple[Any, Any]] = [
+        (None, None),
+        ("allreduce", "fp16"),
+        ("powersgd:start_powerSGD_iter=2", None),
+        ("post_localsgd", None),
+        (built_in_hooks.allreduce_hook, None),
+    ]
+    for hook, wrapper in hooks:
+        module = Regression()
+        wrapped = nn.parallel.DistributedDataParallel(module)
+        register_ddp_comm_hook(wrapped, hook=hook, wrapper=wrapper)
+        x, y = loader(8, 8).dataset[strategy.global_rank :: 2]
+        nn.functional.mse_loss(wrapped(x), y).backward()
+        found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+    return found
+
+
+def test_register_ddp_comm_hook() -> None:
+    """`register_ddp_comm_hook(model, state, hook, wrapper)` on a wrapper of torch's, by name and callable."""
+    strategy = ddp("fork")
+    strategy.launch(registered_by_hand)
+    for plain, *others in strategy.results.values():
+        for other in others:
+            torch.testing.assert_close(other, plain, rtol=0, atol=1e-2)
+    assert not torch.equal(*strategy.results[0][:2])  # 16 bits show
+
+
+def weighted_by_hand(strategy: DDPStrategy, hook: str | None) -> Tensor:
+    """Return the gradients of batches that count by their size: 1 and 7 of 8 samples, in two steps."""
+    strategy.gradients = DDPStrategy(comm_hook=hook, gradient_weighting="logged").gradients
+    module = Regression()
+    wrapped = strategy.setup_module(module)
+    x, y = loader(8, 8).dataset[:1] if strategy.global_rank == 0 else loader(8, 8).dataset[1:]
+    for _ in range(2):
+        wrapped.zero_grad()
+        with strategy.gradient_sync_context(wrapped):
+            strategy.weighted_loss(nn.functional.mse_loss(wrapped(x), y), 10_000 * len(x)).backward()
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(("hook", "atol"), [(None, 1e-12), ("fp16_compress", 1e-2)])
+def test_logged_weights_on_gloo(hook: str | None, atol: float) -> None:
+    """Weights too large for 16 bits: the gradients of one process that has all samples."""
+    strategy = ddp("fork")
+    strategy.launch(weighted_by_hand, hook)
+    single = Regression()
+    x, y = loader(8, 8).dataset[:]
+    nn.functional.mse_loss(single(x), y).backward()
+    expected = torch.cat([p.grad.flatten() for p in single.parameters() if p.grad is not None])
+    for rank in (0, 1):
+        torch.testing.assert_close(strategy.results[rank], expected, rtol=0, atol=atol)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from rankwise.errors import InvalidArgumentError, TensorMismatchError
-from rankwise.process_group._frames import INLINE_BYTES, Description, from_bytes, packed, unpacked
+from rankwise.process_group._frames import INLINE_BYTES, Description, Frame
 from rankwise.process_group._members import carrier_of, is_distributed, size_of
 
 __all__ = ["all_gather", "all_gather_object", "gather_all_tensors", "gather_object"]
@@ -100,13 +101,24 @@ def gather_all_tensors(result: torch.Tensor, group: dist.ProcessGroup | None = N
     if not is_distributed():
         return [result]
     size = size_of(group)
-    frames = _gathered_list(packed(result), size, group)
-    found = [unpacked(frame) for frame in frames]
-    descriptions = [description for description, _ in found]
+    frames = [Frame() for _ in range(size)]
+    _gather_frames(frames, Frame.of(result), group)
+    descriptions = [frame.description for frame in frames]
     _check_alike(descriptions)
     if max(description.num_bytes for description in descriptions) <= INLINE_BYTES:
-        return [from_bytes(data, description).to(result.device) for description, data in found]
+        parts = [frame.inline() for frame in frames]
+        return parts if result.device.type == "cpu" else [part.to(result.device) for part in parts]
     return _gathered_large(result, descriptions, group)
+
+
+def _gather_frames(frames: Sequence[Frame], own: Frame, group: dist.ProcessGroup | None) -> None:
+    """Fill the frames with those of all ranks."""
+    targets = [frame.tensor for frame in frames]
+    if carrier_of(group).type == "cpu":
+        dist.all_gather(targets, own.tensor, group=group)
+        return
+    for target, part in zip(targets, _gathered_list(own.tensor, len(frames), group), strict=True):
+        target.copy_(part)
 
 
 def _gathered_large(
@@ -126,7 +138,7 @@ def _exchanged(
     """Send flat tensors from rank to rank, each in its own size; gloo's gather would copy all of them."""
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     size, place = len(ranks), dist.get_rank(group)
-    parts = [own.new_empty(_count(description.shape)) for description in descriptions]
+    parts = [own.new_empty(math.prod(description.shape)) for description in descriptions]
     parts[place].copy_(own)
     works: list[Any] = []
     for distance in range(1, size):
@@ -144,18 +156,11 @@ def _gathered_filled_up(
     own: torch.Tensor, descriptions: Sequence[Description], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
     """Gather flat tensors, filled up to the size of the largest."""
-    counts = [_count(description.shape) for description in descriptions]
+    counts = [math.prod(description.shape) for description in descriptions]
     if (missing := max(counts) - own.numel()) > 0:
         own = torch.cat((own, own.new_empty(missing)))
     parts = _gathered_list(own, len(counts), group)
     return [part[:count] for part, count in zip(parts, counts, strict=True)]
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _check_alike(descriptions: Sequence[Description]) -> None:

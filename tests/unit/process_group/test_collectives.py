@@ -21,7 +21,7 @@ from rankwise.process_group import (
     sync_ddp,
     sync_ddp_if_available,
 )
-from rankwise.process_group._frames import packed, unpacked
+from rankwise.process_group._frames import Frame
 
 
 def test_gathering_alone() -> None:
@@ -89,16 +89,28 @@ def test_group_of_one() -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("value", [torch.ones(2, 3).bool(), torch.tensor(1.5), torch.empty(0, 4)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, 3).bool(),
+        torch.tensor(1.5),
+        torch.empty(0, 4),
+        torch.arange(6.0, requires_grad=True).reshape(2, 3).t(),
+        torch.tensor([1 + 2j]).conj(),
+        torch.ones(3, dtype=torch.bfloat16),
+    ],
+)
 def test_frames(value: torch.Tensor) -> None:
-    """What a rank says of its tensor is what the others read."""
-    description, _ = unpacked(packed(value))
-    assert description.dtype == value.dtype
-    assert description.shape == value.shape
-    assert description.num_bytes == value.nbytes
+    """What a rank says of its tensor is what the others read, and a small one comes with it."""
+    frame = Frame()
+    frame.tensor.copy_(Frame.of(value).tensor)
+    assert frame.description.dtype == value.dtype
+    assert frame.description.shape == value.shape
+    assert frame.description.num_bytes == value.nbytes
+    torch.testing.assert_close(frame.inline(), value.detach(), rtol=0, atol=0)
 
 
 def test_frames_of_what_is_no_tensor() -> None:
     """A rank that has no dense tensor says what it has instead."""
-    assert str(unpacked(packed({"a": 1}))[0]) == "no tensor but dict"
-    assert "sparse_coo" in str(unpacked(packed(torch.eye(2).to_sparse()))[0])
+    assert str(Frame.of({"a": 1}).description) == "no tensor but dict"
+    assert "sparse_coo" in str(Frame.of(torch.eye(2).to_sparse()).description)
