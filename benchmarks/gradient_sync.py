@@ -1,49 +1,27 @@
 """Print what ways to average gradients cost, beside each other in one run, on 2 and on 4 ranks.
 
 Forced sync against a loop that all-reduces each gradient by itself, as Composer's does, on a model with 200
-small parameters. Weights that travel in DDP's own all-reduce (`gradient_weighting="logged"`) against plain
-DDP, and against a second all-reduce for the weight, on a model with 5 million parameters and on a small one.
-The arms take turns within each round, and a round's figure is a mean over its steps. Printed are the best and
-the median of the rounds, and the median of the processor time that rank 0 takes, each with its ratio to the
-first arm's. On a machine that does other things too, the best and the processor time say more.
+small parameters. Weights known at run time (`gradient_weighting="logged"`) against plain DDP in the same
+loop, against a second all-reduce for the weight, and against plain DDP once more, which shows how far the
+figures can be trusted: on a model with 5 million parameters and on a small one. `paired.py` says how they
+are compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from paired import Arm, Figure, compared, shown
 from torch import Tensor, nn
 
 from rankwise import DDPStrategy
 from rankwise.gradient_sync import GradientSync, gradient_sync_context
 
-Arm = Callable[[], None]
-Times = dict[str, tuple[float, float, float]]
-
-
-def timed(arms: dict[str, Arm], *, rounds: int, steps: int) -> Times:
-    """Return each arm's best, median and processor time for a step, in seconds; the ranks begin together."""
-    rounds_by_arm: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
-    for number in range(rounds + 1):
-        for name, arm in arms.items():
-            dist.barrier()
-            begun, worked = time.perf_counter(), time.process_time()
-            for _ in range(steps):
-                arm()
-            if number:  # the first round warms up
-                wall, processor = time.perf_counter() - begun, time.process_time() - worked
-                rounds_by_arm[name].append((wall / steps, processor / steps))
-    return {name: _figures(*zip(*times, strict=True)) for name, times in rounds_by_arm.items()}
-
-
-def _figures(wall: tuple[float, ...], processor: tuple[float, ...]) -> tuple[float, float, float]:
-    return min(wall), statistics.median(wall), statistics.median(processor)
+Figures = dict[str, Figure]
 
 
 # ------------------------------------------------------------------------------------- forced sync
@@ -57,7 +35,7 @@ def reduce_each(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def forced_sync(strategy: DDPStrategy, rounds: int) -> Times:
+def forced_sync(strategy: DDPStrategy, rounds: int) -> Figures:
     """Time the averaging of gradients that are there already."""
     models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(100))) for _ in range(2)]
     for model in models:
@@ -69,7 +47,7 @@ def forced_sync(strategy: DDPStrategy, rounds: int) -> Times:
             pass
 
     arms: dict[str, Arm] = {"a loop over parameters": lambda: reduce_each(models[1]), "forced_sync": ours}
-    return timed(arms, rounds=rounds, steps=3)
+    return compared(arms, rounds=rounds, calls=3)
 
 
 # ------------------------------------------------------------------------------------- weights
@@ -108,39 +86,27 @@ def stepper(strategy: DDPStrategy, model: nn.Module, weighting: str | None, extr
     return step
 
 
-def weights(strategy: DDPStrategy, rounds: int, kind: Callable[[], nn.Module], steps: int) -> Times:
+def weights(strategy: DDPStrategy, rounds: int, kind: Callable[[], nn.Module], steps: int) -> Figures:
     """Time whole steps."""
     arms = {
         "plain DDP": stepper(strategy, kind(), None),
         'gradient_weighting="logged"': stepper(strategy, kind(), "logged"),
         "a second all-reduce": stepper(strategy, kind(), None, extra=True),
+        "plain DDP again": stepper(strategy, kind(), None),
     }
-    return timed(arms, rounds=rounds, steps=steps)
+    return compared(arms, rounds=rounds, calls=steps)
 
 
 # ------------------------------------------------------------------------------------- the table
 
 
-def run(strategy: DDPStrategy, rounds: int) -> dict[str, Times]:
+def run(strategy: DDPStrategy, rounds: int) -> dict[str, Figures]:
     """Measure everything on this rank."""
     return {
         "averaging 200 small gradients": forced_sync(strategy, rounds),
-        "a step of a small model": weights(strategy, rounds, small, steps=5),
-        "a step of a model with 5 M parameters": weights(strategy, rounds, large, steps=1),
+        "a step of a small model": weights(strategy, rounds, small, steps=20),
+        "a step of a model with 5 M parameters": weights(strategy, rounds, large, steps=2),
     }
-
-
-def shown(results: dict[str, Times]) -> None:
-    """Print the arms of each comparison, the first of which is the measure."""
-    for title, times in results.items():
-        print(f"  {title}")
-        measures = next(iter(times.values()))
-        for name, seconds in times.items():
-            figures = [
-                f"{mine * 1e3:9.3f} ms {mine / first:6.2f}"
-                for mine, first in zip(seconds, measures, strict=True)
-            ]
-            print(f"    {name:28} best {figures[0]}  median {figures[1]}  processor {figures[2]}")
 
 
 def main() -> None:
@@ -153,7 +119,9 @@ def main() -> None:
     for ranks in options.ranks:
         strategy: Any = DDPStrategy(start_method="fork", accelerator="cpu", devices=ranks)
         print(f"{ranks} ranks, {torch.__version__}, gloo; relative to the first line of each")
-        shown(strategy.launch(run, options.rounds))
+        for title, figures in strategy.launch(run, options.rounds).items():
+            print(f"  {title}")
+            shown(figures)
 
 
 if __name__ == "__main__":
