@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.progress import Progress
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["TrainingShare"]
+__all__ = ["TrainingShare", "ended_early"]
 
 _END = object()
 
@@ -93,12 +93,16 @@ class TrainingShare:
         for number in range(left):
             batch = next(batches, _END)
             if batch is _END:
-                raise ConfigurationError(
-                    message=f"The training loader has a length of {self.num_batches:g} batches, but it ended "
-                    f"after {self.num_batches - left + number:g}.",
-                    remedy="let __len__ of its sampler or batch sampler say how many there are.",
-                )
+                raise ended_early(self.num_batches, self.num_batches - left + number)
             yield batch, number + 1 == left
+
+
+def ended_early(length: float, count: float) -> ConfigurationError:
+    """Return the error for a loader that has fewer batches than it says."""
+    return ConfigurationError(
+        message=f"The training loader has a length of {length:g} batches, but it ended after {count:g}.",
+        remedy="let __len__ of its sampler or batch sampler say how many there are.",
+    )
 
 
 def _one_ahead(batches: Iterator[Any], left: float) -> Iterator[tuple[Any, bool]]:

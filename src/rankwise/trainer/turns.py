@@ -13,6 +13,7 @@ from typing_extensions import final
 from rankwise.data import sharded_sampler_of
 from rankwise.errors import UnevenInputsError
 from rankwise.trainer.shadow import untouched
+from rankwise.trainer.training_share import ended_early
 from rankwise.trainer.votes import Votes
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class Turns:
 
         Raises:
             UnevenInputsError: on every rank, when some run out and the policy does not allow it.
+            ConfigurationError: when this rank's loader has fewer batches than it says.
         """
         if len(self._lengths) == 1:
             return own
@@ -133,7 +135,9 @@ class Turns:
         for number in range(done + 1, total + 1):
             self.is_shadow, self.has_shadows = number > mine, number > shortest
             if not self.is_shadow:
-                batch = next(own)[0]
+                batch = next(own, (_END,))[0]
+                if batch is _END:
+                    raise ended_early(self._share.num_batches, number - 1)
             elif batch is _END:
                 batch = self._any_batch()
             yield batch, number == total

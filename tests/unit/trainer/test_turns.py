@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankwise.data import sharded_sampler_of
-from rankwise.errors import InvalidArgumentError, UnevenInputsError
+from rankwise.errors import ConfigurationError, InvalidArgumentError, UnevenInputsError
 from rankwise.trainer.loaders import LoaderShare, share_for
 from rankwise.trainer.progress import Progress
 from rankwise.trainer.shadow import untouched
@@ -43,6 +43,14 @@ def test_error(tmp_path: Path) -> None:
     """Ranks that have other numbers of batches do not begin an epoch; each one's number is said."""
     with pytest.raises(UnevenInputsError, match="global_rank=0: 4, global_rank=1: 5"):
         turns(tmp_path, "error", 4, 5).agree()
+
+
+def test_a_loader_that_ends_before_its_length(tmp_path: Path) -> None:
+    """It is an error that says so, where the other ranks would wait for the batch that does not come."""
+    found = turns(tmp_path, "error", 4, 4)
+    found.agree()
+    with pytest.raises(ConfigurationError, match="a length of 4 batches, but it ended after 2"):
+        list(found.batches(iter([(0, False), (1, False)])))
 
 
 @pytest.mark.parametrize("policy", ["error", "truncate", "join"])
