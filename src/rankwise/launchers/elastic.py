@@ -27,7 +27,7 @@ from rankwise.launchers import _at_fork
 from rankwise.launchers._memory_file import pack, unpack
 from rankwise.launchers._pickling import pack_or_explain
 from rankwise.launchers._records import FailureRecord, first_cause
-from rankwise.launchers._signals import leave_interrupts_to_the_main_process
+from rankwise.launchers._signals import StoppedBySignal, leave_interrupts_to_the_main_process
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.multiprocess import (
     PRELOAD,
@@ -151,6 +151,7 @@ class ElasticLauncher(Launcher):
             environ=dict(os.environ) if self._start_method == "forkserver" else None,
             openmp_threads=rest_before_fork() if self._start_method == "fork" else None,
             agent_pid=os.getpid(),
+            is_alone=not self._nodes.endpoint,
         )
 
     def _config(self, job: _Job) -> LaunchConfig:
@@ -158,18 +159,20 @@ class ElasticLauncher(Launcher):
         from torch.distributed.launcher.api import LaunchConfig
 
         from rankwise.launchers._loopback_rendezvous import LOOPBACK, register_loopback
+        from rankwise.launchers._nodes_rendezvous import NODES, register_nodes
 
         register_loopback()
+        register_nodes()
         options: dict[str, Any] = {
             "min_nodes": self._nodes.fewest,
             "max_nodes": self._nodes.most,
             "nproc_per_node": self._local_world_size,
             "run_id": self._nodes.run_id or f"rankwise-{secrets.token_hex(8)}",
-            "rdzv_backend": "c10d" if self._nodes.endpoint else LOOPBACK,
+            "rdzv_backend": NODES if self._nodes.endpoint else LOOPBACK,
             "rdzv_endpoint": self._nodes.endpoint,
             "rdzv_configs": {
                 "timeout": math.ceil(self._init_timeout.total_seconds()),
-                **({} if self._nodes.endpoint else {"on_start": job.tell_restart}),
+                "on_start": job.begin,
             },
             "max_restarts": self._max_restarts,
             "monitor_interval": 0.1,
@@ -194,17 +197,24 @@ class _Job:
     environ: dict[str, str] | None
     openmp_threads: int | None
     agent_pid: int
+    is_alone: bool
+    start: int = 0  # the same on all nodes, where torch's own count is each agent's
 
     def records(self) -> list[FailureRecord]:
         """Return what the ranks of the last start have said of their failures."""
         texts = [os.pread(each.number, os.fstat(each.number).st_size, 0) for each in self.failures]
         return [FailureRecord.from_json(text) for text in texts if text]
 
-    def tell_restart(self, start: int) -> None:
-        """Say that all ranks start again, and why; runs in the agent's process."""
+    def begin(self, start: int) -> None:
+        """Note which start it is; say that all ranks start again, and why; runs in the agent's process."""
+        self.start = start
         if start:
-            records = self.records()
-            why = first_cause(records).line() if records else "a rank ended without a word"
+            # Where nodes come or go, the ranks that are there are asked to stop, and do.
+            records = [each for each in self.records() if each.exception_type != StoppedBySignal.__name__]
+            silent = (
+                "a rank ended without a word" if self.is_alone else "nodes came or went, or a rank was killed"
+            )
+            why = first_cause(records).line() if records else silent
             _log.warning("All ranks start again (restart %d): %s", start, why)
 
 
@@ -292,6 +302,7 @@ def _work(job: _Job) -> None:
         import torch
 
         torch.set_num_threads(job.openmp_threads)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.start)
     seat = _seat()
     local_rank = seat.ranks.local_rank
     failure = job.failures[local_rank].number

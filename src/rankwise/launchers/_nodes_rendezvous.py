@@ -1,0 +1,108 @@
+"""Where the elastic agents of several nodes meet: torch's c10d rendezvous, with a new store for each start.
+
+torch (2.13) keeps the store of the first start for all others and tells its address in that start only: a node
+that comes back waits for it in vain. And each agent counts restarts by itself, so that nodes disagree about
+which start it is.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from typing_extensions import final
+
+from rankwise.process_group.rendezvous import host_store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["NODES", "register_nodes"]
+
+NODES = "rankwise_nodes"
+"""The name of the rendezvous back end, for `LaunchConfig(rdzv_backend=...)`."""
+
+_DEFAULT_PORT = 29400  # torch's
+_MEETING = "rankwise/meeting"
+
+
+def register_nodes() -> None:
+    """Make the back end known to torch; again and again does no harm."""
+    rendezvous_handler_registry.register(NODES, NodesRendezvous)
+
+
+@final
+class NodesRendezvous(RendezvousHandler):
+    """torch's handler, but that the node of rank 0 hosts a store of its own for each start.
+
+    Args:
+        parameters: what the launcher was configured with; `on_start` in it is told the number of each start,
+            which is the same on all nodes.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        backend, store = create_backend(parameters)
+        self._inner: Any = create_handler(store, backend, parameters)
+        self._endpoint = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORT)
+        self._timeout = timedelta(seconds=parameters.get_as_int("timeout", 600) or 600)
+        self._on_start: Callable[[int], None] = parameters.config["on_start"]
+        self._store: Store | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Every rank is a client of the store that rank 0's agent hosts."""
+        return True
+
+    def get_backend(self) -> str:
+        return NODES
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other agents; a restarted job must not find the keys of the one before."""
+        self._store = None
+        info: RendezvousInfo = self._inner.next_rendezvous()
+        if info.rank == 0:
+            self._open(info.store)
+        host, port, start = json.loads(info.store.get(_MEETING))
+        self._on_start(start)
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(host, port))
+
+    def _open(self, meeting: Any) -> None:
+        """Host the store of this start, and say where; `meeting` is the agents' own, new for each start."""
+        self._store, (host, port) = host_store(self._timeout, (self._own_address(), 0))
+        start = meeting.underlying_store.add(f"rankwise/{self.get_run_id()}/starts", 1) - 1
+        meeting.set(_MEETING, json.dumps([host, port, start]))
+        # What torch's handler waits for on a node that is new in this start.
+        meeting.set(RendezvousStoreInfo.MASTER_ADDR_KEY, host)
+        meeting.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port))
+
+    def _own_address(self) -> str:
+        """Return this node's address on the interface toward the endpoint; nothing is sent."""
+        family, kind, _, _, address = socket.getaddrinfo(*self._endpoint, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own: str = probe.getsockname()[0]
+            return own
+
+    def is_closed(self) -> bool:
+        return bool(self._inner.is_closed())
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return int(self._inner.num_nodes_waiting())
+
+    def get_run_id(self) -> str:
+        return str(self._inner.get_run_id())
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return bool(self._inner.shutdown())

@@ -1,0 +1,61 @@
+"""The rendezvous of several nodes' agents: a new store for each start, and one count of the starts."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from rankwise.launchers._nodes_rendezvous import NODES, NodesRendezvous
+from tests.helpers.ports import free_port
+
+MADE = "made by a rank of the start before"
+
+
+def handler(port: int, starts: list[int], *, is_host: bool) -> NodesRendezvous:
+    """Return the agent's part on a node of a job of two to three."""
+    parameters = RendezvousParameters(
+        NODES,
+        f"127.0.0.1:{port}",
+        "a job",
+        2,
+        3,
+        is_host=is_host,
+        last_call_timeout=1,
+        on_start=starts.append,
+    )
+    return NodesRendezvous(parameters)
+
+
+def meet(each: NodesRendezvous, met: list[Any], together: threading.Barrier) -> None:
+    """Meet the others, and note rank, address, and whether somebody has used the store before."""
+    info = each.next_rendezvous()
+    address = (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port)
+    store = dist.TCPStore(*address, None, False)
+    met.append((info.rank, address, store.check([MADE])))
+    together.wait(30)
+    store.set(MADE, "")
+
+
+def test_a_node_that_comes_later_meets_those_that_stayed() -> None:
+    """All find rank 0's new store, which is empty and on loopback, and agree that it is the second start."""
+    port = free_port()
+    counts: list[list[int]] = [[], [], []]
+    handlers = [handler(port, starts, is_host=not number) for number, starts in enumerate(counts)]
+    for size in (2, 3):
+        met: list[Any] = []
+        together = threading.Barrier(size)
+        threads = [threading.Thread(target=meet, args=(each, met, together)) for each in handlers[:size]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(rank for rank, _, _ in met) == list(range(size))
+        assert len({address for _, address, _ in met}) == 1
+        assert {host for _, (host, _), _ in met} == {"127.0.0.1"}
+        assert not any(is_used for _, _, is_used in met)
+    assert counts == [[0, 1], [0, 1], [1]]
+    for each in reversed(handlers):
+        each.shutdown()
