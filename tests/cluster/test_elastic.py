@@ -1,4 +1,4 @@
-"""`ddp_elastic` on two hosts: one dies, the other goes on from the last checkpoint, and the first comes back."""
+"""`ddp_elastic` on two hosts: one dies, the other goes on from the last checkpoint, the first comes back."""
 
 from __future__ import annotations
 

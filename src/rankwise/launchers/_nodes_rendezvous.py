@@ -1,8 +1,8 @@
 """Where the elastic agents of several nodes meet: torch's c10d rendezvous, with a new store for each start.
 
-torch (2.13) keeps the store of the first start for all others and tells its address in that start only: a node
-that comes back waits for it in vain. And each agent counts restarts by itself, so that nodes disagree about
-which start it is.
+torch (2.13) keeps the store of the first start for all others and tells its address in that start only: a
+node that comes back waits for it in vain. And each agent counts restarts by itself, so that nodes disagree
+about which start it is.
 """
 
 from __future__ import annotations

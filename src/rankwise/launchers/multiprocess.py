@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import multiprocessing
@@ -116,7 +117,7 @@ class MultiprocessLauncher(Launcher):
                     self._start(job, values, pulses, supervisor)
                 supervisor.start()
                 supervisor.begin_job(until_exit=True)
-                with supervisor.hearing_signals():
+                with supervisor.hearing_signals(), _ended_with_the_program(supervisor):
                     supervisor.wait_job()
             return {rank: unpack(descriptor, copy=False) for rank, descriptor in values.items()}
 
@@ -182,6 +183,26 @@ def _ending_everything(supervisor: Supervisor) -> Iterator[None]:
         raise
     finally:
         supervisor.close()
+
+
+@contextmanager
+def _ended_with_the_program(supervisor: Supervisor) -> Iterator[None]:
+    """End the job when the program ends while a daemon thread waits for it in the block.
+
+    Otherwise multiprocessing, which joins all that it has started, would hold the program up until then.
+    """
+    mine = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == mine:
+            supervisor.ended_by = signal.SIGTERM  # the thread leaves without a word
+            supervisor.end_all()
+
+    atexit.register(end)
+    try:
+        yield
+    finally:
+        atexit.unregister(end)
 
 
 @final

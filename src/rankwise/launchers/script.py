@@ -155,6 +155,7 @@ class _ScriptGroup:
         self._values: dict[int, int] = {}
         self._pulses: dict[int, int] = {}
         self._jobs = 0
+        self._is_in_job = False
         ours, mine = socket.socketpair()
         self._supervisor.add(seats[0], ours, None, self._new_pulse(seats[0]))
         self._channel = RankChannel(mine, on_lost=_nothing)
@@ -199,6 +200,7 @@ class _ScriptGroup:
             on_stop=self._drop_store,
         )
         self._supervisor.begin_job(until_exit=False)
+        self._is_in_job = True
         try:
             with self._supervisor.hearing_signals(), pulse_written_to(self._pulses[ranks.global_rank]):
                 value = seat.occupy(entry, finish=lambda _: self._channel.send(Kind.DONE))
@@ -213,6 +215,8 @@ class _ScriptGroup:
             # Its frames hold what holds the connections, and peers wait in collectives until these close.
             traceback.clear_frames(error.__traceback__)
             raise self._first_failure(error) from None
+        finally:
+            self._is_in_job = False
         self._supervisor.release()
         return values
 
@@ -277,6 +281,8 @@ class _ScriptGroup:
 
     def _finish_script(self) -> None:
         """Let the other ranks come to the end of the script too; a failure there is one here."""
+        if self._is_in_job:
+            return  # a daemon thread's: it ends with the program, and the others when their channels close
         if getattr(sys, "last_value", None) is None:
             self._supervisor.begin_exit()
             try:

@@ -32,6 +32,7 @@ def handler(port: int, starts: list[int], *, is_host: bool) -> NodesRendezvous:
 def meet(each: NodesRendezvous, met: list[Any], together: threading.Barrier) -> None:
     """Meet the others, and note rank, address, and whether somebody has used the store before."""
     info = each.next_rendezvous()
+    assert info.bootstrap_store_info is not None
     address = (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port)
     store = dist.TCPStore(*address, None, False)
     met.append((info.rank, address, store.check([MADE])))
