@@ -27,7 +27,10 @@ def work(strategy, what):
     own = torch.ones(2) * strategy.global_rank
     total = strategy.all_reduce(own, reduce_op="sum").tolist()
     say(strategy.ranks, os.environ["GLOO_SOCKET_IFNAME"], total)
-    for step in range(0 if what == "end" else 100_000):
+    if what == "late" and strategy.global_rank == 3:
+        time.sleep(1)
+        raise ValueError("boom on purpose")
+    for step in range(0 if what in ("end", "late") else 100_000):
         if what == "raise" and step == 5 and strategy.global_rank == 3:
             raise ValueError("boom on purpose")
         if what == "hang" and step == 5 and strategy.global_rank == 3:
@@ -71,9 +74,10 @@ def test_each_node_starts_its_own(hosts: TwoHosts, run_script: ScriptRunner, met
             assert result.stdout.count(f"{place}) {hosts.interface} [6.0") == 2, results
 
 
-def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:
-    """An exception on one node is raised on the other too, as what it is, without waiting for a time-out."""
-    results = [each.finish(timeout=110) for each in start(hosts, run_script, "fork", "raise")]
+@pytest.mark.parametrize("what", ["raise", "late"])
+def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner, what: str) -> None:
+    """An exception on one node is raised on the other too, as what it is, be that one at work or done."""
+    results = [each.finish(timeout=110) for each in start(hosts, run_script, "fork", what)]
     for result in results:
         assert result.returncode == 1, results
         assert "Worker global_rank=3 (local_rank=1, node_rank=1" in result.stderr, results

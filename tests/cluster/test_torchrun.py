@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 
 from tests.cluster.conftest import OnBoth
 from tests.cluster.digits import BRIEF, EXAMPLES, LIMIT_S, REPOSITORY, VARIABLES, check_digits, check_doctor
-from tests.cluster.hosts import TwoHosts
+from tests.cluster.hosts import TwoHosts, wait_until
+from tests.cluster.test_by_hand import SCRIPT, TIMEOUT_S
 from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 
@@ -32,6 +37,32 @@ def test_two_nodes(on_both: OnBoth) -> None:
     check_doctor(main, "torchelastic", world_size=2)
     check_digits(main, node_ranks=[0, 1])
     assert all(name in main for name in TwoHosts.names), main
+
+
+@pytest.mark.soak
+def test_a_cut_cable(hosts: TwoHosts, run_script: ScriptRunner) -> None:
+    """The ranks of both nodes end in time, and name each other; torchrun's agents take as long as they do."""
+    torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=cut"]
+    script = str(run_script.write(SCRIPT))
+    command = [*torchrun, f"--rdzv-endpoint={hosts.names[0]}:29400", script, "popen", "train"]
+    variables = {**VARIABLES, **with_tests()}
+    running = [run_script.start_command(hosts.command(name, command), env=variables) for name in hosts.names]
+    try:
+        for each in running:
+            each.wait_for("stepping", count=2, timeout=100)
+        hosts.cut()
+        began = time.monotonic()
+        for each in running:
+            each.wait_for("left at", count=2, timeout=TIMEOUT_S + 10)
+        lost = "NodesLostError: Lost global_rank"
+        wait_until(lambda: all(lost in each.stderr for each in running), lost)
+        printed = [each.stdout for each in running]
+    finally:
+        hosts.join()
+        for each in running:
+            each.abandon()
+    left = [float(when) - began for text in printed for when in re.findall(r"left at ([\d.]+)", text)]
+    assert TIMEOUT_S - 1 <= max(left) < TIMEOUT_S + 5, (left, printed)
 
 
 def test_two_nodes_by_hand(on_both: OnBoth) -> None:

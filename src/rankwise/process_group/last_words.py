@@ -18,9 +18,13 @@ from rankwise.process_group.whereabouts import Answer, answer_key, ask_all
 __all__ = ["LastWords", "Roll"]
 
 _FAILURE = "failure"
+_COUNT, _ALL_DONE = "done", b"all are done"
 # How long the rank that failed first has to say so, once others feel it, and how long the store may take.
 _PATIENCE = timedelta(seconds=0.7)
 _LIMIT_S = 1.5
+# How long a rank that is done waits for those of other nodes, and how often it looks.
+_LONGEST_WAIT = timedelta(minutes=10)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
 @final
@@ -59,6 +63,33 @@ class LastWords:
     def say(self, record: bytes) -> None:
         """Leave this rank's failure for the others, unless one is there already."""
         self._within_limit(lambda: self._store.compare_set(_FAILURE, "", record.decode()))
+
+    def wait_for_the_others(self, patience: timedelta = _LONGEST_WAIT) -> bytes | None:
+        """Say that this rank is done, and wait until all are.
+
+        Returns:
+            The record of a rank that failed instead; None where all are done, and where that cannot be told:
+            the store is gone, or somebody takes longer than this rank's patience.
+        """
+        if not self._within_limit(self._count_me):
+            return None
+        deadline = time.monotonic() + patience.total_seconds()
+        pause_s = _FIRST_PAUSE_S
+        heard: list[bytes] = []
+        while self._within_limit(lambda: self._listen(heard)) and time.monotonic() < deadline:
+            if heard:
+                return None if heard == [_ALL_DONE] else heard[0]
+            time.sleep(pause_s)  # and not in the store, in C++, where no signal is heard
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return None
+
+    def _count_me(self) -> None:
+        if self._store.add(_COUNT, 1) == len(self._places):
+            self._store.compare_set(_FAILURE, "", _ALL_DONE.decode())
+
+    def _listen(self, heard: list[bytes]) -> None:
+        if self._store.check([_FAILURE]):
+            heard.append(bytes(self._store.get(_FAILURE)))
 
     def hear(self, error: BaseException, *, is_timeout: bool = False) -> bytes | NodesLostError | Roll:
         """Find out why a collective failed here with `error`.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import final
 
 from rankwise.launchers.seat import Seat
-from rankwise.strategies._last_words import with_the_cause
+from rankwise.strategies._last_words import wait_for_other_nodes, with_the_cause
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class RankEntry:
             value = self.function(self.strategy, *self.args, **self.kwargs)
             self.strategy.all_have_finished()
             self.strategy.checkpoint_io.teardown()
+            wait_for_other_nodes(seat.last_words)
             return value
         except BaseException as error:
             explained = self.strategy.explained(error)

@@ -5,11 +5,34 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from typing_extensions import final
+
 from rankwise.errors import NodesLostError
 from rankwise.launchers._records import FailureRecord
 from rankwise.process_group.flight_recorder import write_flight_record
 from rankwise.process_group.last_words import LastWords, Roll
 from rankwise.ranks import RankInfo
+
+
+@final
+class FailedElsewhere(Exception):
+    """A rank of another node has failed after this one was done; holds that one's record."""
+
+    def __init__(self, record: bytes) -> None:
+        super().__init__("a rank of another node has failed")
+        self.record = record
+
+
+def wait_for_other_nodes(last_words: LastWords | None) -> None:
+    """Wait until the ranks of all nodes are done, so that what fails on one has failed on all.
+
+    Raises:
+        FailedElsewhere: where one has failed; `with_the_cause` turns it into that failure.
+    """
+    if last_words is None or last_words.is_one_node:
+        return  # whoever started them sees all
+    if (record := last_words.wait_for_the_others()) is not None:
+        raise FailedElsewhere(record)
 
 
 def with_the_cause(
@@ -20,6 +43,8 @@ def with_the_cause(
     A failure of this rank's own is left for the other nodes; one that echoes another's is looked up. One that
     waited in vain says where the others are.
     """
+    if isinstance(error, FailedElsewhere):
+        return _as_here(error.record)
     record = FailureRecord.of_exception(ranks, error)
     if not isinstance(error, Exception):
         return error, record
@@ -45,6 +70,10 @@ def _looked_up(
             return error, record
         record = dataclasses.replace(record, missing=heard.missing, last_seen=heard.last_seen)
         return record.to_error(last_words.began_s, (), ()), record
+    return _as_here(heard, record)
+
+
+def _as_here(heard: bytes, *others: FailureRecord) -> tuple[BaseException, FailureRecord]:
     # Each node has a clock of its own.
     first = dataclasses.replace(FailureRecord.from_json(heard), at_s=time.monotonic())
-    return first.to_error(time.monotonic(), (), (record,)), first
+    return first.to_error(time.monotonic(), (), others), first

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -34,6 +38,37 @@ def test_who_does_not_answer_is_named() -> None:
     assert "closed by peer" in str(caught.value)
 
 
+def test_who_is_done_waits_for_the_others() -> None:
+    """All ranks leave together once the last is done, and none has anything to say then."""
+    store = dist.HashStore()
+    order: list[int] = []
+
+    def finish(rank: int) -> bytes | None:
+        time.sleep(0.1 * rank)
+        order.append(rank)
+        heard = LastWords(store, PLACES, PLACES[rank]).wait_for_the_others()
+        assert sorted(order) == [0, 1, 2, 3]
+        return heard
+
+    with ThreadPoolExecutor(4) as ranks:
+        assert list(ranks.map(finish, range(4))) == [None] * 4
+
+
+def test_who_is_done_hears_of_a_later_failure() -> None:
+    """A rank that waits for the others gets the record of one that failed after it was done."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(LastWords(store, PLACES, PLACES[0]).wait_for_the_others)
+        LastWords(store, PLACES, PLACES[3]).say(b"the first")
+        assert waiting.result(timeout=5) == b"the first"
+
+
+def test_who_is_done_does_not_wait_for_ever() -> None:
+    """Ranks that are neither done nor failed are waited for as long as was said, and no failure."""
+    last_words = LastWords(dist.HashStore(), PLACES, PLACES[0])
+    assert last_words.wait_for_the_others(timedelta(seconds=0.2)) is None
+
+
 def test_a_store_that_is_gone_means_the_other_node() -> None:
     """The store is with node 0: if it does not answer, each side misses the other."""
 
@@ -44,6 +79,7 @@ def test_a_store_that_is_gone_means_the_other_node() -> None:
     for mine, others in ((PLACES[2], PLACES[:2]), (PLACES[0], PLACES[2:])):
         heard = LastWords(Gone(), PLACES, mine).hear(ECHO)  # type: ignore[arg-type]  # no store any more
         assert isinstance(heard, NodesLostError)
+        assert LastWords(Gone(), PLACES, mine).wait_for_the_others() is None  # type: ignore[arg-type]  # as above
         assert heard.lost == tuple(str(place) for place in others)
 
 
