@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 
 import pytest
 
 from tests.cluster.hosts import TwoHosts
-from tests.helpers.scripts import RunningScript, ScriptRunner
+from tests.helpers.scripts import WITHOUT_COVERAGE, RunningScript, ScriptRunner
 from tests.process.helpers import with_tests
 
 pytestmark = pytest.mark.cluster
@@ -52,12 +53,14 @@ if __name__ == "__main__":
 """
 
 
-def start(hosts: TwoHosts, run_script: ScriptRunner, *arguments: str) -> list[RunningScript]:
+def start(
+    hosts: TwoHosts, run_script: ScriptRunner, *arguments: str, more: Mapping[str, str | None] | None = None
+) -> list[RunningScript]:
     command = [sys.executable, run_script.write(SCRIPT), *arguments]
     return [
         run_script.start_command(
             hosts.command(name, [str(word) for word in command]),
-            env={**with_tests(), "NODE_RANK": str(node), "MASTER_ADDR": "hosta", "MASTER_PORT": "29500"},
+            env={**with_tests(more), "NODE_RANK": str(node), "MASTER_ADDR": "hosta", "MASTER_PORT": "29500"},
         )
         for node, name in enumerate(hosts.names)
     ]
@@ -97,7 +100,7 @@ def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptR
 
 def test_a_cut_cable_ends_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:
     """Both end within the time-out and 5 s, and each names the ranks that it does not reach any more."""
-    running = start(hosts, run_script, "fork", "train")
+    running = start(hosts, run_script, "fork", "train", more=WITHOUT_COVERAGE)
     try:
         for each in running:
             each.wait_for("stepping", count=2, timeout=100)
