@@ -65,7 +65,12 @@ class Whereabouts:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; leave it to itself where the store does not answer, as over a cable that is cut."""
+        closing = threading.Thread(target=self._end_thread, name="rankwise-whereabouts-end", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+    def _end_thread(self) -> None:
         try:
             self._store.set(_question(self._mine.global_rank), _CLOSED)
         except (RuntimeError, ValueError):
