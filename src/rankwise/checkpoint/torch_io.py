@@ -22,6 +22,7 @@ from rankwise.errors import CheckpointError
 
 __all__ = ["TorchCheckpointIO"]
 
+_OPEN_FILES = "/proc/self/fd"
 _USE_ANOTHER = "use an earlier file that Trainer.save_checkpoint or ModelCheckpoint wrote."
 
 
@@ -93,16 +94,35 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     _remove_abandoned(target)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as file:
+        file = _open_unnamed(target.parent)
+        is_named = file is None
+        with temporary.open("xb") if file is None else file as file:
             _lock(file)
             yield file
             file.flush()
             os.fsync(file.fileno())
+            if not is_named:
+                os.link(f"{_OPEN_FILES}/{file.fileno()}", temporary, src_dir_fd=file.fileno())
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     _flush_folder(target.parent)
+
+
+def _open_unnamed(folder: Path) -> IO[bytes] | None:
+    """Open a new file that has no name in `folder` yet, so that a killed process leaves none; Linux only.
+
+    Returns:
+        None where the platform or the file system has no such files.
+    """
+    flag = getattr(os, "O_TMPFILE", None)
+    if flag is None or not Path(_OPEN_FILES).exists():
+        return None
+    try:
+        return open(os.open(folder, flag | os.O_RDWR, 0o666), "w+b")  # noqa: PTH123 -- _replacing closes it; a descriptor has no path
+    except OSError:
+        return None
 
 
 def _lock(file: IO[bytes]) -> bool:

@@ -145,3 +145,27 @@ def test_remove(path: Path) -> None:
     for _ in range(2):
         TorchCheckpointIO().remove_checkpoint(path)
     assert not path.exists()
+
+
+class Looks:
+    """Notes, when it is pickled, which names its checkpoint's folder has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: list[str] = []
+
+    def __reduce__(self) -> tuple[type[dict[str, int]], tuple[()]]:
+        self.seen.extend(path.name for path in self.folder.iterdir())
+        return dict, ()
+
+
+def test_what_is_being_written_has_no_name(tmp_path: Path) -> None:
+    """A process that is killed while it writes leaves nothing, where the file system can do that."""
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))
+    except (AttributeError, OSError):
+        pytest.skip("no files without a name here")
+    looks = Looks(tmp_path)
+    TorchCheckpointIO().save_checkpoint({"looks": looks}, tmp_path / "last.ckpt")
+    assert looks.seen == []
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
