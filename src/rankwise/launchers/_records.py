@@ -23,6 +23,7 @@ from rankwise.errors import (
     WorkerRaisedError,
     WorkerTimedOutError,
 )
+from rankwise.process_group.echoes import is_echo
 from rankwise.ranks import RankInfo
 
 # How gloo, NCCL and the sockets below them say that somebody else has gone.
@@ -74,6 +75,7 @@ class FailureRecord:
     missing: tuple[int, ...] = ()  # where this rank has asked the others itself: who holds it up
     last_seen: tuple[str, ...] = ()  # and where each is
     notes: tuple[str, ...] = ()  # what else a reader may look at
+    is_echo: bool = False
 
     @classmethod
     def of_exception(cls, ranks: RankInfo, error: BaseException) -> FailureRecord:
@@ -85,7 +87,13 @@ class FailureRecord:
             exception_message=_text(error),
             traceback_text=_own_traceback(error),
             exit_status=code,
+            is_echo=is_echo(error),
         )
+
+    @classmethod
+    def of_waiting(cls, ranks: RankInfo, pid: int, error: Exception) -> FailureRecord:
+        """Describe a rank that has waited in vain, and does not know; runs in the supervisor."""
+        return cls(**_place(ranks, pid), exception_type=type(error).__name__, exception_message=_text(error))
 
     @classmethod
     def of_exit(cls, ranks: RankInfo, pid: int, status: int, phase: str) -> FailureRecord:
@@ -110,7 +118,7 @@ class FailureRecord:
         if self.exit_status is not None or self.exception_type == "JobStopped":
             return self.exception_type == "JobStopped"
         text = self.exception_message.lower()
-        return any(sign in text for sign in _CONSEQUENCE_TEXTS)
+        return self.is_echo or any(sign in text for sign in _CONSEQUENCE_TEXTS)
 
     @property
     def is_timeout(self) -> bool:

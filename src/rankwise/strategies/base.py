@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from rankwise.strategies._devices import check_devices, check_num_nodes, device_
 from rankwise.strategies._gradient_sync import Gradients
 from rankwise.strategies._job import RankEntry
 from rankwise.strategies._redirect import call_through
+from rankwise.strategies._saving import Saving
 from rankwise.strategies._scopes import rank_zero_set, variables_set
 from rankwise.strategies._state import State
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 Devices = int | str | list[int] | tuple[int, ...]
 
 
-class Strategy(AroundModule, Gradients):
+class Strategy(AroundModule, Gradients, Saving):
     """Start the processes, connect them, wrap the model, synchronise, clean up.
 
     A strategy is plain configuration until `bind` gives it devices, nodes and an environment, once. Then
@@ -73,7 +73,7 @@ class Strategy(AroundModule, Gradients):
         check_devices(devices)
         check_num_nodes(num_nodes)
         self.precision = Precision() if precision is None else precision
-        self.checkpoint_io: CheckpointIO = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         check_instance("precision", self.precision, Precision)
         check_instance("checkpoint_io", self.checkpoint_io, CheckpointIO)
         self.gradients = GradientSync()
@@ -357,29 +357,6 @@ class Strategy(AroundModule, Gradients):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state."""
         return optimizer.state_dict()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Let global rank 0 write a checkpoint; all ranks go on when it is written, or all raise.
-
-        Collective: every rank must call this, in the same order.
-
-        Raises:
-            CheckpointError: on every rank, when it could not be written.
-        """
-        error: Exception | None = None
-        if self.is_global_zero:
-            try:
-                beat("checkpoint")
-                self.checkpoint_io.save_checkpoint(checkpoint, path)
-            except Exception as raised:  # noqa: BLE001  raised below, once the other ranks know
-                error = raised
-        error = self.broadcast(error)
-        if error is not None:
-            raise error
-
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read a checkpoint, to the CPU."""
-        return self.checkpoint_io.load_checkpoint(path, map_location="cpu")
 
     # ------------------------------------------------------------------ internals
 

@@ -8,6 +8,7 @@ import pytest
 
 from rankwise.errors import WorkerExitedError, WorkerKilledError, WorkerRaisedError
 from rankwise.launchers._records import FailureRecord, first_cause
+from rankwise.process_group.echoes import echo_of
 from rankwise.ranks import RankInfo
 
 RANKS = RankInfo(3, 1, 1, 4, 2, 2)
@@ -143,3 +144,9 @@ def test_the_same_traceback_is_told_once() -> None:
     assert error.alike == (2, 3)
     assert [line.partition(" raised")[0] for line in error.consequences] == ["global_rank 1"]
     assert "the same on global_rank 2, 3" in str(error)
+
+
+def test_what_another_rank_has_raised_first_is_a_consequence() -> None:
+    """An exception that a rank raises on another's word is not taken for the cause."""
+    assert of(echo_of(ValueError("told"))).is_consequence
+    assert not of(ValueError("told")).is_consequence
