@@ -1,10 +1,48 @@
-"""What the forkserver imports once, so that the processes it forks need not.
+"""What the forkserver imports once, so that the processes it forks need not; and how it ends.
 
 It must not raise: the forkserver would end with it, and say nothing.
 """
 
+import atexit
 import contextlib
 import gc
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+_PARENT_ENDS_S = 1.0
+_POLL_S = 0.01
+
+
+def leave_at_once(server: int, main_process: int, folder: Path | None) -> None:
+    """End the server: it has nothing to finish, and unloading torch would take it a second or more.
+
+    A main process that was killed has left multiprocessing's folder for the server's socket behind.
+    """
+    if os.getpid() != server:  # a process that the server has forked
+        return
+    deadline = time.monotonic() + _PARENT_ENDS_S
+    while os.getppid() == main_process and time.monotonic() < deadline:
+        time.sleep(_POLL_S)  # it has closed its files, and has yet to end
+    if folder is not None and os.getppid() != main_process:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _folder_of_the_socket() -> Path | None:
+    """Return the folder that multiprocessing has made for the socket on which this server listens."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 -- Path.iterdir would leave the folder open
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as opened:
+            address = opened.getsockname() if opened.family == socket.AF_UNIX else ""
+            if isinstance(address, str) and Path(address).parent.name.startswith("pymp-"):
+                return Path(address).parent
+    return None
+
+
+with contextlib.suppress(Exception):
+    atexit.register(leave_at_once, os.getpid(), os.getppid(), _folder_of_the_socket())
 
 with contextlib.suppress(Exception):
     from rankwise.launchers._dynamo import import_dynamo
@@ -14,4 +52,4 @@ with contextlib.suppress(Exception):
 
     import rankwise.launchers.multiprocess  # noqa: F401  the worker function lives there
 
-    gc.freeze()  # what is here stays: neither the server nor its forks need search it when they end
+    gc.freeze()  # what is here stays: its forks need not search it when they end
