@@ -137,9 +137,13 @@ class RankChannel:
         self._on_request = on_request
         self.send(Kind.IN_LOOP, b"0" if on_request is None else b"1")
 
-    def wait_until_over(self) -> None:
-        """Wait until the supervisor says that the job is over on every rank."""
-        self._over.get()
+    def is_over_within(self, seconds: float | None) -> bool:
+        """Wait for the supervisor to say that the job is over on every rank; return whether it did."""
+        try:
+            self._over.get(timeout=seconds)
+        except queue.Empty:
+            return False
+        return True
 
     @property
     def is_stopping(self) -> bool:

@@ -17,6 +17,15 @@ _STATUS_TIMEOUT_S = 5.0
 _STATUS_POLL_S = 0.001
 
 
+def is_suspended(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger); False for one that is gone."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it is gone, or this is no Linux
+        return False
+    return status.rpartition(")")[2].split()[0] in "Tt"
+
+
 class StartedProcess(ABC):
     """One process that was started here. Only such are ever signalled."""
 
@@ -48,11 +57,7 @@ class StartedProcess(ABC):
 
     def is_stopped(self) -> bool:
         """Whether the process is suspended (SIGSTOP, Ctrl-Z), so that it hears nothing but SIGKILL."""
-        try:
-            status = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:  # it is gone, or this is no Linux
-            return False
-        return status.rpartition(")")[2].split()[0] in "Tt"
+        return is_suspended(self.pid)
 
     def close(self) -> None:
         """Close the descriptor; the process must have been reaped."""

@@ -18,6 +18,7 @@ from typing_extensions import final
 from rankwise.errors import WorkerError
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, frame, split_id, with_id
+from rankwise.launchers._ends import EndWatch
 from rankwise.launchers._failures import Failures
 from rankwise.launchers._member import Member
 from rankwise.launchers._processes import StartedProcess
@@ -45,6 +46,7 @@ class Supervisor:
         grace_period_s: how long a rank that was told to stop has before it is killed.
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
         stall_warning_s: after how long in one phase a rank is reported that others wait for.
+        teardown_timeout_s: how long a rank's teardown may take; None for as long as it likes.
 
     A job is `begin_job`, then `wait_job`. All state is touched by the supervisor's thread alone; the public
     methods hand it their wishes.
@@ -55,6 +57,7 @@ class Supervisor:
         grace_period_s: float,
         stop_signals: Iterable[int] = (signal.SIGTERM,),
         stall_warning_s: float = 60.0,
+        teardown_timeout_s: float | None = None,
     ) -> None:
         self._stop_signals = frozenset(stop_signals)
         self._ending = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
@@ -66,7 +69,8 @@ class Supervisor:
         self._members: list[Member] = []
         self._table = StoreTable()
         self._failures = Failures(self._members)
-        self._timers = Timers(StallWatch(self._members, stall_warning_s))
+        stalls = StallWatch(self._members, stall_warning_s)
+        self._timers = Timers(stalls, EndWatch(self._members, teardown_timeout_s, self._on_failure))
         self.was_interrupted = False
         self.ended_by: int | None = None  # a signal that ended the job at once
         self._stopped_by: int | None = None  # a signal for which training has stopped
@@ -388,9 +392,7 @@ class Supervisor:
                 self._timers.set(EXIT_TIMEOUT_S, self._kill_all)
 
     def _has_left(self, member: Member) -> bool:
-        if member.process is not None:
-            return member.has_ended
-        return member.has_failed or member.jobs_done >= self._job
+        return member.has_ended if member.process else member.has_failed or member.jobs_done >= self._job
 
     def _settle(self) -> None:
         self._timers.clear()

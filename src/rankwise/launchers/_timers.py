@@ -1,21 +1,30 @@
-"""What the supervisor does when a time has come: one deadline, and a look at the ranks now and then."""
+"""What the supervisor does when a time has come: one deadline, and looks at the ranks now and then."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from typing_extensions import final
 
-from rankwise.launchers._stalls import StallWatch
+
+class Watch(Protocol):
+    """Something that looks at the ranks now and then."""
+
+    def time_left(self) -> float | None:
+        """Return the seconds until the next look; None for never."""
+
+    def look(self) -> None:
+        """Look, if it is time to."""
 
 
 @final
 class Timers:
-    """One deadline, which replaces the one before, and the looks of a `StallWatch`."""
+    """One deadline, which replaces the one before, and the looks of some watches."""
 
-    def __init__(self, stalls: StallWatch) -> None:
-        self._stalls = stalls
+    def __init__(self, *watches: Watch) -> None:
+        self._watches = watches
         self._deadline: tuple[float, Callable[[], None]] | None = None
 
     @property
@@ -33,11 +42,10 @@ class Timers:
 
     def time_left(self) -> float | None:
         """Return the seconds until something is due; None for never."""
-        until_look = self._stalls.time_left()
-        if self._deadline is None:
-            return until_look
-        until_deadline = max(0.0, self._deadline[0] - time.monotonic())
-        return until_deadline if until_look is None else min(until_deadline, until_look)
+        times = [left for watch in self._watches if (left := watch.time_left()) is not None]
+        if self._deadline is not None:
+            times.append(max(0.0, self._deadline[0] - time.monotonic()))
+        return min(times, default=None)
 
     def run(self) -> None:
         """Do what is due."""
@@ -45,4 +53,5 @@ class Timers:
             action = self._deadline[1]
             self._deadline = None
             action()
-        self._stalls.look()
+        for watch in self._watches:
+            watch.look()

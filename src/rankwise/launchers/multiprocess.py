@@ -80,6 +80,7 @@ class MultiprocessLauncher(Launcher):
         init_timeout: how long the ranks may take to meet.
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
         stall_warning_s: after how long in one phase a rank is reported that others wait for.
+        teardown_timeout_s: how long a rank's teardown may take; None for as long as it likes.
         meeting: where the nodes of the job meet; None for a job on one node.
     """
 
@@ -94,13 +95,14 @@ class MultiprocessLauncher(Launcher):
         init_timeout: timedelta,
         stop_signals: Sequence[int] = (signal.SIGTERM,),
         stall_warning_s: float = 60.0,
+        teardown_timeout_s: float | None = None,
         meeting: MeetingPoint | None = None,
     ) -> None:
         self.pickles_entry = start_method != "fork"
         self._start_method = start_method
         self._seats = seats
         self._init_timeout = init_timeout
-        self._watch_options = (grace_period_s, tuple(stop_signals), stall_warning_s)
+        self._watch_options = (grace_period_s, tuple(stop_signals), stall_warning_s, teardown_timeout_s)
         self._meeting = meeting
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:

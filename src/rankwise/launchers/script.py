@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._command import rerun_command
 from rankwise.launchers._exit_code import exit_code_of
 from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherited_seat
+from rankwise.launchers._main_process import wait_until_over
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._processes import PopenProcess
 from rankwise.launchers._signals import StoppedBySignal, interrupts_blocked
@@ -50,6 +52,7 @@ class ScriptLauncher(Launcher):
         init_timeout: how long the ranks may take to meet.
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
         stall_warning_s: after how long in one phase a rank is reported that others wait for.
+        teardown_timeout_s: how long a rank's teardown may take; None for as long as it likes.
         command: what to run instead of this process's own command line.
         meeting: where the nodes of the job meet; None for a job on one node.
     """
@@ -64,12 +67,13 @@ class ScriptLauncher(Launcher):
         init_timeout: timedelta,
         stop_signals: Sequence[int] = (signal.SIGTERM,),
         stall_warning_s: float = 60.0,
+        teardown_timeout_s: float | None = None,
         command: Sequence[str] | None = None,
         meeting: MeetingPoint | None = None,
     ) -> None:
         self._seats = seats
         self._init_timeout = init_timeout
-        self._watch_options = (grace_period_s, tuple(stop_signals), stall_warning_s)
+        self._watch_options = (grace_period_s, tuple(stop_signals), stall_warning_s, teardown_timeout_s)
         self._command = command
         self._meeting = meeting
 
@@ -82,7 +86,7 @@ class ScriptLauncher(Launcher):
         mine = inherited_seat()
         if mine is not None:
             _check_same(mine.ranks.local_world_size, len(self._seats))
-            return _run_in_worker(mine, entry)
+            return _run_in_worker(mine, entry, self._watch_options[-1])
         return self._group(rendezvous).run(entry)
 
     def close(self) -> None:
@@ -300,7 +304,7 @@ _group: _ScriptGroup | None = None
 # ---------------------------------------------------------------------------------------- the other ranks
 
 
-def _run_in_worker(mine: InheritedSeat, entry: Entry) -> dict[int, Any]:
+def _run_in_worker(mine: InheritedSeat, entry: Entry, timeout_s: float | None) -> dict[int, Any]:
     mine.jobs += 1
     variables = torchrun_variables(mine.ranks, mine.address, mine.run_id)
     seat = Seat(mine.ranks, variables, mine.address, channel=mine.channel, job=mine.jobs)
@@ -311,14 +315,16 @@ def _run_in_worker(mine: InheritedSeat, entry: Entry) -> dict[int, Any]:
         except Exception:  # noqa: BLE001  pickling runs anybody's code
             os.ftruncate(mine.value_descriptor, 0)  # it cannot travel, and need not
         mine.channel.send(Kind.DONE)
-        mine.channel.wait_until_over()
+        wait_until_over(mine.channel, timeout_s)
 
     try:
         return {mine.ranks.global_rank: seat.occupy(entry, finish)}
     except StoppedBySignal:
         raise
     except BaseException:  # noqa: BLE001  whatever ended it
-        # Told over the channel, and raised by the main process. This one leaves without a word.
+        # Told over the channel, and raised by the main process. This one leaves without a word, and does not
+        # search what is left for garbage, which with torch loaded takes most of a second.
+        gc.freeze()
         raise SystemExit(1) from None
 
 

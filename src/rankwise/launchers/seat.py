@@ -78,6 +78,11 @@ class Seat:
         self._store = open_store(ask, self.address, hosts=self.hosts_store, timeout=timeout)
         return self._of_this_job(self._store)
 
+    def limit_store(self, timeout: timedelta) -> None:
+        """Let the store have that long to answer from here on: the ranks have met."""
+        if self._store is not None:
+            self._store.set_timeout(timeout)
+
     def agree_on_stopping(self, timeout: timedelta) -> StopAgreement:
         """Return this rank's part in agreeing with the others when to stop; not started yet.
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from typing_extensions import final
 
 from rankwise.errors import StopAgreementError
+from rankwise.process_group.pulse import waiting_in
 from rankwise.ranks import RankInfo
 
 __all__ = ["StopAgreement", "wait_long"]
@@ -103,15 +104,16 @@ class StopAgreement:
         self._begun = _LEFT
         if self._is_alone:
             return False
-        self._wake([self._ranks.global_rank])
-        self._decided_limit()
-        self._thread.join()
+        with waiting_in("end of training"):
+            self._wake_myself()
+            self._decided_limit()
+            self._thread.join()
         return self._limit != _LEFT
 
     def close(self) -> None:
         """End the thread, however the loop was left."""
         self._begun = _LEFT
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._failure is None:
             try:
                 self._wake([self._ranks.global_rank])
             except Exception:  # noqa: BLE001  a store whose host is gone: the thread has left, or will
@@ -135,6 +137,13 @@ class StopAgreement:
     def _publish(self, reason: str) -> None:
         self._store.compare_set("stop/reason", "", reason)  # the first one's counts
         self._wake(range(self._ranks.world_size))
+
+    def _wake_myself(self) -> None:
+        try:
+            self._wake([self._ranks.global_rank])
+        except dist.DistStoreError as error:
+            self._failure = error  # so that `close` does not wait for the store once more
+            raise
 
     def _wake(self, ranks: range | list[int]) -> None:
         for rank in ranks:

@@ -17,6 +17,7 @@ from typing_extensions import final
 
 __all__ = [
     "NO_FILE",
+    "TEARDOWN",
     "Pulse",
     "PulseReader",
     "beat",
@@ -32,6 +33,9 @@ _LENGTH = 47
 
 NO_FILE = -1
 """In place of a descriptor: the page is this process's alone, for `own_pulse`."""
+
+TEARDOWN = "teardown"
+"""The phase of a rank whose work is done, and that still has to leave."""
 
 _page: mmap.mmap | None = None
 _current: tuple[int, bool, str] = (-1, False, "")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import final
 
 from rankwise.launchers.seat import Seat
+from rankwise.process_group.pulse import TEARDOWN, beat
 from rankwise.strategies._last_words import wait_for_other_nodes, with_the_cause
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,9 @@ class RankEntry:
                 raise
             raise explained from None
         finally:
+            beat(TEARDOWN)
             self.strategy.teardown()
+            beat("finished", waits=True)
 
     def _finish_checkpoints(self) -> None:
         try:

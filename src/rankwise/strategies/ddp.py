@@ -215,6 +215,7 @@ class DDPStrategy(ComparedCollectives):
             "grace_period_s": self.grace_period_s,
             "init_timeout": self.init_timeout,
             "stall_warning_s": self.stall_warning.total_seconds(),
+            "teardown_timeout_s": self.timeout.total_seconds(),
             "stop_signals": [signal.SIGTERM, *filter(None, [environment.requeue_signal])],
             "meeting": meeting_point(environment, self.ranks),
         }
@@ -251,6 +252,7 @@ class DDPStrategy(ComparedCollectives):
             group = process_group(store, self.ranks, self.process_group_backend, self.root_device, **limits)
             places = self._job.enter_context(group)
             self._job.enter_context(self.seat.heard_by(places, self.init_timeout))
+            self.seat.limit_store(self.timeout)
             self._job.enter_context(self.collectives_compared(store))
         beat("running")
         self._job.callback(self._drop_wrappers)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import final
 
+from rankwise.process_group.pulse import TEARDOWN, beat
 from rankwise.trainer.checkpoints import restore_loop, restore_module
 from rankwise.trainer.evaluation_loop import EvaluationLoop
 from rankwise.trainer.fit_loop import FitLoop
@@ -93,6 +94,7 @@ def run_stage(
             callback.on_exception(trainer, model, error)
         raise
     finally:
+        beat(TEARDOWN)
         try:
             call_hook(trainer, "teardown", plan.stage)
             if trainer.is_global_zero:
@@ -100,6 +102,7 @@ def run_stage(
                     logger.finalize(status)
         finally:
             trainer.leave_stage()
+            beat("running")
     return value, capture(trainer, model, known_modules) if plan.brings_state_back else None
 
 
