@@ -1,0 +1,188 @@
+"""Have a job of the table of failures happen, and see what comes of it, from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.helpers import police, processes
+from tests.process.fault_table import EXIT_S, UNDISTURBED, Cell, expected
+from tests.process.fault_tasks import SCRIPT, Fault, as_json
+from tests.process.helpers import with_tests
+
+_POLL_S = 0.02
+_MOST_S = 60.0  # a job that has not ended then hangs
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was seen of a job.
+
+    Attributes:
+        ranks_gone_after_s: the seconds from the fault until nothing that the main process started was left.
+        gone_after_s: the seconds from the fault (without one: from the start) until its last process was
+            gone, that is the main process, once its interpreter had ended.
+        told_after_s: the seconds until the caller had the exception; -1 where nobody was left to have it.
+        exit_code: the main process's; negative for a signal.
+        exception: the type's name that reached the caller; nothing where none did.
+        ranks: the ranks that it names.
+        left: processes, ports, files, shared memory, and what changed in the caller.
+        output: what all its processes printed.
+    """
+
+    ranks_gone_after_s: float
+    gone_after_s: float
+    told_after_s: float
+    exit_code: int
+    exception: str
+    ranks: tuple[int, ...]
+    left: tuple[str, ...]
+    output: str
+
+
+class FaultRunner:
+    """Runs one job after the other; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._number = 0
+        variables = {**os.environ, **{name: value or "" for name, value in with_tests().items()}}
+        variables[processes.MARKER] = f"{os.getpid()}-faults-{id(self)}"
+        self._driver = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __call__(self, cell: Cell | None, start_method: str, delay_s: float = 0.0, step: int = 1) -> Outcome:
+        """Run one job."""
+        self._number += 1
+        folder = self._folder / str(self._number)
+        folder.mkdir(parents=True)
+        shared_memory = police.SharedMemory()
+        fault = Fault(cell, str(folder), delay_s, step)
+        started = time.monotonic()
+        self._tell(as_json(fault, start_method))
+        main = psutil.Process(self._hear())
+        try:
+            ranks_gone_at_s, gone_at_s = self._watch(main, fault, started)
+            left = [processes.describe(process) for process in _processes_of(main.pid)]
+        finally:
+            processes.kill(_processes_of(main.pid))
+        exit_code = self._hear()
+        left += police.settle([shared_memory], timeout_s=0.5)
+        left += [str(path) for path in (folder / "tmp").rglob("*")]
+        left += [str(path) for path in (folder / "saved").iterdir() if path.name != "last.ckpt"]
+        began_s = float(stamp.read_text()) if (stamp := folder / "stamp").exists() else started
+        facts: dict[str, Any] = {"exception": UNDISTURBED, "ranks": [], "left": [], "told_at_s": began_s - 1}
+        if (caught := folder / "caught.json").exists():
+            facts = json.loads(caught.read_text())
+        return Outcome(
+            ranks_gone_at_s - began_s,
+            gone_at_s - began_s,
+            facts["told_at_s"] - began_s,
+            exit_code,
+            str(facts["exception"]),
+            tuple(rank for rank in facts["ranks"] if rank is not None),
+            (*left, *facts["left"]),
+            (folder / "output").read_text(errors="replace"),
+        )
+
+    def close(self) -> None:
+        """End the driver."""
+        with self._driver:
+            pass
+
+    def _tell(self, line: str) -> None:
+        assert self._driver.stdin is not None
+        self._driver.stdin.write(f"{line}\n")
+        self._driver.stdin.flush()
+
+    def _hear(self) -> int:
+        assert self._driver.stdout is not None
+        return int(self._driver.stdout.readline())
+
+    def _watch(self, main: psutil.Process, fault: Fault, started: float) -> tuple[float, float]:
+        """Wait until all is over; return when nothing else was left of the job, and when main was gone too.
+
+        A suspended main process may go on once it is alone.
+        """
+        stamp = Path(fault.folder, "stamp")
+        ranks_gone_at: float | None = None
+        while time.monotonic() < started + _MOST_S:
+            if stamp.exists() and ranks_gone_at is None and not list(_ranks_of(main)):
+                ranks_gone_at = time.monotonic()
+                if fault.cell is not None and fault.cell.how == "SIGSTOP" and fault.cell.hits_main:
+                    os.kill(main.pid, signal.SIGCONT)
+            if not _processes_of(main.pid):
+                return ranks_gone_at or time.monotonic(), time.monotonic()
+            time.sleep(_POLL_S)
+        return started + _MOST_S, started + _MOST_S
+
+
+def problems(cell: Cell, outcome: Outcome) -> list[str]:
+    """Return in what an outcome is not what the cell must come to."""
+    return wrong(cell, outcome) + late(cell, outcome)
+
+
+def wrong(cell: Cell, outcome: Outcome) -> list[str]:
+    """Return what is left of a job, and what its caller was told that is not so."""
+    due = expected(cell)
+    found = list(outcome.left)
+    if outcome.exception != due.exception:
+        found.append(f"the exception is {outcome.exception!r}, not {due.exception!r}")
+    if due.rank is not None and due.rank not in outcome.ranks:
+        found.append(f"it names {outcome.ranks}, not rank {due.rank}")
+    if outcome.exit_code != due.exit_code:
+        found.append(f"the exit code is {outcome.exit_code}, not {due.exit_code}")
+    return found
+
+
+def late(cell: Cell, outcome: Outcome) -> list[str]:
+    """Return what took longer than it may."""
+    times = {"no rank was left": outcome.ranks_gone_after_s}
+    if not (cell.how == "SIGSTOP" and cell.hits_main):  # which knows nothing before it goes on
+        times["the caller knew"] = outcome.told_after_s
+    found = [f"it took {took:.2f} s until {what}" for what, took in times.items() if took > cell.limit_s]
+    leaving_s = outcome.gone_after_s - max(times.values())
+    return found + ([f"main took {leaving_s:.2f} s to leave"] if leaving_s > EXIT_S else [])
+
+
+@contextmanager
+def fault_runner(folder: Path) -> Iterator[FaultRunner]:
+    """Have a runner in the block."""
+    runner = FaultRunner(folder)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def _processes_of(session_id: int) -> list[psutil.Process]:
+    return processes.wait_until_gone(lambda: processes.in_session(session_id), timeout_s=0)
+
+
+def _ranks_of(main: psutil.Process) -> Iterator[psutil.Process]:
+    """Yield the living processes of a suspended main process, but for the helpers that end with it."""
+    for process in _processes_of(main.pid):
+        try:
+            is_helper = any(code in argument for code in processes.SERVICES for argument in process.cmdline())
+            is_forked_by_helper = is_helper and process.parent() != main
+        except psutil.Error:
+            continue
+        if process != main and (not is_helper or is_forked_by_helper):
+            yield process

@@ -1,0 +1,230 @@
+"""What the processes of one cell of the table of failures run: a short fit in which one of them fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what the first wrapper imports, which takes longer than some of these jobs may
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise import Trainer
+from rankwise.callbacks import Callback
+from rankwise.strategies import DDPStrategy
+from tests.helpers import police
+from tests.process.fault_table import GRACE_S, Cell
+from tests.process.training_tasks import Regression, loader
+
+MESSAGE = "the fault of this test"
+SCRIPT = Path(__file__).with_name("fault_driver.py")
+_LEAD_S = 0.1  # how long the other rank has to come to where it waits
+_LONG_S = 60.0
+_MAIN_HANGS_S = 4.0  # a main process that is no rank disturbs nobody: it must come back to be seen
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A cell's fault, in the folder where its processes leave word; `cell` None for a run without any.
+
+    `delay_s` shifts the moment, and `step` says in which step it comes.
+    """
+
+    cell: Cell | None
+    folder: str
+    delay_s: float = 0.0
+    step: int = 1
+
+    def come(self, when: str, strategy: DDPStrategy, step: int = 1) -> None:
+        """Fail, if this is the moment and the process."""
+        cell = self.cell
+        if cell is None or cell.when != when or step != self.step:
+            return
+        if cell.rank == strategy.global_rank:
+            time.sleep(_LEAD_S + self.delay_s)
+            self.happen()
+        elif cell.rank is None:
+            (Path(self.folder) / f"moment{strategy.global_rank}").touch()
+            time.sleep(0.3)  # so that main fails in this very moment
+
+    def happen(self) -> None:
+        """Note the time, and do it to this process."""
+        assert self.cell is not None
+        how = self.cell.how
+        stamp = Path(self.folder, "stamp")
+        stamp.with_suffix(".new").write_text(repr(time.monotonic()))
+        stamp.with_suffix(".new").rename(stamp)
+        if how == "raises":
+            raise ValueError(MESSAGE)
+        if how == "exits 0":
+            sys.exit(0)
+        if how == "exits 3":
+            os._exit(3)
+        if how == "hangs outside a collective":
+            time.sleep(_MAIN_HANGS_S if self.cell.who == "main" else _LONG_S)
+        elif how == "hangs inside a collective":
+            dist.all_reduce(torch.ones(1), group=_lonely_group[0])
+        else:
+            os.kill(os.getpid(), signal.Signals[how])
+
+    def wait_for_the_moment(self) -> None:
+        """In a main process that is no rank: fail when both ranks are there."""
+        moments = [Path(self.folder, f"moment{rank}") for rank in range(2)]
+        while not all(moment.exists() for moment in moments):
+            time.sleep(0.01)
+        time.sleep(self.delay_s)
+        assert self.cell is not None
+        if self.cell.how in ("SIGKILL", "SIGSTOP"):
+            self.happen()
+        else:  # in the main thread, wherever it is
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+
+_lonely_group: list[Any] = []  # one that only the rank that hangs uses
+
+
+class FaultyStrategy(DDPStrategy):
+    """Lets the fault come before the group is up."""
+
+    fault: Fault
+
+    def setup_environment(self) -> None:
+        self.fault.come("before the group", self)
+        super().setup_environment()
+
+
+class FaultyModule(Regression):
+    """Lets the fault come in the middle of a step."""
+
+    fault: Fault
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        self.fault.come("mid-step", strategy, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class FaultyCallback(Callback):
+    """Saves after each step; lets the fault come while rank 0 writes, and at teardown."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        if self.fault.cell is not None and self.fault.cell.how == "hangs inside a collective":
+            _lonely_group[:] = [dist.new_group(timeout=trainer.strategy.timeout)]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(Path(self.fault.folder, "saved", "last.ckpt"))
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        is_inside = self.fault.cell is not None and self.fault.cell.how == "hangs inside a collective"
+        if trainer.global_rank == 1 or is_inside:
+            self.fault.come("while saving", trainer.strategy, trainer.global_step - 1)
+        else:
+            checkpoint["trap"] = Trap(self.fault, trainer)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        if sys.exc_info()[0] is None:
+            self.fault.come("at teardown", trainer.strategy)
+
+
+class Trap:
+    """Lets the fault come when it is pickled: the file is open then, and not yet whole."""
+
+    def __init__(self, fault: Fault, trainer: Any) -> None:
+        self.fault = fault
+        self.trainer = trainer
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        cell, step = self.fault.cell, self.trainer.global_step - 1
+        if cell is not None and cell.when == "while saving" and step == self.fault.step and cell.rank == 1:
+            time.sleep(3 * _LEAD_S + self.fault.delay_s)  # so that the other rank fails while this one writes
+        self.fault.come("while saving", self.trainer.strategy, step)
+        return dict, ()
+
+
+def fit(fault: Fault, start_method: str) -> None:
+    """Train for three steps on two ranks, and save after each."""
+    settings: dict[str, Any] = {"grace_period_s": GRACE_S}
+    if fault.cell is not None:
+        settings |= {"timeout": fault.cell.timeout_s, "init_timeout": fault.cell.init_timeout_s}
+    if start_method == "popen":
+        settings["command"] = [sys.executable, str(SCRIPT), "--rank", as_json(fault, start_method)]
+    strategy = FaultyStrategy(start_method=start_method, **settings)
+    module = FaultyModule()
+    strategy.fault = module.fault = fault
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        callbacks=[FaultyCallback(fault)],
+        default_root_dir=fault.folder,
+        **quiet,  # type: ignore[arg-type]  # booleans all
+    )
+    trainer.fit(module, loader(12, 2))
+
+
+def be_main(fault: Fault, start_method: str) -> None:
+    """Run a cell as the process that the user started; leave word of what it sees and has left."""
+    (Path(fault.folder) / "saved").mkdir()
+    checks = [
+        police.Threads(),
+        police.ProcessGroup(),
+        police.Environment(),
+        police.WorkingDirectory(),
+        police.SignalHandlers(),
+        police.ListeningSockets(),
+        police.RankZeroOnly(),
+    ]
+    if fault.cell is not None and fault.cell.who == "main":
+        signal.signal(signal.SIGALRM, lambda number, frame: fault.happen())
+        threading.Thread(target=fault.wait_for_the_moment, daemon=True).start()
+    caught: BaseException | None = None
+    try:
+        fit(fault, start_method)
+    except BaseException as error:
+        caught = error
+        raise
+    finally:
+        told_at_s = time.monotonic()
+        _lonely_group.clear()  # it would go on listening
+        left = [f"in the caller: {problem}" for check in checks for problem in check.problems()]
+        facts = {
+            "exception": "" if caught is None else type(caught).__name__,
+            "ranks": [getattr(caught, "global_rank", None), *getattr(caught, "missing", ())],
+            "told_at_s": told_at_s,
+            "left": left + [f"in the caller: child {child}" for child in living_children()],
+        }
+        Path(fault.folder, "caught.json").write_text(json.dumps(facts))
+
+
+def living_children() -> list[str]:
+    """Return the ranks that still live, or that nobody has waited for."""
+    from multiprocessing import active_children
+
+    return [repr(child) for child in active_children()]
+
+
+def as_json(fault: Fault, start_method: str) -> str:
+    """Write a job for another process."""
+    cell = None if fault.cell is None else vars(fault.cell)
+    return json.dumps({"start_method": start_method, **vars(fault), "cell": cell})
+
+
+def from_json(text: str) -> tuple[Fault, str]:
+    """Read what `as_json` wrote."""
+    fields = json.loads(text)
+    start_method: str = fields.pop("start_method")
+    cell = fields.pop("cell")
+    return Fault(cell=None if cell is None else Cell(**cell), **fields), start_method

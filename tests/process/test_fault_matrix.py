@@ -1,0 +1,102 @@
+"""The table of failures, each cell of it: how long, what the caller sees, what is left."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.process.fault_runner import FaultRunner, fault_runner, problems, wrong
+from tests.process.fault_table import ALL, CELLS, LEFT_OUT, START_METHODS, STRATEGIES, UNDISTURBED, WHEN, Cell
+
+pytestmark = pytest.mark.timeout(90)
+
+QUICK = {
+    Cell("rank 0", "raises", "while saving", "ddp_fork"),
+    Cell("rank 1", "SIGKILL", "while saving", "ddp_fork"),
+    Cell("rank 1", "exits 3", "at teardown", "ddp_fork"),
+    Cell("rank 0", "SIGKILL", "before the group", "ddp_fork"),
+    Cell("rank 0", "SIGSTOP", "mid-step", "ddp_fork"),
+    Cell("rank 1", "hangs outside a collective", "at teardown", "ddp_fork"),
+    Cell("main", "raises", "mid-step", "ddp_fork"),
+    Cell("main", "SIGKILL", "while saving", "ddp_fork"),
+    Cell("rank 0", "exits 0", "mid-step", "ddp"),
+}
+"""What is run by default; the others with `-m soak`."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRunner]:
+    """Run cells, in a process that serves all of them."""
+    with fault_runner(tmp_path_factory.mktemp("faults")) as runner:
+        yield runner
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, id=str(cell), marks=() if cell in QUICK else pytest.mark.soak) for cell in CELLS],
+)
+def test_fault(cell: Cell, run: FaultRunner) -> None:
+    """In time every process is gone, the caller knows who failed and how, and nothing is left."""
+    outcome = run(cell, cell.start_method)
+    assert problems(cell, outcome) == [], outcome
+
+
+def test_the_table_is_whole() -> None:
+    """Each cell is run, or says why it makes no sense."""
+    assert set(ALL) == set(CELLS) | set(LEFT_OUT)
+    assert len(ALL) == 3 * 7 * 4 * 4
+    assert set(CELLS) >= QUICK
+    assert all(LEFT_OUT.values())
+
+
+# ---------------------------------------------------------------------- series
+
+SEED = 20
+_MOST_DELAY_S = 0.2
+_STEPS = 3
+# A rank that starts from nothing imports torch first: in the short sample nobody does.
+_QUICK = ("ddp_fork",)
+
+
+def _draw(chance: random.Random, cells: list[Cell]) -> tuple[Cell, float, int]:
+    """Draw a cell, how much later its fault comes, and in which step, where it comes in one."""
+    cell, delay_s, step = chance.choice(cells), chance.uniform(0, _MOST_DELAY_S), chance.randrange(_STEPS)
+    return cell, delay_s, step if cell.when in WHEN[1:3] else 1
+
+
+@pytest.mark.parametrize(
+    ("runs", "strategies"),
+    [(3, _QUICK), pytest.param(200, STRATEGIES, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
+)
+def test_random_faults(runs: int, strategies: tuple[str, ...], run: FaultRunner) -> None:
+    """Each ends as the table says and leaves nothing, whenever it comes; the table checks how soon."""
+    seed = int(os.environ.get("RANKWISE_SOAK_SEED", SEED))
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    cells = [cell for cell in CELLS if cell.strategy in strategies and (runs > 3 or not cell.hangs)]
+    found: dict[str, list[str]] = {}
+    for number in range(runs):
+        cell, delay_s, step = _draw(chance, cells)
+        outcome = run(cell, cell.start_method, delay_s, step)
+        print(f"{number}: {cell}, {delay_s:.2f} s later, step {step}: {outcome.gone_after_s:.2f} s")
+        if problem := wrong(cell, outcome):
+            found[f"{number}: {cell}"] = [*problem, outcome.output]
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("runs", "strategies"),
+    [(2, _QUICK), pytest.param(200, STRATEGIES, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
+)
+def test_runs_without_a_fault(runs: int, strategies: tuple[str, ...], run: FaultRunner) -> None:
+    """Each exits with 0, torch's abort at exit does not happen, and nothing is left."""
+    found: dict[int, object] = {}
+    for number in range(runs):
+        strategy = strategies[number % len(strategies)]
+        outcome = run(None, START_METHODS[strategy])
+        if (outcome.exit_code, outcome.exception, outcome.left) != (0, UNDISTURBED, ()):
+            found[number] = strategy, outcome
+    assert found == {}
