@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 from typing_extensions import final
 
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownStrategyError
+from rankwise.named_options import split_options
 from rankwise.strategies import (
     AutoStrategy,
     DDPElasticStrategy,
@@ -101,8 +102,10 @@ class _Registry:
             InvalidTypeError: when the name is no string, or the class no `Strategy`.
             DuplicateNameError: when the name is taken.
         """
-        if not isinstance(name, str) or not name:
-            raise InvalidTypeError(argument="name", value=name, expected="a string that is not empty")
+        if not isinstance(name, str) or not name or ":" in name:
+            raise InvalidTypeError(
+                argument="name", value=name, expected='a string that is not empty; options follow a ":"'
+            )
         if name.lower() in self._entries and not override:
             raise DuplicateNameError(name=name.lower())
         if strategy is _DECORATED:
@@ -111,14 +114,23 @@ class _Registry:
         return None
 
     def create(self, name: str, **overrides: Any) -> Strategy:
-        """Return a new strategy of that name; `overrides` beat what was registered.
+        """Return a new strategy of that name.
+
+        Args:
+            name: it may carry arguments of the constructor, which beat what was registered:
+                `"ddp_spawn:find_unused_parameters=true,timeout=120"`.
+            overrides: arguments of the constructor, which beat both.
 
         Raises:
-            InvalidTypeError: when the name is no string.
+            InvalidTypeError: when the name is no string, or an option has no value.
             UnknownStrategyError: when it is not registered, nor an installed entry point.
+            UnknownArgumentError: when the strategy has no such option.
         """
-        entry = self._find(name)
-        return entry.strategy(**{**entry.init_params, **overrides})
+        if not isinstance(name, str):
+            raise InvalidTypeError(argument="strategy", value=name, expected="a name")
+        plain, options = split_options("strategy", name)
+        entry = self._find(plain)
+        return entry.strategy(**{**entry.init_params, **options, **overrides})
 
     def remove(self, name: str) -> None:
         """Forget a name.

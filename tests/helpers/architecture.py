@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-BASE = frozenset({"errors", "ranks", "_start"})
+BASE = frozenset({"errors", "ranks", "named_options", "_start"})
 LEGS = frozenset(
     {
         "callbacks",
@@ -31,6 +31,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "_start": frozenset(),
     "errors": frozenset(),
     "ranks": frozenset({"errors"}),
+    "named_options": frozenset({"errors"}),
     "seed": BASE,
     **dict.fromkeys(LEGS, BASE),
     "launchers": BASE | {"process_group"},

@@ -19,10 +19,10 @@ from rankwise.gradient_sync.comm_hooks import (
     HookPlace,
     NamedHook,
     check_hook,
-    parse_named,
 )
 from rankwise.gradient_sync.powersgd import PowerSGDMemory, powersgd_hook
 from rankwise.gradient_sync.weights import WeightedReduction
+from rankwise.named_options import split_options
 
 __all__ = ["CommHook", "register_ddp_comm_hook"]
 
@@ -76,7 +76,7 @@ class CommHook:
         if not isinstance(hook, str):
             function = _known(check_hook(hook))
             return cls(_name_of(hook), NamedHook(function, averages=_averages(function)), {}, state, around)
-        name, options = parse_named(hook)
+        name, options = split_options("comm_hook", hook)
         named = CommHookRegistry.get(name)
         if state is not None and options:
             raise ConfigurationError(

@@ -13,7 +13,7 @@ from typing_extensions import final
 
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownArgumentError, UnknownNameError
 
-__all__ = ["CommHookRegistry", "Hook", "HookPlace", "NamedHook", "check_hook", "parse_named"]
+__all__ = ["CommHookRegistry", "Hook", "HookPlace", "NamedHook", "check_hook"]
 
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -184,36 +184,6 @@ def check_hook(hook: object) -> Hook:
         expected="a name, or a function of two arguments: a state and a torch.distributed.GradBucket",
         remedy="def my_hook(state, bucket): return a torch.futures.Future of bucket.buffer(), averaged.",
     )
-
-
-def parse_named(given: str) -> tuple[str, dict[str, Any]]:
-    """Split `"name:option=value,option=value"`.
-
-    Raises:
-        InvalidTypeError: when an option has no value.
-    """
-    name, _, rest = given.partition(":")
-    options: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in rest.split(","))):
-        key, equals, value = item.partition("=")
-        if not equals or not key:
-            raise InvalidTypeError(
-                argument="comm_hook", value=given, expected='a name with options: "name:option=value"'
-            )
-        options[key.strip()] = _value(value.strip())
-    return name.strip(), options
-
-
-def _value(text: str) -> Any:
-    word = {"true": True, "false": False, "none": None}.get(text.lower(), text)
-    if not isinstance(word, str):
-        return word
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 CommHookRegistry = _Registry()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
-from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownStrategyError
+from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownArgumentError, UnknownStrategyError
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import (
     AutoStrategy,
@@ -38,6 +40,32 @@ def test_all_names_are_there() -> None:
     aliases = [f"{kind}_find_unused_parameters_{value}" for kind in KINDS for value in ("true", "false")]
     assert set(StrategyRegistry) == {"auto", "single_device", *KINDS, *aliases}
     assert len(StrategyRegistry) == 20
+
+
+def test_a_name_carries_options() -> None:
+    """They are arguments of the constructor, beat what was registered, and are beaten by keywords."""
+    name = "DDP_Spawn_find_unused_parameters_true: find_unused_parameters=false, timeout=120,rendezvous=tcp"
+    strategy = StrategyRegistry.create(name, rendezvous="private")
+    assert type(strategy) is DDPSpawnStrategy
+    assert strategy.ddp_kwargs["find_unused_parameters"] is False
+    assert strategy.timeout == timedelta(minutes=2)
+    assert strategy.rendezvous == "private"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("ddp:timeout", InvalidTypeError, "name:option=value"),
+        ("ddp:=3", InvalidTypeError, "name:option=value"),
+        ("ddp:timout=3", UnknownArgumentError, "Did you mean 'timeout'"),
+        ("ddp:timeout=soon", InvalidTypeError, "timeout"),
+        ("dpp:timeout=3", UnknownStrategyError, "Did you mean 'ddp'"),
+    ],
+)
+def test_options_that_cannot_be(name: str, error: type[Exception], text: str) -> None:
+    """They are refused like keywords, and the name is looked up without them."""
+    with pytest.raises(error, match=re.escape(text)):
+        StrategyRegistry.create(name)
 
 
 @pytest.mark.parametrize(
