@@ -119,7 +119,6 @@ FAILING = """
     class Failing(TrainingModule):
         def __init__(self):
             super().__init__()
-            torch.manual_seed(1)
             self.layer = torch.nn.Linear(1, 1)
 
         def training_step(self, batch, batch_idx):
