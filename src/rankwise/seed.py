@@ -7,9 +7,10 @@ import sys
 
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = ["seed_everything"]
+__all__ = ["given_seed", "seed_everything"]
 
 _HIGHEST = 2**32 - 1  # NumPy's
+_given: int | None = None
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
@@ -40,10 +41,17 @@ def seed_everything(seed: int, workers: bool = True) -> int:
         raise InvalidArgumentError(
             argument="workers", value=workers, expected="True: loaders' workers always follow the seed"
         )
+    global _given
     import torch
 
+    _given = seed
     random.seed(seed)
     torch.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)
     return seed
+
+
+def given_seed() -> int | None:
+    """Return what `seed_everything` was last called with in this process, or None."""
+    return _given

@@ -60,20 +60,20 @@ def differences(facts: list[dict[str, str]]) -> dict[str, dict[str, tuple[int, .
     return found
 
 
-def facts_of(module: nn.Module, seed: int) -> dict[str, str]:
+def facts_of(module: nn.Module, seed: int | None) -> dict[str, str]:
     """Return what is to be the same on every rank that trains a module.
 
     Args:
         module: not wrapped yet.
-        seed: with which this process has built it. Where seeds differ, so do the weights that other ranks'
-            are replaced by; each rank's own random numbers are drawn from the seed and its rank, later.
+        seed: what `seed_everything` was given in this process, None for nothing. Then torch has drawn a
+            seed: that ranks differ in it is no mistake, as rank 0's weights and its order of the data count.
     """
     parameters = dict(module.named_parameters())
     return {
         "the version of rankwise": sys.modules["rankwise"].__version__,
         "the version of torch": str(torch.__version__),
         "the version of Python": platform.python_version(),
-        "the seed": str(seed),
+        "the seed": "nobody's" if seed is None else str(seed),
         **{f"parameter {name!r}": _described(parameter) for name, parameter in parameters.items()},
         _ORDER: ", ".join(parameters),
     }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import final
 
 from rankwise.process_group.pulse import TEARDOWN, beat
+from rankwise.seed import given_seed
 from rankwise.trainer.checkpoints import restore_loop, restore_module
 from rankwise.trainer.evaluation_loop import EvaluationLoop
 from rankwise.trainer.fit_loop import FitLoop
@@ -131,7 +132,7 @@ def _seed_of(plan: Plan) -> int:
 
 
 def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan: Plan) -> None:
-    check_ranks_agree(trainer.strategy, facts_of(module, _seed_of(plan)))
+    check_ranks_agree(trainer.strategy, facts_of(module, given_seed()))
     wrapped = trainer.strategy.setup_module(module)
     trainer.create_optimizers()
     trainer.strategy.on_after_setup_optimizers(trainer.optimizers)
