@@ -1,0 +1,63 @@
+"""The jobs of `faults.py` that train by hand: under torchrun, or with `torch.multiprocessing.spawn`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from fault_job import Job, Trap, lonely
+
+
+def train(rank: int, job: Job, port: int | None = None) -> None:
+    """Train three steps on two ranks, saving after each; without a port, where torchrun's variables say."""
+    job.come("before the group", rank)
+    where: dict[str, Any] = {}
+    if port is not None:
+        where = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", timeout=job.only_timeout, **where)
+    lonely[:] = [dist.new_group(timeout=job.timeout)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        job.come("mid-step", rank, step)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if rank == 0:
+            torch.save({**model.state_dict(), "trap": Trap(job, step)}, job.checkpoint)
+        else:
+            job.come("while saving", rank, step)
+        dist.barrier()
+    job.come("at teardown", rank)
+    del model
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    """Be torchrun's rank, or the process that starts the ranks; leave word of what it gets."""
+    job = Job.of_environment()
+    if job.contender == "torchrun":
+        train(int(os.environ["RANK"]), job)
+        return
+    signal.signal(signal.SIGALRM, lambda number, frame: job.happen())
+    try:
+        torch.multiprocessing.spawn(train, (job, free_port()), nprocs=2)
+    except BaseException as error:
+        Path(job.folder, "caught").write_text(type(error).__name__)
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Print what comes of the same failures under rankwise, Lightning, torchrun and torch.multiprocessing.
+
+The cells are those of `tests/process/fault_table.py`, as far as a contender can have them: which process
+fails, how, and when, in a fit of three steps on two ranks that saves after each. Printed for each: the
+seconds from the fault until every process was gone (or that some were not), the exit code, the type of the
+exception that the caller got, whether the rank that failed is named, and what was left behind. What a
+contender leaves running is killed afterwards. Needs psutil; Lightning takes part where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fault_job import LONG_S, Job
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.helpers import processes
+from tests.process.fault_table import HOW, WHEN, WHO
+
+CONTENDERS = ("rankwise ddp", "Lightning ddp", "torchrun", "rankwise ddp_spawn", "torch spawn")
+NAMED = (  # how a text names the rank that failed: the first that fits
+    r"waited too long for global_rank=(\d)",
+    r"Worker global_rank=(\d)",
+    r"Root Cause[^$]*?rank\s*: (\d)",
+    r"\[rank: (\d)\] Child process",
+    r"Process (\d) terminated",
+    r"^\[rank(\d)\]:",
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a job; `gone_after_s` None where something still ran at the limit."""
+
+    gone_after_s: float | None
+    exit_code: int | None
+    exception: str
+    names_rank: bool
+    left: tuple[str, ...]
+
+    def __str__(self) -> str:
+        time_taken = "**still there**" if self.gone_after_s is None else f"{self.gone_after_s:.1f} s"
+        code = "killed by us" if self.exit_code is None else f"exit {self.exit_code}"
+        named = "named" if self.names_rank else ""
+        return ", ".join(filter(None, [time_taken, code, self.exception, named, *self.left]))
+
+
+def observe(job: Job, most_s: float) -> Seen | None:
+    """Have a job happen; None where the contender cannot have its fault, or did not come to it."""
+    if not job.makes_sense():
+        return None
+    for name in ("tmp", "saved"):
+        Path(job.folder, name).mkdir(parents=True)
+    marker = f"faults-{job.folder}"
+    variables = {**os.environ, **job.variables(), processes.MARKER: marker}
+    with Path(job.folder, "output").open("wb") as output:
+        main = subprocess.Popen(
+            command(job), env=variables, stdout=output, stderr=output, start_new_session=True
+        )
+
+    def living() -> list[Any]:
+        mine = processes.with_marker(marker) | processes.in_session(main.pid)
+        return [each for each in mine if not processes.is_gone(each) and each.pid != main.pid]
+
+    try:
+        gone_after_s, has_come = watch(job, main, living, most_s)
+        left = living()
+        exit_code = main.poll()
+    finally:
+        processes.kill(living())
+        main.kill()
+        main.wait()
+    return seen(job, gone_after_s, exit_code, len(left)) if has_come else None
+
+
+def command(job: Job) -> list[str]:
+    """Return what starts a job."""
+    folder = Path(__file__).parent
+    if not job.contender.startswith("torch"):
+        return [sys.executable, str(folder / "fault_trainers.py")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = torchrun if job.contender == "torchrun" else []
+    return [sys.executable, *options, str(folder / "fault_torch.py")]
+
+
+def watch(
+    job: Job, main: subprocess.Popen[bytes], living: Callable[[], list[Any]], most_s: float
+) -> tuple[float | None, bool]:
+    """Wait until all processes are gone, or for `most_s` after the fault; tell whether that one came."""
+    stamp, moment = Path(job.folder, "stamp"), Path(job.folder, "moment")
+    began = time.monotonic()
+    is_suspended = job.how == "SIGSTOP" and job.hits_main
+    has_struck = False
+    while True:
+        time.sleep(0.05)
+        if moment.exists() and not has_struck:
+            has_struck = True
+            strike(job, main)
+        came_at = float(stamp.read_text()) if stamp.exists() else None
+        if is_suspended and came_at is not None and not living():
+            is_suspended = False
+            main.send_signal(signal.SIGCONT)
+        if main.poll() is not None and not living():
+            return time.monotonic() - (came_at or began), came_at is not None
+        if time.monotonic() > (began + LONG_S if came_at is None else came_at + most_s):
+            return None, came_at is not None
+
+
+def strike(job: Job, main: subprocess.Popen[bytes]) -> None:
+    """Let the fault come to a main process that is no rank."""
+    if job.how.startswith("SIG"):
+        job.note()
+        main.send_signal(signal.Signals[job.how])
+    else:
+        main.send_signal(signal.SIGALRM)  # its handler is the fault
+
+
+def seen(job: Job, gone_after_s: float | None, exit_code: int | None, processes_left: int) -> Seen:
+    """Return what came of a job, by what it has left and printed."""
+    folder = Path(job.folder)
+    text = (folder / "output").read_text(errors="replace")
+    caught = (folder / "caught").read_text() if (folder / "caught").exists() else ""
+    found = next((match[1] for name in NAMED if (match := re.search(name, text, re.MULTILINE))), None)
+    files = [path for path in job.checkpoint.parent.iterdir() if path != job.checkpoint]
+    files += [path for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+    left = (counted(processes_left, "process", "processes"), counted(len(files), "file", "files"))
+    names_rank = job.rank is not None and found == str(job.rank)
+    return Seen(gone_after_s, exit_code, caught, names_rank, tuple(filter(None, left)))
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """Return how many are left, in words; nothing where none is."""
+    return "" if not number else f"{number} {one if number == 1 else many} left"
+
+
+def taking_part(asked: Iterable[str]) -> list[str]:
+    """Return who was asked for and is installed."""
+    has_lightning = importlib.util.find_spec("lightning") is not None
+    return [name for name in CONTENDERS if name in asked and (has_lightning or "Lightning" not in name)]
+
+
+def main() -> None:
+    """Print the table, line by line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--who", nargs="+", default=WHO, choices=WHO)
+    parser.add_argument("--how", nargs="+", default=HOW, choices=HOW)
+    parser.add_argument("--when", nargs="+", default=WHEN, choices=WHEN)
+    parser.add_argument(
+        "--most", type=float, default=20.0, help="seconds after which a job counts as hanging"
+    )
+    parser.add_argument("--at-once", type=int, default=1, help="how many jobs to run at a time")
+    options = parser.parse_args()
+    names = taking_part(options.contenders)
+    cells = list(itertools.product(options.who, options.how, options.when))
+    print(f"| who | how | when | {' | '.join(names)} |")
+    print("|---" * (3 + len(names)) + "|", flush=True)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
+        jobs = [
+            Job(name, *cell, folder=f"{folder}/{number}-{names.index(name)}")
+            for number, cell in enumerate(cells)
+            for name in names
+        ]
+        results = pool.map(lambda job: observe(job, options.most), jobs)
+        for cell in cells:
+            row = ["-" if one is None else str(one) for one in itertools.islice(results, len(names))]
+            print(f"| {' | '.join([*cell, *row])} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
