@@ -64,21 +64,24 @@ class LastWords:
         """Leave this rank's failure for the others, unless one is there already."""
         self._within_limit(lambda: self._store.compare_set(_FAILURE, "", record.decode()))
 
-    def wait_for_the_others(self, patience: timedelta = _LONGEST_WAIT) -> bytes | None:
+    def wait_for_the_others(self, patience: timedelta = _LONGEST_WAIT) -> bytes | NodesLostError | None:
         """Say that this rank is done, and wait until all are.
 
         Returns:
-            The record of a rank that failed instead; None where all are done, and where that cannot be told:
-            the store is gone, or somebody takes longer than this rank's patience.
+            The record of a rank that failed instead; or which ranks do not answer at the end of this one's
+            patience; None where all are done, work on, or are gone with the store.
         """
         if not self._within_limit(self._count_me):
             return None
         deadline = time.monotonic() + patience.total_seconds()
         pause_s = _FIRST_PAUSE_S
         heard: list[bytes] = []
-        while self._within_limit(lambda: self._listen(heard)) and time.monotonic() < deadline:
+        while self._within_limit(lambda: self._listen(heard)):
             if heard:
                 return None if heard == [_ALL_DONE] else heard[0]
+            if time.monotonic() > deadline:
+                answer = self.hear(TimeoutError(f"done, and waited {patience} for the others"))
+                return None if isinstance(answer, Roll) else answer
             time.sleep(pause_s)  # and not in the store, in C++, where no signal is heard
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return None

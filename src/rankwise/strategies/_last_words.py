@@ -28,11 +28,15 @@ def wait_for_other_nodes(last_words: LastWords | None) -> None:
 
     Raises:
         FailedElsewhere: where one has failed; `with_the_cause` turns it into that failure.
+        NodesLostError: where one is not to be heard of any more.
     """
     if last_words is None or last_words.is_one_node:
         return  # whoever started them sees all
-    if (record := last_words.wait_for_the_others()) is not None:
-        raise FailedElsewhere(record)
+    heard = last_words.wait_for_the_others()
+    if isinstance(heard, NodesLostError):
+        raise heard
+    if heard is not None:
+        raise FailedElsewhere(heard)
 
 
 def with_the_cause(

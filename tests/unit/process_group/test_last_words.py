@@ -13,7 +13,7 @@ from rankwise.errors import NodesLostError
 from rankwise.process_group.last_words import LastWords, Roll
 from rankwise.process_group.meeting import Place
 from rankwise.process_group.pulse import NO_FILE, beat, own_pulse, pulse_written_to, waiting_in
-from rankwise.process_group.whereabouts import Answer, Whereabouts
+from rankwise.process_group.whereabouts import Answer, Whereabouts, answer_key
 
 PLACES = [Place(rank, rank % 2, rank // 2, 4, "ab"[rank // 2], 100 + rank) for rank in range(4)]
 ECHO = RuntimeError("Connection closed by peer")
@@ -43,7 +43,7 @@ def test_who_is_done_waits_for_the_others() -> None:
     store = dist.HashStore()
     order: list[int] = []
 
-    def finish(rank: int) -> bytes | None:
+    def finish(rank: int) -> object:
         time.sleep(0.1 * rank)
         order.append(rank)
         heard = LastWords(store, PLACES, PLACES[rank]).wait_for_the_others()
@@ -64,9 +64,19 @@ def test_who_is_done_hears_of_a_later_failure() -> None:
 
 
 def test_who_is_done_does_not_wait_for_ever() -> None:
-    """Ranks that are neither done nor failed are waited for as long as was said, and no failure."""
+    """Ranks that are neither done nor failed, nor answer, are lost at the end of this one's patience."""
     last_words = LastWords(dist.HashStore(), PLACES, PLACES[0])
-    assert last_words.wait_for_the_others(timedelta(seconds=0.2)) is None
+    heard = last_words.wait_for_the_others(timedelta(seconds=0.2))
+    assert isinstance(heard, NodesLostError)
+    assert heard.lost == tuple(str(place) for place in PLACES[1:])
+
+
+def test_who_is_done_leaves_those_alone_that_work_on() -> None:
+    """A rank that answers is at work, and no failure."""
+    store = dist.HashStore()
+    for place in PLACES[1:]:
+        store.set(answer_key(place.global_rank), Answer.of_this_rank(place))
+    assert LastWords(store, PLACES, PLACES[0]).wait_for_the_others(timedelta(seconds=0.2)) is None
 
 
 def test_a_store_that_is_gone_means_the_other_node() -> None:
