@@ -135,8 +135,10 @@ def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> No
 
 
 OUTSIDE = """
-    import sys, time
+    import signal, sys, time
     from rankwise import DDPStrategy
+
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored
 
     def job(strategy):
         try:
