@@ -11,19 +11,19 @@ import os
 import secrets
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final
 
 from rankwise.errors import WorkerError
 from rankwise.launchers import _at_fork
+from rankwise.launchers._leave import leave
 from rankwise.launchers._memory_file import pack, unpack
 from rankwise.launchers._pickling import pack_or_explain
 from rankwise.launchers._records import FailureRecord, first_cause
@@ -315,7 +315,7 @@ def _work(job: _Job) -> None:
         os.pwrite(failure, record.to_json(), 0)
         if record.is_consequence:
             time.sleep(_SETTLE_S)
-        _leave(record.exit_status or 1)
+        leave(record.exit_status or 1)
 
 
 def _seat() -> Seat:
@@ -354,15 +354,6 @@ def _leave_with(agent_pid: int) -> None:
     def wait() -> None:
         if agent is not None:
             select.select([agent], [], [])
-        _leave(1)
+        leave(1)
 
     threading.Thread(target=wait, name="rankwise-lifeline", daemon=True).start()
-
-
-def _leave(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue  # closed, or nobody reads it any more
-    os._exit(code)

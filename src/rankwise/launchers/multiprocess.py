@@ -27,6 +27,7 @@ from rankwise.errors import LaunchRefusedError
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._dynamo import import_dynamo
+from rankwise.launchers._leave import leave
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._openmp import pause_openmp
 from rankwise.launchers._pickling import pack_or_explain
@@ -269,7 +270,7 @@ def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: Descriptor, p
     except StoppedBySignal:
         pass  # told over the channel; the main process raises it, as this one has nothing else to do
     except BaseException:  # noqa: BLE001  whatever ended it
-        _leave(1)  # told over the channel; the main process raises it
+        leave(1)  # told over the channel; the main process raises it
     if job.entry is not None:
         _end_fork()
     gc.freeze()  # what is left need not be searched for garbage: the process ends
@@ -297,20 +298,11 @@ def _end_fork() -> None:
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
     util._exit_function()  # type: ignore[attr-defined]  # typeshed leaves it out
-    _leave(0)
+    leave(0)
 
 
 def _leave_at_once() -> None:
-    _leave(1)
-
-
-def _leave(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue  # closed, or nobody reads it any more
-    os._exit(code)
+    leave(1)
 
 
 # ---------------------------------------------------------------------------------------- before the start

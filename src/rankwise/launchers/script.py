@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final
 
@@ -25,6 +25,7 @@ from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._command import rerun_command
 from rankwise.launchers._exit_code import exit_code_of
 from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherited_seat
+from rankwise.launchers._leave import leave
 from rankwise.launchers._main_process import wait_until_over
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._processes import PopenProcess
@@ -294,7 +295,7 @@ class _ScriptGroup:
             except WorkerError as error:
                 sys.stderr.write(f"{type(error).__name__}: {error}\n")
                 self._end()
-                _leave(exit_code_of(error))
+                leave(exit_code_of(error))
         self._end()
 
 
@@ -326,12 +327,6 @@ def _run_in_worker(mine: InheritedSeat, entry: Entry, timeout_s: float | None) -
         # search what is left for garbage, which with torch loaded takes most of a second.
         gc.freeze()
         raise SystemExit(1) from None
-
-
-def _leave(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
 
 
 def _nothing() -> None:
