@@ -237,6 +237,29 @@ def test_workers_leave_with_the_main_process(start_method: str, what: str, run_s
     assert running.finish(leftover_grace_s=1.0).returncode == -signal.SIGKILL
 
 
+IMPORTING = """
+    import os, sys
+
+    if os.environ.get("LOCAL_RANK") == "1" or __name__ == "__mp_main__":
+        print("importing", flush=True)
+        sum(range(10**12))  # in one call of C code, with the interpreter's lock, before rankwise is there
+
+    from rankwise.strategies import DDPStrategy
+
+    if __name__ == "__main__":
+        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(print)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["popen", "spawn"])
+def test_workers_that_have_not_begun_leave_too(start_method: str, run_script: ScriptRunner) -> None:
+    """SIGKILL of the main process also ends a worker which has not come to rankwise, and can hear nothing."""
+    running = run_script.start(IMPORTING, start_method)
+    running.wait_for("importing")
+    running.send_signal(signal.SIGKILL)
+    assert running.finish(leftover_grace_s=1.0).returncode == -signal.SIGKILL
+
+
 # ---------------------------------------------------------------------- which failure is reported
 
 

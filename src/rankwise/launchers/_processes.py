@@ -13,6 +13,8 @@ from pathlib import Path
 
 from typing_extensions import final
 
+from rankwise.launchers._lifeline import Lifeline
+
 _STATUS_TIMEOUT_S = 5.0
 _STATUS_POLL_S = 0.001
 
@@ -27,10 +29,12 @@ def is_suspended(pid: int) -> bool:
 
 
 class StartedProcess(ABC):
-    """One process that was started here. Only such are ever signalled."""
+    """One process that was started here, and that ends with this one. Only such are ever signalled."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, lifeline: Lifeline) -> None:
         self.pid = pid
+        self._lifeline = lifeline
+        lifeline.tie(pid)
         self._end_descriptor = self._open_end_descriptor()
 
     def fileno(self) -> int:
@@ -60,8 +64,9 @@ class StartedProcess(ABC):
         return is_suspended(self.pid)
 
     def close(self) -> None:
-        """Close the descriptor; the process must have been reaped."""
+        """Close the descriptors; the process must have been reaped."""
         os.close(self._end_descriptor)
+        self._lifeline.close()
 
     def _open_end_descriptor(self) -> int:
         if not _HAS_PIDFD:
@@ -90,9 +95,9 @@ _HAS_PIDFD = "pidfd_open" in os.__dict__
 class PopenProcess(StartedProcess):
     """A re-run script."""
 
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], lifeline: Lifeline) -> None:
         self._popen = popen
-        super().__init__(popen.pid)
+        super().__init__(popen.pid, lifeline)
 
     def wait(self) -> int:
         """Reap the process; return its exit status."""
@@ -103,11 +108,11 @@ class PopenProcess(StartedProcess):
 class MultiprocessingProcess(StartedProcess):
     """A process of the standard library's multiprocessing: spawned, forked, or forked by the forkserver."""
 
-    def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
+    def __init__(self, process: multiprocessing.process.BaseProcess, lifeline: Lifeline) -> None:
         self._process = process
         if process.pid is None:
             raise ValueError(f"{process!r} has not been started")
-        super().__init__(process.pid)
+        super().__init__(process.pid, lifeline)
 
     def wait(self) -> int:
         """Reap the process; return its exit status."""

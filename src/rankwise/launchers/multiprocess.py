@@ -28,6 +28,7 @@ from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._dynamo import import_dynamo
 from rankwise.launchers._leave import leave
+from rankwise.launchers._lifeline import Lifeline
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._openmp import pause_openmp
 from rankwise.launchers._pickling import pack_or_explain
@@ -162,18 +163,19 @@ class MultiprocessLauncher(Launcher):
         if self._start_method == "forkserver":
             context.set_forkserver_preload([PRELOAD])
         for ranks in self._seats:
-            descriptors = [Descriptor(kind[ranks.global_rank]) for kind in (values, pulses)]
+            lifeline = Lifeline()
+            numbers = (values[ranks.global_rank], pulses[ranks.global_rank], lifeline.worker_end)
             pulse = PulseReader(pulses[ranks.global_rank])
             ours, theirs = socket.socketpair()
             _at_fork.close_in_child(ours)
             process = context.Process(
                 target=_work,
-                args=(job, ranks, theirs, *descriptors),
+                args=(job, ranks, theirs, *map(Descriptor, numbers)),
                 name=f"rankwise-{ranks.global_rank}",
             )
             process.start()
             theirs.close()
-            supervisor.add(ranks, ours, MultiprocessingProcess(process), pulse)
+            supervisor.add(ranks, ours, MultiprocessingProcess(process, lifeline), pulse)
 
 
 @contextmanager
@@ -248,7 +250,14 @@ def owned_descriptor(cleanup: ExitStack) -> int:
 # ---------------------------------------------------------------------------------------- in the worker
 
 
-def _work(job: _Job, ranks: RankInfo, sock: socket.socket, values: Descriptor, pulse: Descriptor) -> None:
+def _work(
+    job: _Job,
+    ranks: RankInfo,
+    sock: socket.socket,
+    values: Descriptor,
+    pulse: Descriptor,
+    lifeline: Descriptor,
+) -> None:
     """Be one rank: the function that every started process runs."""
     leave_interrupts_to_the_main_process()
     _at_fork.tie_children_to_this_process()

@@ -26,6 +26,7 @@ from rankwise.launchers._command import rerun_command
 from rankwise.launchers._exit_code import exit_code_of
 from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherited_seat
 from rankwise.launchers._leave import leave
+from rankwise.launchers._lifeline import Lifeline
 from rankwise.launchers._main_process import wait_until_over
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._processes import PopenProcess
@@ -233,14 +234,15 @@ class _ScriptGroup:
         named = dict(zip(("channel", "value_descriptor", "pulse_descriptor"), descriptors, strict=True))
         seat = describe_seat(ranks, self.address, self._run_id, **named)
         variables = torchrun_variables(ranks, self.address, self._run_id)
+        lifeline = Lifeline()
         popen = subprocess.Popen(
             command,
             cwd=directory,
             env={**os.environ, **variables, SEAT_VARIABLE: seat},
-            pass_fds=descriptors,
+            pass_fds=(*descriptors, lifeline.worker_end),
         )
         theirs.close()
-        self._supervisor.add(ranks, ours, PopenProcess(popen), pulse)
+        self._supervisor.add(ranks, ours, PopenProcess(popen, lifeline), pulse)
 
     def _new_pulse(self, ranks: RankInfo) -> PulseReader:
         descriptor = self._pulses[ranks.global_rank] = create_memory_file()
