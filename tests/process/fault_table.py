@@ -123,10 +123,9 @@ def expected(cell: Cell) -> Expected:
         return Expected(UNDISTURBED, None, 3 if cell.how == "exits 3" else -signal.SIGKILL)
     if cell.who == "main":
         return _of_a_mere_launcher(cell)
-    if cell.how == "hangs inside a collective" and cell.when == "at teardown":
-        return Expected(
-            "WorkerRaisedError", cell.rank, 1
-        )  # the others have left, which its collective notices
+    if cell.how == "hangs inside a collective" and cell.when == "at teardown" and cell.strategy != "ddp":
+        # The others have left, which its collective notices. Under ddp they stay for the next job.
+        return Expected("WorkerRaisedError", cell.rank, 1)
     if cell.hangs:
         return Expected("WorkerTimedOutError", cell.rank, 1)
     return {

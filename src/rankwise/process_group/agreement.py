@@ -111,14 +111,21 @@ class StopAgreement:
         return self._limit != _LEFT
 
     def close(self) -> None:
-        """End the thread, however the loop was left."""
+        """End the thread, however the loop was left; leave it to itself where the store does not answer."""
         self._begun = _LEFT
-        if self._thread.is_alive() and self._failure is None:
-            try:
-                self._wake([self._ranks.global_rank])
-            except Exception:  # noqa: BLE001  a store whose host is gone: the thread has left, or will
-                return
-            self._thread.join(_CLOSE_S)  # longer only where it waits for ranks that will not answer
+        if self._thread.is_alive():
+            closing = threading.Thread(
+                target=self._end_thread, name="rankwise-stop-agreement-end", daemon=True
+            )
+            closing.start()
+            closing.join(_CLOSE_S)
+
+    def _end_thread(self) -> None:
+        try:
+            self._wake([self._ranks.global_rank])
+        except Exception:  # noqa: BLE001  a store whose host is gone: the thread has left, or will
+            return
+        self._thread.join(_CLOSE_S)  # longer only where it waits for ranks that will not answer
 
     # ------------------------------------------------------------------ the main thread
 
