@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import sys
 from contextlib import suppress
 
 from typing_extensions import final
@@ -18,6 +19,8 @@ from typing_extensions import final
 from rankwise.launchers import _at_fork
 
 __all__ = ["Lifeline"]
+
+_IS_LINUX = sys.platform == "linux"
 
 
 @final
@@ -36,7 +39,7 @@ class Lifeline:
 
     def tie(self, pid: int) -> None:
         """Tie a worker that has inherited its end to this process's life."""
-        if hasattr(fcntl, "F_SETSIG"):
+        if _IS_LINUX:
             with suppress(ProcessLookupError):  # it has ended already
                 fcntl.fcntl(self.worker_end, fcntl.F_SETOWN, pid)
                 fcntl.fcntl(self.worker_end, fcntl.F_SETSIG, signal.SIGKILL)
