@@ -1,6 +1,7 @@
 """What the forkserver imports once, so that the processes it forks need not; and how it ends.
 
-It must not raise: the forkserver would end with it, and say nothing.
+It must not raise: the forkserver would end with it, and say nothing. Any other process may import it too, as
+tools that read all modules do, and is left as it is.
 """
 
 import atexit
@@ -9,11 +10,13 @@ import gc
 import os
 import shutil
 import socket
+import sys
 import time
 from pathlib import Path
 
 _PARENT_ENDS_S = 1.0
 _POLL_S = 0.01
+_IS_SERVER = any("multiprocessing.forkserver" in argument for argument in sys.orig_argv)
 
 
 def leave_at_once(server: int, main_process: int, folder: Path | None) -> None:
@@ -42,7 +45,8 @@ def _folder_of_the_socket() -> Path | None:
 
 
 with contextlib.suppress(Exception):
-    atexit.register(leave_at_once, os.getpid(), os.getppid(), _folder_of_the_socket())
+    if _IS_SERVER:
+        atexit.register(leave_at_once, os.getpid(), os.getppid(), _folder_of_the_socket())
 
 with contextlib.suppress(Exception):
     from rankwise.launchers._dynamo import import_dynamo
@@ -52,4 +56,5 @@ with contextlib.suppress(Exception):
 
     import rankwise.launchers.multiprocess  # noqa: F401  the worker function lives there
 
-    gc.freeze()  # what is here stays: its forks need not search it when they end
+    if _IS_SERVER:
+        gc.freeze()  # what is here stays: its forks need not search it when they end

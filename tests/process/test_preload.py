@@ -1,0 +1,18 @@
+"""What the forkserver imports."""
+
+from __future__ import annotations
+
+from tests.helpers.scripts import ScriptRunner
+
+READ = """
+    import gc, sys
+    import rankwise.launchers._preload
+    print(gc.get_freeze_count())
+    sys.exit(3)
+"""
+
+
+def test_who_only_reads_it_is_left_alone(run_script: ScriptRunner) -> None:
+    """A process that is no forkserver keeps its own way to end, exit code included."""
+    result = run_script(READ)
+    assert (result.stdout, result.returncode) == ("0\n", 3), result
