@@ -21,7 +21,7 @@ from rankwise import Trainer
 from rankwise.callbacks import Callback
 from rankwise.strategies import DDPStrategy
 from tests.helpers import police
-from tests.process.fault_table import GRACE_S, Cell
+from tests.process.fault_table import GRACE_S, WHEN, Cell
 from tests.process.training_tasks import Regression, loader
 
 MESSAGE = "the fault of this test"
@@ -49,6 +49,8 @@ class Fault:
         if cell is None or cell.when != when or step != self.step:
             return
         if cell.rank == strategy.global_rank:
+            if when == WHEN[0] and cell.hangs:  # the other waits from when it is there
+                _wait_for(Path(self.folder, f"arrived{1 - strategy.global_rank}"))
             time.sleep(_LEAD_S + self.delay_s)
             self.happen()
         elif cell.rank is None:
@@ -77,15 +79,19 @@ class Fault:
 
     def wait_for_the_moment(self) -> None:
         """In a main process that is no rank: fail when both ranks are there."""
-        moments = [Path(self.folder, f"moment{rank}") for rank in range(2)]
-        while not all(moment.exists() for moment in moments):
-            time.sleep(0.01)
+        for rank in range(2):
+            _wait_for(Path(self.folder, f"moment{rank}"))
         time.sleep(self.delay_s)
         assert self.cell is not None
         if self.cell.how in ("SIGKILL", "SIGSTOP"):
             self.happen()
         else:  # in the main thread, wherever it is
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+
+def _wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
 
 
 _lonely_group: list[Any] = []  # one that only the rank that hangs uses
@@ -97,6 +103,7 @@ class FaultyStrategy(DDPStrategy):
     fault: Fault
 
     def setup_environment(self) -> None:
+        Path(self.fault.folder, f"arrived{self.global_rank}").touch()
         self.fault.come("before the group", self)
         super().setup_environment()
 

@@ -35,12 +35,12 @@ class Failures:
         return bool(self._records)
 
     def add(self, record: FailureRecord) -> None:
-        """Take one more; of the first that is a timeout, note where the other ranks are at that moment."""
+        """Take one more; of the first that is a timeout, note who was not there, and where everybody is."""
         self._records.append(record)
         if record.is_timeout and not self._last_seen:
             others = [each for each in self._members if each.ranks.global_rank != record.global_rank]
-            elsewhere = [member for member in others if not member.pulse.read().waits]
-            self._missing = tuple(member.ranks.global_rank for member in elsewhere)
+            missing = [member for member in others if not member.pulse.read().waited_at(record.at_s)]
+            self._missing = tuple(member.ranks.global_rank for member in missing)
             self._last_seen = tuple(member.whereabouts() for member in others)
 
     def reason(self) -> str:

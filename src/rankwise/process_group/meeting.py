@@ -21,6 +21,7 @@ from rankwise.ranks import RankInfo
 __all__ = ["Place", "meet", "place_of"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+_ANSWER_S = 1.0  # in which a store says what it has
 
 
 @final
@@ -123,6 +124,9 @@ def _wait_for_the_last(store: dist.Store, mine: Place, timeout: timedelta) -> No
     is_here = _private_wait if _is_private(store) else _tcp_wait
     if is_here(store, deadline):
         return
+    if not _answers(store):
+        waiting_for = "the process that has the store, which answers nobody: it hangs, or is suspended"
+        raise RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds())
     arrived = store.add("arrived", 0)
     if arrived > mine.world_size:
         raise _too_many(mine)
@@ -147,6 +151,14 @@ def _tcp_wait(store: dist.Store, deadline: float) -> bool:
             return False
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return True
+
+
+def _answers(store: dist.Store) -> bool:
+    try:
+        store.wait(["arrived"], timedelta(seconds=_ANSWER_S))
+    except dist.DistStoreError:
+        return False
     return True
 
 

@@ -121,6 +121,10 @@ class Pulse:
         """Return how long the rank has been at it."""
         return time.monotonic() - self.at_s
 
+    def waited_at(self, at_s: float) -> bool:
+        """Return whether the rank was waiting already at a time of the node's monotonic clock."""
+        return self.waits and self.at_s <= at_s
+
     def where(self) -> str:
         """Return step and phase for a reader."""
         if not self.at_s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.process_group.meeting import Place, meet, place_of
+from rankwise.process_group.private_store import PrivateStore, StoreTable
 from rankwise.ranks import RankInfo
 
 SECOND = timedelta(seconds=1)
@@ -81,6 +83,24 @@ def test_who_does_not_come_is_named() -> None:
         assert isinstance(error, RendezvousTimeoutError)
         assert "global_rank 1, 2 to come" in str(error)
         assert "global_rank 3 (node 0, host 'a', pid 103)" in str(error)
+
+
+def test_a_store_that_falls_silent() -> None:
+    """It is said so, and not waited for once more."""
+    table, answers = StoreTable(), list[bytes]()
+
+    def request(payload: bytes, limit_s: float) -> bytes:
+        if len(answers) < 2:  # to the arrival, and to the place
+            table.handle(payload, answers.append)
+            return answers[-1]
+        time.sleep(limit_s)
+        raise TimeoutError
+
+    timeout = timedelta(seconds=0.2)
+    began_s = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError, match="the process that has the store, which answers nobody"):
+        meet(PrivateStore(request, timedelta(seconds=60)), place(0), timeout)
+    assert time.monotonic() - began_s < 10
 
 
 def test_one_too_many() -> None:
