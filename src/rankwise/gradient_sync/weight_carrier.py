@@ -22,11 +22,12 @@ _NAME = "_rankwise_weight"
 
 @final
 class WeightCarrier:
-    """One parameter more, for DDP: it is 0, and its gradient is a microbatch's weight.
+    """One parameter more, for DDP: it has no part in the loss, and its gradient is the sum of the weights.
 
-    DDP accumulates and averages that gradient along with all others, in the first bucket, without a hook
-    for each bucket. What it holds once a window is averaged is what to divide the other gradients by. It is
-    part of the user's module while DDP looks for parameters, and at no other time.
+    That is written before the backward pass, which adds nothing to it, however the loss is scaled. DDP
+    averages it along with all other gradients, in the first bucket, without a hook. What it holds once a
+    window is averaged is what to divide the others by. It is part of the user's module while DDP looks for
+    parameters, and at no other time.
 
     Args:
         book: this rank's weights.
@@ -38,7 +39,7 @@ class WeightCarrier:
         self._book = book
         self._averaged = averaged
         self.total = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
-        self.total.register_hook(self._weigh)
+        self.total.grad = torch.zeros_like(self.total)
 
     @classmethod
     def of(cls, module: nn.Module, book: WeightBook | None) -> WeightCarrier | None:
@@ -47,9 +48,12 @@ class WeightCarrier:
         like = next((parameter for parameter in averaged if parameter.dtype in EXACT), None)
         return None if book is None or like is None else cls(book, averaged, like)
 
-    def _weigh(self, gradient: Tensor) -> Tensor:
-        """Return what counts as this parameter's gradient, however the loss was scaled on its way."""
-        return torch.full_like(gradient, self._book.take())
+    @property
+    def _sum(self) -> Tensor:
+        """The weights of the window; their mean over the ranks once DDP has averaged it."""
+        gradient: Any = self.total.grad  # DDP may put another tensor in its place
+        weights: Tensor = gradient.detach()
+        return weights
 
     @contextmanager
     def lent_to(self, module: nn.Module) -> Iterator[None]:
@@ -68,9 +72,10 @@ class WeightCarrier:
         return is_there and not wrapped.find_unused_parameters
 
     def weighted(self, loss: Tensor, weight: float) -> Tensor:
-        """Return the loss times its weight; computing its gradients sends the weight."""
+        """Return the loss times its weight, which is sent when gradients of that are computed."""
+        self._sum.add_(weight)
         total = self.total if self.total.device == loss.device else self.total.to(loss.device)
-        return torch.add(total, loss, alpha=weight)
+        return torch.add(loss * weight, total, alpha=0)
 
     # ------------------------------------------------------------------ a reduction
 
@@ -105,6 +110,6 @@ class WeightCarrier:
 
     def divide(self) -> None:
         """End a window: divide its gradients by the mean of its weights."""
-        mean, self.total.grad = self.total.grad, None
-        if mean is not None:
-            divide(self._averaged, mean)
+        mean = self._sum
+        divide(self._averaged, mean)
+        mean.zero_()

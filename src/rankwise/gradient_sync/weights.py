@@ -132,13 +132,11 @@ def divide(parameters: Iterable[Tensor], mean: float | Tensor) -> None:
     waited for, unless gradients lie on several devices.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if isinstance(mean, Tensor) and not mean.is_cpu:
-        if all(gradient.device == mean.device for gradient in gradients):
-            torch._foreach_div_(gradients, mean.clamp_min(torch.finfo(mean.dtype).tiny))
-            return
-        mean = float(mean)
-    if gradients and float(mean) != 0:
-        torch._foreach_div_(gradients, mean)
+    is_there = isinstance(mean, Tensor) and all(gradient.device == mean.device for gradient in gradients)
+    if isinstance(mean, Tensor) and is_there and not mean.is_cpu:
+        torch._foreach_div_(gradients, mean.clamp_min(torch.finfo(mean.dtype).tiny))
+    elif gradients and (number := float(mean)) != 0:
+        torch._foreach_div_(gradients, number)
 
 
 def no_gradient_came() -> ProcessGroupError:

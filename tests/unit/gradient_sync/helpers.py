@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,12 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 
 FEATURES = 3
+_drawing = threading.Lock()
 
 
 def net(seed: int = 0) -> nn.Module:
     """Return a model of four parameters."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    with _drawing:  # ranks may be threads, which have one generator
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
 def batch(rank: int, number: int = 0, size: int = 2) -> Tensor:
