@@ -76,6 +76,7 @@ class FitLoop:
         """
         trainer = self._trainer
         self._module.train()
+        self._progress.repeat_window()
         with trainer.in_phase("train", self._results), self._stopping:
             call_hook(trainer, "on_train_start")
             trainer.warn_if_done()
@@ -146,7 +147,7 @@ class FitLoop:
         self._results.begin_batch(batch, is_muted=self._turns.is_shadow)
         call_hook(trainer, "on_train_batch_start", batch, batch_idx)
         outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
-        self._progress.end_batch(is_last, self._share.samples_per_batch)
+        self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
             self._step_schedulers("step")
         if is_last:
@@ -154,7 +155,8 @@ class FitLoop:
         publish = self._publish_step if is_window_end else None
         call_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
         self._results.end_batch()
-        self._validate_if_due(batch_idx, is_last)
+        if is_window_end:
+            self._validate_if_due(batch_idx, is_last)
 
     def _step_schedulers(self, interval: str) -> None:
         step_schedulers(self._trainer, interval, needs_metric=False)
@@ -169,13 +171,20 @@ class FitLoop:
     # ------------------------------------------------------------------ validation
 
     def _validate_if_due(self, batch_idx: int, is_last: bool) -> None:
+        """Validate what has fallen due in the window that this batch has ended.
+
+        In the middle of a window the weights are still those before it; and what validation makes callbacks
+        do, to save, wants a place from which training can go on.
+        """
         if (
             self._validation is None
             or (self._progress.current_epoch + 1) % self._trainer.check_val_every_n_epoch
         ):
             return
         interval = self._validation_interval()
-        if is_last if math.isinf(interval) else (batch_idx + 1) % interval == 0:
+        before = batch_idx - batch_idx % self._trainer.accumulate_grad_batches
+        is_due = is_last if math.isinf(interval) else (batch_idx + 1) // interval > before // interval
+        if is_due:
             self._validation.run()
 
     def _validation_interval(self) -> float:

@@ -58,7 +58,7 @@ class AutomaticOptimization:
 
         Collective: every rank must call this.
         """
-        if batch_idx % self._trainer.accumulate_grad_batches == 0:
+        if batch_idx == self._weighting.window(batch_idx)[0]:
             self._clear_gradients()
         outputs = self._forward_backward(batch, batch_idx, is_window_end)
         if is_window_end:

@@ -56,7 +56,8 @@ class Trainer(TrainerFacts):
         limit_test_batches: the same for test.
         limit_predict_batches: the same for prediction, but of the whole loader.
         fast_dev_run: run that many batches (True: one) of each loader once, save and log nothing.
-        val_check_interval: validate after that many batches (int) or that fraction of an epoch (float).
+        val_check_interval: validate after that many batches (int) or that fraction of an epoch (float), where
+            their accumulation window ends.
         check_val_every_n_epoch: validate only in every n-th epoch.
         num_sanity_val_steps: accepted for Lightning's sake; only 0, as no validation runs before training.
         accumulate_grad_batches: how many batches an optimizer step is made of.

@@ -35,13 +35,15 @@ class BatchWeighting:
         self._module = module
         self._turns = turns
         self._sizes: BatchSizes | None = None
+        self._begin = 0
 
     def begin_epoch(self) -> None:
-        """Learn the epoch's batch sizes, where they are needed.
+        """Learn where in the epoch training begins, and its batch sizes where they are needed.
 
         Raises:
             ConfigurationError: when nobody knows them.
         """
+        self._begin = self._trainer.progress.batches_done
         if self._strategy.gradient_weighting != "samples" or not self._matters:
             return
         self._sizes = batch_sizes(self._turns.loader)
@@ -90,11 +92,18 @@ class BatchWeighting:
         scaled: Tensor = loss * self.factor(batch_idx)
         return scaled
 
+    def window(self, batch_idx: int) -> tuple[int, int]:
+        """Return the first batch of a batch's window, and the number behind its last one.
+
+        The first window after a checkpoint from a run with other windows may be a shorter one.
+        """
+        length = self._trainer.accumulate_grad_batches
+        first = batch_idx - batch_idx % length
+        return max(first, self._begin), int(min(first + length, self._turns.num_batches))
+
     def factor(self, batch_idx: int) -> float:
         """Return what a batch counts in its window; DDP then divides by the number of ranks."""
-        window = self._trainer.accumulate_grad_batches
-        first = batch_idx - batch_idx % window
-        beyond = int(min(first + window, self._turns.num_batches))
+        first, beyond = self.window(batch_idx)
         if self._sizes is None:
             return self._turns.weight(first, beyond)
         sizes = self._sizes

@@ -124,13 +124,15 @@ def test_fast_dev_run(tmp_path: Path) -> None:
         ({}, "tttt vv tttt vv"),
         ({"val_check_interval": 0.5}, "tt vv tt vv tt vv tt vv"),
         ({"val_check_interval": 3}, "ttt vv tttt vv t"),
+        ({"val_check_interval": 1, "accumulate_grad_batches": 2}, "tt vv tt vv tt vv tt vv"),
+        ({"val_check_interval": 2, "accumulate_grad_batches": 3}, "ttt vv t vv ttt vv t vv"),
         ({"check_val_every_n_epoch": 2}, "tttttttt vv"),
         ({"limit_val_batches": 0}, "tttttttt"),
         ({"limit_val_batches": 1}, "tttt v tttt v"),
     ],
 )
 def test_when_to_validate(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
-    """Validation runs after the batches and epochs that were asked for."""
+    """Validation runs after the batches and epochs that were asked for, and where a window has ended."""
     model = Line()
     trainer(tmp_path, max_epochs=2, **options).fit(model, loader(), loader(4))
     assert "".join(step[0] for step in model.seen) == expected.replace(" ", "")

@@ -92,11 +92,11 @@ class EndAt(Callback):
 
 
 def run(
-    folder: Path, loader: Any, seed: int, end_at: float = math.inf, **options: Any
+    folder: Path, loader: Any, seed: int, end_at: float = math.inf, every: int | None = 1, **options: Any
 ) -> tuple[Trainer, Net]:
     """Train for three epochs, from the last checkpoint on if there is one."""
     seed_everything(seed)
-    saving = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=1)
+    saving = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
     callbacks = [EarlyStopping("val_loss", patience=99), EndAt(end_at), saving]
     options = {"val_check_interval": 2, "max_epochs": 3, **options}
     train = trainer(folder, enable_checkpointing=True, callbacks=callbacks, **options)
@@ -149,6 +149,13 @@ def interrupted(folder: Path, make_loader: Any, moments: tuple[int, ...], **opti
 def test_ends_the_same(moments: tuple[int, ...], options: dict[str, Any], tmp_path: Path) -> None:
     """Weights, optimizer, rate, metrics, progress, callbacks and random numbers are the undisturbed run's."""
     assert interrupted(tmp_path, loader, moments, **options) == undisturbed(tmp_path, loader(), **options)
+
+
+@pytest.mark.parametrize("moment", [9, 12])
+def test_checkpoints_of_validations_within_windows(moment: int, tmp_path: Path) -> None:
+    """Saved with every validation, where some fall due in the middle of an accumulation window."""
+    options = {"every": None, "accumulate_grad_batches": 4, "val_check_interval": 2}
+    assert interrupted(tmp_path, loader, (moment,), **options) == undisturbed(tmp_path, loader(), **options)
 
 
 @pytest.mark.soak
