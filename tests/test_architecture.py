@@ -83,18 +83,38 @@ def test_error_is_documented(name: str) -> None:
     assert name in words
 
 
+ONLY_BASES = {"RankwiseError", "WorkerError"}  # they have no text of their own
+BETWEEN_RANKS = {
+    "CollectiveMismatchError",
+    "NodesLostError",
+    "ProcessGroupError",
+    "RankMismatchError",
+    "RankZeroFailedError",
+    "RendezvousTimeoutError",
+    "StopAgreementError",
+    "TensorMismatchError",
+    "UnevenInputsError",
+    "UnusedParametersError",
+    "WorkerExitedError",
+    "WorkerKilledError",
+    "WorkerRaisedError",
+    "WorkerTimedOutError",
+}
+
+
 @functools.cache
-def names_in_our_tests() -> set[str]:
-    """Return what our tests expect, but for the two files that name every error."""
+def errors_expected(*folders: str) -> set[str]:
+    """Return what the tests in these folders fail without, but for the two files that name every error."""
     not_counted = {Path(__file__), REPOSITORY / "tests" / "unit" / "test_errors.py"}
-    paths = (REPOSITORY / "tests").rglob("test_*.py")
-    return architecture.names_in_tests(path for path in paths if path not in not_counted)
+    paths = {path for folder in folders for path in (REPOSITORY / "tests" / folder).rglob("test_*.py")}
+    return architecture.errors_expected(paths - not_counted)
 
 
-@pytest.mark.parametrize("name", sorted(architecture.raised_errors(ABOVE_THE_ERRORS, ERRORS)))
+@pytest.mark.parametrize("name", sorted(architecture.raised_errors(ABOVE_THE_ERRORS, ERRORS) - ONLY_BASES))
 def test_error_is_provoked(name: str) -> None:
-    """Every error that rankwise raises is provoked by a test, and not only built by the one of its text."""
-    assert name in names_in_our_tests()
+    """Every error that rankwise raises is demanded by a test; by one with real ranks where it is theirs."""
+    folders = ("process", "cluster") if name in BETWEEN_RANKS else (".",)
+    assert name in errors_expected(*folders)
 
 
 def test_every_error_is_raised() -> None:
@@ -256,18 +276,50 @@ def test_the_tree_of_errors_is_read(tmp_path: Path) -> None:
     assert architecture.bases_of_errors(module) == tree
 
 
-def test_names_in_tests_are_found(tmp_path: Path) -> None:
-    """A name in code or in a program's source counts, one that is imported or only talked about does not."""
+@pytest.mark.parametrize(
+    "source",
+    [
+        "with pytest.raises(Found): run()",
+        "with raises(errors.Found, match='text'): run()",
+        "with pytest.raises((Other, Found)): run()",
+        "with pytest.raises(RuntimeError, match=r'raised Found: '): run()",
+        "with pytest.raises(RuntimeError, match=Found.__name__): run()",
+        "assert isinstance(error, Found)",
+        "assert any(isinstance(error, (Other, Found)) for error in errors)",
+        "assert type(error) is Found",
+        "assert error.exception_type == Found.__name__",
+        "assert 'Found: what happened' in result.stderr, result",
+        "assert result.stderr.count('Found') == 2",
+        "assert all(text.startswith('Found: ') for text in texts)",
+    ],
+)
+def test_expected_errors_are_found(tmp_path: Path, source: str) -> None:
+    """An error that a test fails without is found in every spelling."""
     path = tmp_path / "test_planted.py"
-    source = '''
-        """Docstring."""
-        from errors import Imported
-        # Comment
-        with raises(Used): run("except Quoted: ...")
-        with raises(errors.Attribute): pass
-        Built(), errors.AlsoBuilt()
-    '''
-    path.write_text(textwrap.dedent(source))
-    found = architecture.names_in_tests([path])
-    assert {"Used", "Quoted", "Attribute"} <= found
-    assert not {"Docstring", "Imported", "Comment", "Built", "AlsoBuilt"} & found
+    path.write_text(source)
+    assert "Found" in architecture.errors_expected([path])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Docstring about Missed."""',
+        "# Comment on Missed",
+        "from errors import Missed",
+        'SCRIPT = "from errors import Missed\\ntry: run()\\nexcept Missed: pass"',
+        "try: run()\nexcept Missed: pass",
+        "TABLE = {'how': Missed}",
+        "Missed(), errors.Missed()",
+        "assert str(Missed(path='x')) == 'text'",
+        "assert str(errors.Missed(path='x')) == 'text'",
+        "assert ok, 'Missed'",
+        "assert not isinstance(error, Missed)",
+        "assert 'Missed' not in result.stderr",
+        "assert type(error) is not Missed",
+    ],
+)
+def test_errors_only_mentioned_are_not_found(tmp_path: Path, source: str) -> None:
+    """What stands in a test that does not fail without the error has provoked nothing."""
+    path = tmp_path / "test_planted.py"
+    path.write_text(source)
+    assert "Missed" not in architecture.errors_expected([path])

@@ -290,21 +290,37 @@ def raised_errors(modules: Iterable[Module], names: Iterable[str]) -> set[str]:
     return used & set(names)
 
 
-def names_in_tests(paths: Iterable[Path]) -> set[str]:
-    """Return the identifiers in code and in strings, such as the source of a program that a test runs.
+def errors_expected(paths: Iterable[Path]) -> set[str]:
+    """Return the names, in code and in texts, that a test fails without: those that it compares with.
 
-    What is only imported or called, or only in a docstring or a comment, does not count: a test that builds
-    an error itself has not provoked it.
+    These are what `pytest.raises` is given, its `match` too, and what an assert demands: by `isinstance`, by
+    a comparison with the class, with its `__name__` or with text that holds it. What an assert demands not to
+    be there does not count, nor a table, an `except`, a docstring, or a program's source with its imports:
+    none of these fails by itself when an error is not raised any more.
     """
     found: set[str] = set()
     for path in paths:
-        tree = ast.parse(path.read_text(), str(path))
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        for node in ast.walk(tree):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
             match node:
-                case ast.Name(id=name) | ast.Attribute(attr=name) if id(node) not in called:
-                    found.add(name)
-                case ast.Constant(value=str(text)) if id(node) not in docstrings:
-                    found.update(re.findall(r"\w+", text))
+                case ast.Call(func=ast.Name(id="raises") | ast.Attribute(attr="raises")):
+                    for given in (*node.args[:1], *(keyword.value for keyword in node.keywords)):
+                        found.update(_words(given))
+                case ast.Assert(test=test):
+                    found.update(_words(test))
     return found
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.UnaryOp(op=ast.Not()) | ast.Compare(ops=[ast.NotIn() | ast.NotEq() | ast.IsNot()]):
+            return
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name[:1].isupper():
+            return  # an error that the test builds itself
+        case ast.Name(id=name):
+            yield name
+        case ast.Attribute(attr=name):
+            yield name
+        case ast.Constant(value=str(text)):
+            yield from re.findall(r"\w+", text)
+    for child in ast.iter_child_nodes(node):
+        yield from _words(child)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
+from rankwise.callbacks import Callback
 from rankwise.errors import WorkerTimedOutError
 from rankwise.strategies import DDPStrategy
 from tests.helpers.scripts import ScriptRunner
@@ -60,6 +61,25 @@ def test_a_rank_that_hangs_in_its_data(how: str, capfd: pytest.CaptureFixture[st
     assert "stacks of global_rank=0" in stderr
     if how == "sleep":
         assert "in __getitem__" in stderr.partition("stacks of global_rank=1")[2]
+
+
+class StopsWithoutTheOther(Callback):
+    """After a step rank 1 is suspended, and rank 0 wants all to stop."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        trainer.should_stop = True
+
+
+def test_a_rank_that_does_not_say_when_to_stop() -> None:
+    """Who cannot agree on the step to stop after is named at the timeout, with where it was."""
+    trainer = quiet_trainer(ddp("fork", timeout=1.5), 2, max_epochs=1, callbacks=[StopsWithoutTheOther()])
+    with pytest.raises(WorkerTimedOutError, match="global_rank 1 did not say when") as caught:
+        trainer.fit(Regression(), DataLoader(dataset(64), batch_size=2))
+    assert caught.value.exception_type == "StopAgreementError"
+    assert (caught.value.global_rank, caught.value.missing) == (0, (1,))
+    assert caught.value.last_seen[0].startswith("global_rank=1 was last in step 0, ")
 
 
 def before_the_group(strategy: Any) -> None:
