@@ -18,7 +18,7 @@ from rankwise.gradient_sync.hook_buckets import OwnHook
 from rankwise.gradient_sync.weights import divide
 from rankwise.trainer.nonfinite import NonFiniteGuard
 from rankwise.trainer.shadow_gradients import without_new_gradients
-from rankwise.trainer.weighting import BatchWeighting
+from rankwise.trainer.weighting import BatchWeighting, only_zeros
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -132,9 +132,14 @@ class ManualOptimization:
             ConfigurationError: when a weight is missing, or cannot be used.
         """
         self._module.on_before_backward(loss)
-        weighted = self._guard.mark(self._weighted(loss, weight))
+        counted = self._counted(weight)
+        is_left_out = float(counted) == 0
+        weighted = self._weighting.scaled(loss if is_left_out else self._guard.mark(loss), counted)
         with self._earlier_set_aside() if weight is not None else nullcontext():
-            with without_new_gradients(self._parameters) if self._turns.is_shadow else nullcontext():
+            with (
+                without_new_gradients(self._parameters) if self._turns.is_shadow else nullcontext(),
+                only_zeros(self._parameters if is_left_out else ()),
+            ):
                 self._strategy.backward(weighted, **options)
             if self._is_blocked:
                 self._has_local_gradients = True
@@ -142,8 +147,8 @@ class ManualOptimization:
                 self._average()
         self._module.on_after_backward()
 
-    def _weighted(self, loss: Tensor, weight: float | Tensor | None) -> Tensor:
-        """Return what to compute gradients of: the loss by what its batch counts."""
+    def _counted(self, weight: float | Tensor | None) -> float | Tensor:
+        """Return what a loss counts."""
         is_logged = self._strategy.gradient_weighting == "logged"
         if is_logged and (weight is None or self._is_blocked):
             what = "has no weight" if weight is None else "has a weight, but is not averaged: it is blocked"
@@ -153,15 +158,14 @@ class ManualOptimization:
                 remedy="self.manual_backward(loss, weight=n), outside of self.no_backward_sync().",
             )
         if is_logged and weight is not None:
-            return self._strategy.weighted_loss(loss, 0.0 if self._turns.is_shadow else weight)
+            return 0.0 if self._turns.is_shadow else weight
         if weight is not None:
             raise ConfigurationError(
                 message="manual_backward got a weight, but gradients are not weighted by it.",
                 facts=f"gradient_weighting={self._strategy.gradient_weighting!r}.",
                 remedy='DDPStrategy(gradient_weighting="logged").',
             )
-        scaled: Tensor = loss * self._weight
-        return scaled
+        return self._weight
 
     @contextmanager
     def _earlier_set_aside(self) -> Iterator[None]:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.process_group.pulse import beat
 from rankwise.trainer.nonfinite import NonFiniteGuard
 from rankwise.trainer.shadow_gradients import ShadowGradients
-from rankwise.trainer.weighting import BatchWeighting
+from rankwise.trainer.weighting import BatchWeighting, only_zeros
 
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
@@ -78,14 +79,20 @@ class AutomaticOptimization:
                 outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
             loss = self._loss_of(outputs, batch_idx)
             if loss is not None and optimizers:
-                loss = self._guard.mark(self._weighting.scaled(loss, outputs, batch_idx))
-                self._module.on_before_backward(loss)
-                strategy.backward(loss)
+                self._backward(loss, self._weighting.weight(outputs, batch_idx))
                 has_backward = True
         if has_backward:
             self._has_gradients = True
             self._module.on_after_backward()
         return outputs
+
+    def _backward(self, loss: Tensor, weight: float | Tensor) -> None:
+        is_left_out = float(weight) == 0
+        loss = self._weighting.scaled(loss if is_left_out else self._guard.mark(loss), weight)
+        self._module.on_before_backward(loss)
+        parameters = trained_parameters(self._wrapped, self._trainer.optimizers) if is_left_out else ()
+        with only_zeros(parameters):
+            self._strategy.backward(loss)
 
     def _loss_of(self, outputs: Any, batch_idx: int) -> Tensor | None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from typing_extensions import final
 
@@ -16,7 +18,24 @@ if TYPE_CHECKING:
     from rankwise.trainer.trainer import Trainer
     from rankwise.trainer.turns import Turns
 
-__all__ = ["BatchWeighting"]
+__all__ = ["BatchWeighting", "only_zeros"]
+
+
+@contextmanager
+def only_zeros(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let backward passes in the block give the parameters gradients of 0, whatever they compute.
+
+    A mean over no token is NaN, and so may its gradients be, 0 times or not. They come for the same parameters
+    as in every other batch, so whoever averages them notices nothing.
+    """
+    handles = [
+        parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @final
@@ -60,8 +79,12 @@ class BatchWeighting:
         """Whether there is more than one batch to weigh against each other."""
         return self._strategy.world_size > 1 or self._trainer.accumulate_grad_batches > 1
 
-    def scaled(self, loss: Tensor, outputs: Any, batch_idx: int) -> Tensor:
-        """Return what to compute gradients of.
+    def weight(self, outputs: Any, batch_idx: int) -> float | Tensor:
+        """Return what a batch counts.
+
+        Args:
+            outputs: what `training_step` has returned.
+            batch_idx: the batch's number.
 
         Raises:
             ConfigurationError: when a weight is missing, or nobody asked for the one that is there.
@@ -74,22 +97,30 @@ class BatchWeighting:
                     facts=f"global_rank={self._strategy.global_rank}; the others wait.",
                     remedy='self.log_weight(n) in training_step, or return {"loss": loss, "weight": n}.',
                 )
-            return self._strategy.weighted_loss(loss, 0.0 if self._turns.is_shadow else logged)
+            weight: float | Tensor = 0.0 if self._turns.is_shadow else logged
+            return weight
         if logged is not None and self._matters:
             raise ConfigurationError(
                 message="training_step logged a weight, but gradients are not weighted by it.",
                 facts=f"gradient_weighting={self._strategy.gradient_weighting!r}.",
                 remedy='DDPStrategy(gradient_weighting="logged").',
             )
-        return self._scaled_by_size(loss, batch_idx)
+        return self.factor(batch_idx)
 
     def _take_logged(self, outputs: Any) -> Any:
         logged = self._module.take_weight()
         returned = outputs.get("weight") if isinstance(outputs, Mapping) else None
         return logged if returned is None else returned
 
-    def _scaled_by_size(self, loss: Tensor, batch_idx: int) -> Tensor:
-        scaled: Tensor = loss * self.factor(batch_idx)
+    def scaled(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """Return what to compute gradients of, for a batch that counts so much.
+
+        Raises:
+            InvalidArgumentError: for a logged weight that is negative or not finite.
+        """
+        if self._strategy.gradient_weighting == "logged":
+            return self._strategy.weighted_loss(loss, weight)
+        scaled: Tensor = loss * weight
         return scaled
 
     def window(self, batch_idx: int) -> tuple[int, int]:
