@@ -144,4 +144,5 @@ def _reduce_now(
         if parameters:
             weight = reduce_gradients(parameters, group, weight=weight)
     if weights is not None and weight is not None:
+        weights.note(weight)
         divide(parameters, weight)

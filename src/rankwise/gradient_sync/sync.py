@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ from rankwise.gradient_sync.comm_hooks import HookPlace
 from rankwise.gradient_sync.context import Pause, synchronised
 from rankwise.gradient_sync.hook_state import read_state, state_for_rank, write_state
 from rankwise.gradient_sync.modes import GradientSyncMode, resolve_sync_mode
+from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.gradient_sync.unused import UnusedWatch
 from rankwise.gradient_sync.weight_carrier import WeightCarrier
 from rankwise.gradient_sync.weights import WeightBook, WeightedReduction
@@ -120,6 +122,12 @@ class GradientSync:
         )
 
     # ------------------------------------------------------------------ a job
+
+    def prepare(self, module: nn.Module) -> None:
+        """Adapt to a module: in float16 gradients times weights would overflow."""
+        is_half = any(parameter.dtype is torch.float16 for parameter in trained_parameters(module))
+        if self.weights is not None and is_half:
+            self.weights.bound()
 
     def wrapped(self, module: nn.Module, wrap: Callable[[], Any]) -> Any:
         """Return what `wrap()` makes of a module, in which it finds what weights travel by."""

@@ -111,5 +111,6 @@ class WeightCarrier:
     def divide(self) -> None:
         """End a window: divide its gradients by the mean of its weights."""
         mean = self._sum
+        self._book.note(mean)
         divide(self._averaged, mean)
         mean.zero_()

@@ -33,10 +33,11 @@ class WeightBook:
 
     Args:
         is_bounded: whether gradients times weights are to stay about as large as gradients. Weights are then
-            counted in units, the same on all ranks: the mean of the last window.
+            counted in units, the same on all ranks: about the mean of the last window, but a power of two,
+            which changes no digit of what is multiplied.
 
     Attributes:
-        unit: what weights are counted in; None before the first of bounded ones.
+        unit: what weights are counted in; None before the first of bounded ones that is not 0.
         group: the ranks that agree on the first unit.
         is_weighted: whether a loss got a weight in this microbatch.
         is_used: whether one did in this window.
@@ -48,8 +49,13 @@ class WeightBook:
         self.unit = None if is_bounded else 1.0
         self.group: dist.ProcessGroup | None = None
         self._is_bounded = is_bounded
-        self._pending = 0.0
+        self.averaged: float | Tensor = 0.0
         self._open()
+
+    def bound(self) -> None:
+        """Count in units from here on; before the first weight."""
+        if not self._is_bounded:
+            self._is_bounded, self.unit = True, None
 
     def add(self, weight: Any) -> float:
         """Note a microbatch's weight, and return it in units.
@@ -63,8 +69,9 @@ class WeightBook:
         if not math.isfinite(number) or number < 0:
             raise InvalidArgumentError(argument="weight", value=number, expected="a finite number from 0 on")
         if self.unit is None:
-            self.unit = mean_over_ranks(number, self.group) or 1.0
-        number /= self.unit
+            mean = mean_over_ranks(number, self.group)
+            self.unit = _power_of_two(mean) if mean else None
+        number /= self.unit or 1.0
         self._pending += number
         self.is_weighted = self.is_used = True
         return number
@@ -76,15 +83,24 @@ class WeightBook:
 
     def close(self) -> None:
         """End the window, and begin the next."""
-        if self._is_bounded and self.unit is not None:
-            self.unit *= float(self.averaged) or 1.0
+        if self._is_bounded and self.unit is not None and (mean := float(self.averaged)):
+            self.unit *= _power_of_two(mean)
         self._open()
+
+    def note(self, mean: float | Tensor) -> None:
+        """Take over the mean of the window's weights from who has averaged them without a hook."""
+        if self._is_bounded:
+            self.averaged = mean.clone() if isinstance(mean, Tensor) else mean
 
     def _open(self) -> None:
         self._pending = 0.0
-        self.averaged: float | Tensor = 0.0
+        self.averaged = 0.0
         self.is_weighted = self.is_used = False
         self.num_reductions = 0
+
+
+def _power_of_two(number: float) -> float:
+    return math.ldexp(1.0, math.frexp(number)[1])
 
 
 @final

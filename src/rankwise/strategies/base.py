@@ -307,7 +307,9 @@ class Strategy(AroundModule, Gradients, Saving):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and make it ready to train; return what to call."""
-        return self.module_to_device(self.precision.convert_module(module))
+        module = self.module_to_device(self.precision.convert_module(module))
+        self.gradients.prepare(module)
+        return module
 
     def module_to_device(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device, in place."""

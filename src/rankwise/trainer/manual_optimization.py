@@ -190,6 +190,7 @@ class ManualOptimization:
                 mean = reduce_gradients(self._parameters, group, weight=mean)
         if weights is not None and mean is not None:
             divide(self._parameters, mean)
+            weights.note(mean)
             weights.close()
 
     @contextmanager

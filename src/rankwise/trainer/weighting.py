@@ -25,8 +25,8 @@ __all__ = ["BatchWeighting", "only_zeros"]
 def only_zeros(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Let backward passes in the block give the parameters gradients of 0, whatever they compute.
 
-    A mean over no token is NaN, and so may its gradients be, 0 times or not. They come for the same parameters
-    as in every other batch, so whoever averages them notices nothing.
+    A mean over no token is NaN, and so may its gradients be, 0 times or not. They come for the same
+    parameters as in every other batch, so whoever averages them notices nothing.
     """
     handles = [
         parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad
