@@ -49,6 +49,7 @@ class WeightBook:
         self.unit = None if is_bounded else 1.0
         self.group: dist.ProcessGroup | None = None
         self._is_bounded = is_bounded
+        self._pending = 0.0
         self.averaged: float | Tensor = 0.0
         self._open()
 
