@@ -68,6 +68,7 @@ def small() -> nn.Module:
 def stepper(strategy: DDPStrategy, model: nn.Module, weighting: str | None, extra: bool = False) -> Arm:
     """Return a whole training step: forward, backward, optimizer."""
     strategy.gradients = sync = GradientSync(gradient_weighting=weighting)
+    strategy.ddp_kwargs = sync.ddp_defaults
     wrapped = strategy.setup_module(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
     samples = torch.randn(32, model[0].in_features)  # type: ignore[index]  # a Sequential

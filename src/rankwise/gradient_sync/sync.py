@@ -123,6 +123,11 @@ class GradientSync:
 
     # ------------------------------------------------------------------ a job
 
+    @property
+    def ddp_defaults(self) -> dict[str, Any]:
+        """What DDP is told unless the user says something else: weights are divided by bucket by bucket."""
+        return {"gradient_as_bucket_view": True} if self._has_carrier else {}
+
     def prepare(self, module: nn.Module) -> None:
         """Adapt to a module: in float16 gradients times weights would overflow."""
         is_half = any(parameter.dtype is torch.float16 for parameter in trained_parameters(module))
@@ -207,8 +212,11 @@ class GradientSync:
                 facts=f"gradient_weighting={self.weighting!r}.",
                 remedy='DDPStrategy(gradient_weighting="logged").',
             )
+        is_first = not self.weights.is_used
         number = self.weights.add(weight)
-        return loss * number if self._carrier is None else self._carrier.weighted(loss, number)
+        if self._carrier is None:
+            return loss * number
+        return self._carrier.weighted(loss, number, is_first=is_first)
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Make sure that the optimizers can do with averaged models.

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync.flat_gradients import FlatGradients
 from rankwise.gradient_sync.parameters import trained_parameters
-from rankwise.gradient_sync.weights import EXACT, WeightBook, divide, no_gradient_came
+from rankwise.gradient_sync.weights import EXACT, WeightBook, divide_tensors, no_gradient_came
 
 __all__ = ["WeightCarrier"]
 
@@ -40,6 +41,8 @@ class WeightCarrier:
         self._averaged = averaged
         self.total = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
         self.total.grad = torch.zeros_like(self.total)
+        self._gradients = FlatGradients([*averaged, self.total])
+        self._zero = torch.zeros_like(self.total)
 
     @classmethod
     def of(cls, module: nn.Module, book: WeightBook | None) -> WeightCarrier | None:
@@ -47,13 +50,6 @@ class WeightCarrier:
         averaged = trained_parameters(module)
         like = next((parameter for parameter in averaged if parameter.dtype in EXACT), None)
         return None if book is None or like is None else cls(book, averaged, like)
-
-    @property
-    def _sum(self) -> Tensor:
-        """The weights of the window; their mean over the ranks once DDP has averaged it."""
-        gradient: Any = self.total.grad  # DDP may put another tensor in its place
-        weights: Tensor = gradient.detach()
-        return weights
 
     @contextmanager
     def lent_to(self, module: nn.Module) -> Iterator[None]:
@@ -71,11 +67,21 @@ class WeightCarrier:
         is_there = any(parameter is self.total for parameter in wrapped.module.parameters())
         return is_there and not wrapped.find_unused_parameters
 
-    def weighted(self, loss: Tensor, weight: float) -> Tensor:
-        """Return the loss times its weight, which is sent when gradients of that are computed."""
-        self._sum.add_(weight)
-        total = self.total if self.total.device == loss.device else self.total.to(loss.device)
-        return torch.add(loss * weight, total, alpha=0)
+    def weighted(self, loss: Tensor, weight: float, *, is_first: bool) -> Tensor:
+        """Return the loss times its weight, which is sent when gradients of that are computed.
+
+        `is_first`: no other loss of the window had a weight before.
+        """
+        weights: Any = self.total.grad
+        if is_first:
+            weights.fill_(weight)
+        else:
+            weights.add_(weight)
+        # Made anew and last, so that the backward pass comes to it first: its place is in the first bucket.
+        nothing = torch.add(self._zero, self.total, alpha=0)
+        return torch.add(
+            nothing if nothing.device == loss.device else nothing.to(loss.device), loss, alpha=weight
+        )
 
     # ------------------------------------------------------------------ a reduction
 
@@ -110,7 +116,7 @@ class WeightCarrier:
 
     def divide(self) -> None:
         """End a window: divide its gradients by the mean of its weights."""
-        mean = self._sum
+        total: Any = self.total.grad
+        mean = total.item() if total.is_cpu else total.clone()
         self._book.note(mean)
-        divide(self._averaged, mean)
-        mean.zero_()
+        divide_tensors(self._gradients.pieces(), mean)

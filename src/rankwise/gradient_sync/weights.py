@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rankwise.gradient_sync.comm_hooks import Hook
 
-__all__ = ["EXACT", "WeightBook", "WeightedReduction", "divide", "no_gradient_came"]
+__all__ = ["EXACT", "WeightBook", "WeightedReduction", "divide", "divide_tensors", "no_gradient_came"]
 
 EXACT = (torch.float32, torch.float64)
 
@@ -143,12 +143,16 @@ class WeightedReduction:
 
 
 def divide(parameters: Iterable[Tensor], mean: float | Tensor) -> None:
-    """Divide the gradients of `parameters`, which are averaged, by the mean of the window's weights.
+    """Divide the gradients of `parameters`, which are averaged, by the mean of the window's weights."""
+    divide_tensors([parameter.grad for parameter in parameters if parameter.grad is not None], mean)
+
+
+def divide_tensors(gradients: list[Tensor], mean: float | Tensor) -> None:
+    """Divide gradients in place by the mean of the window's weights.
 
     Where that is 0 there is nothing but zeros to divide. A mean on another device than the CPU is not
     waited for, unless gradients lie on several devices.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_there = isinstance(mean, Tensor) and all(gradient.device == mean.device for gradient in gradients)
     if isinstance(mean, Tensor) and is_there and not mean.is_cpu:
         torch._foreach_div_(gradients, mean.clamp_min(torch.finfo(mean.dtype).tiny))

@@ -170,7 +170,7 @@ class DDPStrategy(ComparedCollectives):
         self.init_timeout = check_timeout("init_timeout", init_timeout)
         self.grace_period_s = check_grace_period(grace_period_s)
         self.stall_warning = check_timeout("stall_warning", stall_warning)
-        self.ddp_kwargs = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
+        told = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
         self.gradients = GradientSync(
             sync_mode=sync_mode,
             comm_hook=comm_hook,
@@ -178,8 +178,9 @@ class DDPStrategy(ComparedCollectives):
             comm_wrapper=comm_wrapper,
             model_averaging_period=model_averaging_period,
             gradient_weighting=gradient_weighting,
-            ddp_kwargs=self.ddp_kwargs,
+            ddp_kwargs=told,
         )
+        self.ddp_kwargs = {**self.gradients.ddp_defaults, **told}
         self.check_collectives = is_check_wanted(check_collectives)
         self._command = check_command(command)
         self.sync_batchnorm = sync_batchnorm

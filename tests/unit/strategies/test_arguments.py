@@ -234,6 +234,13 @@ def test_ddps_keywords_are_kept() -> None:
     }
 
 
+def test_logged_weights_have_gradients_in_buckets() -> None:
+    """By default, as they are then divided bucket by bucket; what the user says counts."""
+    assert DDPStrategy(gradient_weighting="logged").ddp_kwargs["gradient_as_bucket_view"] is True
+    told = DDPStrategy(gradient_weighting="logged", gradient_as_bucket_view=False)
+    assert told.ddp_kwargs["gradient_as_bucket_view"] is False
+
+
 @pytest.mark.parametrize(
     "devices",
     [[], ["cpu"], [torch.device("cpu"), torch.device("cuda", 0)], "cpu", [0], torch.device("cpu")],
