@@ -158,11 +158,11 @@ class GradientSync:
             weighted_hook.attach(wrapped, HookPlace(group, local_world_size))
         elif self.hook is not None:
             state = self.hook.attach(wrapped, HookPlace(group, min(local_world_size, world_size)))
-            self._restore(len(self._states), state, world_size)
+            self._restore(len(self._states), state)
             self._states.append(state)
         if self.period is not None and self.hook is not None and self._averaging is None:
             self._averaging = ModelAveraging(self.period, self.hook.first_local_step, group)
-            self._averaging.steps = self._saved_here(0, world_size).get("averaging", [])
+            self._averaging.steps = self._saved_here(0).get("averaging", [])
 
     def _weighted_hook(self, wrapped: DistributedDataParallel) -> CommHook | None:
         """Return the hook by which weights travel; None where there are none, or they do without."""
@@ -256,28 +256,27 @@ class GradientSync:
             return [own or self._own] if own or self._own else self._saved
         if all(isinstance(state, (dist.ProcessGroup, type(None))) for state in self._states):
             return []
-        rank = dist.get_rank(self._group)
-        gathered: list[Any] | None = [None] * dist.get_world_size(self._group) if rank == 0 else None
-        dist.gather_object(own, gathered, group=self._group, group_dst=0)
+        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own, gathered)
         return gathered if gathered is not None and any(gathered) else []
 
     def load_states(self, states: States) -> None:
         """Take back what `gathered_states` returned on rank 0, now or for the next job."""
         self._saved, self._own = states, []
         for number, state in enumerate(self._states):
-            self._restore(number, state, dist.get_world_size(self._group))
+            self._restore(number, state)
         if self._averaging is not None:
-            self._averaging.steps = self._saved_here(0, dist.get_world_size(self._group)).get("averaging", [])
+            self._averaging.steps = self._saved_here(0).get("averaging", [])
 
-    def _restore(self, number: int, state: Any, world_size: int) -> None:
-        write_state(state, self._saved_here(number, world_size))
+    def _restore(self, number: int, state: Any) -> None:
+        write_state(state, self._saved_here(number))
 
-    def _saved_here(self, number: int, world_size: int) -> dict[str, Any]:
+    def _saved_here(self, number: int) -> dict[str, Any]:
         """Return what was saved for this rank and a wrapped module; {} for nothing."""
         if number < len(self._own):
             return self._own[number]
         by_rank = [states[number] for states in self._saved if number < len(states)]
-        return state_for_rank(by_rank, dist.get_rank(self._group), world_size) if by_rank else {}
+        return state_for_rank(by_rank, dist.get_rank(), dist.get_world_size()) if by_rank else {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without what belongs to a process group."""

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import final
 
@@ -97,8 +98,8 @@ class NonFiniteGuard:
         if self._policy is None or self._are_finite(optimizer):
             return True
         is_bad = self._is_bad is not None and bool(self._is_bad)
-        votes = self._strategy.all_gather_object((self._strategy.global_rank, is_bad))
-        ranks = tuple(rank for rank, is_bad in votes if is_bad)
+        votes = self._strategy.all_gather_object(is_bad, dist.group.WORLD)
+        ranks = tuple(rank for rank, is_bad in enumerate(votes) if is_bad)
         # Where losses are scaled, a gradient may overflow with every loss in order: the scaler sees to that.
         scales_loss = self._strategy.precision.scales_loss
         if scales_loss and not ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from typing_extensions import final
 
 from rankwise.data.random_state import get_random_state, mixed_seed, seed_process, set_random_state
@@ -28,7 +29,7 @@ def gather_rank_states(trainer: Trainer) -> list[dict[str, Any]]:
         "results": None if results is None else results.state_dict(),
         "metrics": {name: dict(getattr(trainer, name)) for name in _METRICS},
     }
-    return trainer.strategy.all_gather_object(own)
+    return trainer.strategy.all_gather_object(own, dist.group.WORLD)
 
 
 def seed_rank(trainer: Trainer) -> None:
