@@ -14,6 +14,6 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):
-            continue  # closed, or nobody reads it any more
+        except (OSError, ValueError, AttributeError):
+            continue  # closed, or nobody reads it any more, or there is none
     os._exit(code)

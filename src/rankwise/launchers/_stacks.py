@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import signal
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rankwise.launchers._member import Member
+from rankwise.launchers._say import say
 
 STACKS_SIGNAL = signal.SIGUSR2
 _STDERR = 2
@@ -46,10 +47,21 @@ def dump_stacks(members: Sequence[Member], reason: str) -> None:
         if member.has_ended or (process is not None and not member.has_started):
             continue
         pid = "this process" if process is None else f"pid {process.pid}"
-        sys.stderr.write(f"rankwise: {reason}; stacks of global_rank={member.ranks.global_rank} ({pid}):\n")
-        sys.stderr.flush()
+        title = f"rankwise: {reason}; stacks of global_rank={member.ranks.global_rank} ({pid}):\n"
         if process is None:
-            faulthandler.dump_traceback(_STDERR, all_threads=True)
+            say(title + _own_stacks())
         else:
+            say(title)
             process.send_signal(STACKS_SIGNAL)
             time.sleep(_WRITING_S)
+
+
+def _own_stacks() -> str:
+    # faulthandler holds the interpreter's lock while it writes: not to where a reader may not keep up.
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return file.read().decode(errors="replace")
+    except OSError as error:
+        return f"(could not be had: {error})\n"

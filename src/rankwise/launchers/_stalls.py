@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Sequence
 
 from typing_extensions import final
 
 from rankwise.launchers._member import Member
+from rankwise.launchers._say import say
 from rankwise.process_group.pulse import Pulse
 
 # How many looks there are in the time after which a rank is reported.
@@ -48,7 +48,7 @@ class StallWatch:
             if now_s - self._reported.get(rank, 0.0) >= self._warn_after_s:
                 self._reported[rank] = now_s
                 others = [other for other in self._members if other not in lagging]
-                _write(f"rankwise: {member.whereabouts()}. The others wait: {joined(others)}.\n")
+                say(f"rankwise: {member.whereabouts()}. The others wait: {joined(others)}.\n")
 
 
 def laggards(members: Sequence[Member], after_s: float) -> list[Member]:
@@ -74,8 +74,3 @@ def _waits_for(other: Pulse, pulse: Pulse) -> bool:
 def joined(members: Iterable[Member]) -> str:
     """Return where ranks are, in one line."""
     return "; ".join(member.whereabouts() for member in members)
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()

@@ -1,0 +1,60 @@
+"""What the supervisor says on stderr: it neither fails by it nor waits for the reader."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+
+import pytest
+
+from rankwise.launchers._member import Member
+from rankwise.launchers._say import say
+from rankwise.launchers._stacks import dump_stacks
+
+
+class Gone(io.StringIO):
+    """A stream whose reader is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO(), Gone()], ids=["none", "closed", "gone"])
+def test_nobody_to_tell(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing happens."""
+    if isinstance(stream, io.StringIO) and not isinstance(stream, Gone):
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    say("words\n")
+
+
+def test_a_reader_that_does_not_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets what was said first when it reads on; nobody waits for it, and what came after is dropped."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writing, bytes(1 << 12))
+    os.set_blocking(writing, True)
+    with os.fdopen(reading, "rb") as pipe, os.fdopen(writing, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        began = time.monotonic()
+        say("the first\n")
+        say("the second\n")
+        assert time.monotonic() - began < 5
+        text = b""
+        while b"first\n" not in text:
+            text += pipe.read1()
+        say("the third\n")
+        text += pipe.read1()
+    assert text.replace(b"\0", b"") == b"the first\nthe third\n"
+
+
+def test_the_own_stacks(members: list[Member], capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that is this process shows its stacks there too."""
+    dump_stacks(members[:1], "a reason")
+    title, _, stacks = capsys.readouterr().err.partition("\n")
+    assert title == "rankwise: a reason; stacks of global_rank=0 (this process):"
+    assert "in test_the_own_stacks" in stacks
