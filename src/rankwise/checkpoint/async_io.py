@@ -26,8 +26,8 @@ class AsyncCheckpointIO(CheckpointIO):
 
     A save copies the tensors, to the CPU, and returns; the copy is what is written. Saves and removals happen
     in the order in which they were asked for. What was asked for is done before a job's processes leave, and
-    before the interpreter ends, be it by a failure; a rank that is stopped has `grace_period_s` for it. An
-    error is raised by the next call, or by `teardown`.
+    before the interpreter ends, be it by a failure; a rank that is stopped has the strategy's `timeout` for
+    it. An error is raised by the next call, or by `teardown`.
 
     Args:
         wrapped: what writes; `TorchCheckpointIO` by default.
@@ -50,6 +50,7 @@ class AsyncCheckpointIO(CheckpointIO):
         if max_pending < 1:
             raise InvalidArgumentError(argument="max_pending", value=max_pending, expected="1 or more")
         self.max_pending = max_pending
+        self._tell: Callable[[bool], None] = _nothing
         self._forget()
 
     def _forget(self) -> None:
@@ -82,6 +83,10 @@ class AsyncCheckpointIO(CheckpointIO):
         """Let the thread remove the checkpoint at `path`, after what it has to write before."""
         self._do_later(lambda: self.wrapped.remove_checkpoint(path))
 
+    def tell_when_saving(self, tell: Callable[[bool], None]) -> None:
+        """Call `tell` with True when the thread begins to write, and with False when nothing is left."""
+        self._tell = tell
+
     def teardown(self) -> None:
         """Wait until everything is written.
 
@@ -107,12 +112,14 @@ class AsyncCheckpointIO(CheckpointIO):
                 self._thread.start()
 
     def _work(self) -> None:
+        self._tell(True)
         while True:
             with self._lock:
                 try:
                     task = self._tasks.get_nowait()
                 except queue.Empty:
                     self._thread = None
+                    self._tell(False)
                     return
             try:
                 task()
@@ -134,10 +141,15 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._tell = _nothing
         self._forget()
 
     def __repr__(self) -> str:
         return f"AsyncCheckpointIO({type(self.wrapped).__name__}, {self._tasks.qsize()} pending)"
+
+
+def _nothing(is_saving: bool) -> None:
+    pass
 
 
 class _Snapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["CheckpointIO"]
@@ -31,6 +32,12 @@ class CheckpointIO(ABC):
     @abstractmethod
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at `path`, if there is one; called on global rank 0 only."""
+
+    def tell_when_saving(self, tell: Callable[[bool], None]) -> None:  # most write while training waits
+        """Call `tell` with True when a thread begins to write, and with False when nothing is left to write.
+
+        From then on, and from any thread. A rank that has to leave is not killed in between.
+        """
 
     def teardown(self) -> None:  # most have nothing to do
         """Finish what is not finished yet; called on every rank when a job ends, be it by a failure.

@@ -1,4 +1,4 @@
-"""See that a job comes to its end: a rank that hangs in its teardown, where no collective times out."""
+"""See that a job comes to its end: a rank that hangs in its teardown or after it, where nothing times out."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing_extensions import final
 from rankwise.errors import RendezvousTimeoutError
 from rankwise.launchers._member import Member
 from rankwise.launchers._records import FailureRecord
-from rankwise.process_group.pulse import TEARDOWN
+from rankwise.process_group.pulse import LEAVING, TEARDOWN
 
 # How many looks there are in the time that a teardown may take.
 _LOOKS = 8
+# What a process has at least for its way out: threads and exit hooks that end, an interpreter to take down.
+LEAST_TO_LEAVE_S = 30.0
 
 
 @final
 class EndWatch:
-    """Look now and then for a rank whose teardown takes longer than a collective may.
+    """Look now and then for a rank whose teardown takes longer than a collective may, or its way out.
 
-    What a rank does before its teardown may take as long as it likes, also when the others have finished.
+    What a rank does before its teardown may take as long as it likes, also when the others have finished; and
+    so may what a script that is run as a rank does after its jobs.
 
     Args:
         members: all local ranks; the list is the supervisor's, and grows.
@@ -64,4 +67,5 @@ class EndWatch:
     @staticmethod
     def _hangs(member: Member, timeout_s: float) -> bool:
         pulse = member.pulse.read()
-        return not member.has_ended and pulse.phase == TEARDOWN and pulse.seconds_ago() > timeout_s
+        limit_s = {TEARDOWN: timeout_s, LEAVING: max(timeout_s, LEAST_TO_LEAVE_S)}.get(pulse.phase)
+        return limit_s is not None and not member.has_ended and pulse.seconds_ago() > limit_s

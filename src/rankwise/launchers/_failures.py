@@ -39,6 +39,7 @@ class Failures:
         self._records.append(record)
         if record.is_timeout and not self._last_seen:
             others = [each for each in self._members if each.ranks.global_rank != record.global_rank]
+            others = [each for each in others if not each.has_ended]
             missing = [member for member in others if not member.pulse.read().waited_at(record.at_s)]
             self._missing = tuple(member.ranks.global_rank for member in missing)
             self._last_seen = tuple(member.whereabouts() for member in others)

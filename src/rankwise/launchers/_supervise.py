@@ -8,7 +8,6 @@ from __future__ import annotations
 import selectors
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from typing_extensions import final
 from rankwise.errors import WorkerError
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, frame, split_id, with_id
+from rankwise.launchers._ending import Ending
 from rankwise.launchers._ends import EndWatch
 from rankwise.launchers._failures import Failures
 from rankwise.launchers._member import Member
@@ -34,8 +34,6 @@ from rankwise.ranks import RankInfo
 _CHUNK = 1 << 16
 # After a failure that reads like the echo of another, how long the other has to show itself.
 _SETTLE_S = 0.5
-# How long a worker that has finished may take to leave its interpreter.
-EXIT_TIMEOUT_S = 30.0
 
 
 @final
@@ -46,7 +44,8 @@ class Supervisor:
         grace_period_s: how long a rank that was told to stop has before it is killed.
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
         stall_warning_s: after how long in one phase a rank is reported that others wait for.
-        teardown_timeout_s: how long a rank's teardown may take; None for as long as it likes.
+        teardown_timeout_s: how long a rank's teardown may take, or a checkpoint that it writes when it is to
+            leave; None for as long as it likes.
 
     A job is `begin_job`, then `wait_job`. All state is touched by the supervisor's thread alone; the public
     methods hand it their wishes.
@@ -60,10 +59,9 @@ class Supervisor:
         teardown_timeout_s: float | None = None,
     ) -> None:
         self._stop_signals = frozenset(stop_signals)
-        self._ending = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
-        self._grace_period_s = grace_period_s
+        self._ending_signals = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
         self._selector = selectors.DefaultSelector()
-        self._wakeup = Wakeup(self._ending, STACKS_SIGNAL)
+        self._wakeup = Wakeup(self._ending_signals, STACKS_SIGNAL)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         _at_fork.close_in_child(self._selector)
         self._members: list[Member] = []
@@ -71,12 +69,14 @@ class Supervisor:
         self._failures = Failures(self._members)
         stalls = StallWatch(self._members, stall_warning_s)
         self._timers = Timers(stalls, EndWatch(self._members, teardown_timeout_s, self._on_failure))
+        self._ending = Ending(
+            self._members, self._failures, self._timers, self._send, grace_period_s, teardown_timeout_s
+        )
         self.was_interrupted = False
         self.ended_by: int | None = None  # a signal that ended the job at once
         self._stopped_by: int | None = None  # a signal for which training has stopped
         self._has_asked = False
         self._crash: BaseException | None = None
-        self._is_stopping = False
         self._is_closed = False
         self._job = 0
         self._has_to_exit = False
@@ -216,7 +216,7 @@ class Supervisor:
                 self._timers.run()
         except BaseException as error:  # noqa: BLE001  a job without a supervisor must not go on, nor wait
             self._crash = error
-            self._is_stopping = True
+            self._ending.has_begun = True
             for member in self._members:
                 if member.process is not None and not member.has_ended:
                     member.process.kill()
@@ -245,7 +245,7 @@ class Supervisor:
                 dump_stacks(self._members, "SIGUSR2 was sent to the main process")
             elif number in self._stop_signals and not self._has_asked and self._ask_to_stop(number):
                 self._has_asked = True
-            elif number in self._ending:
+            elif number in self._ending_signals:
                 self.ended_by = number
                 self._stop_or_kill()
 
@@ -257,7 +257,7 @@ class Supervisor:
         return asked is not None
 
     def _stop_or_kill(self) -> None:
-        if self._is_stopping:
+        if self._ending.has_begun:
             self._kill_all()
         else:
             self._stop_all()
@@ -328,7 +328,7 @@ class Supervisor:
         status = process.wait()
         member.has_ended = True
         is_in_job = self._job > 0 and member.jobs_done < self._job
-        is_expected = member.has_failed or member.has_stopped or self._is_stopping
+        is_expected = member.has_failed or member.has_stopped or self._ending.has_begun
         if (status != 0 or is_in_job) and not is_expected:
             member.has_failed = True
             self._on_failure(
@@ -338,9 +338,9 @@ class Supervisor:
 
     def _on_failure(self, record: FailureRecord) -> None:
         self._failures.add(record)
-        if record.is_timeout and not self._is_stopping:
-            dump_stacks(self._members, "a collective timed out")
-        if self._is_stopping:
+        if record.is_timeout and not self._ending.has_begun:
+            dump_stacks(self._members, "a rank waited too long")
+        if self._ending.has_begun:
             self._check()
         elif record.is_consequence:
             if not self._timers.is_set:
@@ -349,47 +349,26 @@ class Supervisor:
             self._stop_all()
 
     def _stop_all(self) -> None:
-        if not self._is_stopping:
-            self._is_stopping = True
-            self._say_stop()
+        self._ending.begin(self._job)
         self._check()
-
-    def _say_stop(self) -> None:
-        reason = self._failures.reason()
-        for member in self._members:
-            if not member.has_failed and not member.has_ended and member.jobs_done < max(1, self._job):
-                self._failures.stopped.append(member.ranks.global_rank)
-            self._send(member, Kind.STOP, reason.encode(errors="backslashreplace"))
-            if member.process is not None and member.process.is_stopped():
-                member.process.kill()  # it cannot hear the word
-        self._timers.set(self._grace_period_s, self._kill_all)
 
     def _kill_all(self) -> None:
-        self._is_stopping = True
-        for member in self._members:
-            if member.process is not None and not member.has_ended:
-                member.process.kill()
-        self._timers.set(self._grace_period_s, self._tell_that_main_is_busy)
+        self._ending.kill()
         self._check()
-
-    def _tell_that_main_is_busy(self) -> None:
-        # Only rank 0 in the main process itself can still be at work, in a C call that nothing can cut.
-        if not self._settled.is_set() and (error := self.error()):
-            sys.stderr.write(f"rankwise: {error}\n  (raised when rank 0's present call returns)\n")
-            sys.stderr.flush()
 
     def _check(self) -> None:
         """Settle the job if it is over."""
         if self._settled.is_set():
             return
-        if self._is_stopping:
+        if self._ending.has_begun:
             if all(self._has_left(member) for member in self._members):
                 self._settle()
-        elif self._job > 0 and all(member.jobs_done >= self._job for member in self._members):
-            if not self._has_to_exit or self.all_ended():
-                self._settle()
-            elif not self._timers.is_set:
-                self._timers.set(EXIT_TIMEOUT_S, self._kill_all)
+        elif self._is_done() and (not self._has_to_exit or self.all_ended()):
+            self._settle()
+
+    def _is_done(self) -> bool:
+        """Whether the work is done; how long a process may then take to leave, `EndWatch` knows."""
+        return self._job > 0 and all(member.jobs_done >= self._job for member in self._members)
 
     def _has_left(self, member: Member) -> bool:
         return member.has_ended if member.process else member.has_failed or member.jobs_done >= self._job

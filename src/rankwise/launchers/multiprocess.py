@@ -42,7 +42,7 @@ from rankwise.launchers._stacks import write_stacks_on_signal
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.seat import Entry, MeetingPoint, Seat, torchrun_variables
-from rankwise.process_group.pulse import PulseReader, write_pulse_to
+from rankwise.process_group.pulse import LEAVING, PulseReader, beat, write_pulse_to
 from rankwise.process_group.rendezvous import host_store, hosted_store
 from rankwise.ranks import RankInfo
 
@@ -280,6 +280,7 @@ def _work(
         pass  # told over the channel; the main process raises it, as this one has nothing else to do
     except BaseException:  # noqa: BLE001  whatever ended it
         leave(1)  # told over the channel; the main process raises it
+    beat(LEAVING)
     if job.entry is not None:
         _end_fork()
     gc.freeze()  # what is left need not be searched for garbage: the process ends

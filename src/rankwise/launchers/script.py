@@ -30,11 +30,12 @@ from rankwise.launchers._lifeline import Lifeline
 from rankwise.launchers._main_process import wait_until_over
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._processes import PopenProcess
+from rankwise.launchers._say import say
 from rankwise.launchers._signals import StoppedBySignal, interrupts_blocked
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.seat import Entry, MeetingPoint, Seat, torchrun_variables
-from rankwise.process_group.pulse import PulseReader, pulse_written_to
+from rankwise.process_group.pulse import LEAVING, PulseReader, beat, pulse_written_to
 from rankwise.process_group.rendezvous import forget_store, host_store, hosted_store
 from rankwise.ranks import RankInfo
 
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 __all__ = ["ScriptLauncher", "can_rerun", "script_place", "script_ranks"]
+
+# How long who reads stderr may take to do so, before the process ends all the same.
+_LAST_WORDS_S = 5.0
 
 
 @final
@@ -295,7 +299,7 @@ class _ScriptGroup:
             try:
                 self._supervisor.wait_job()
             except WorkerError as error:
-                sys.stderr.write(f"{type(error).__name__}: {error}\n")
+                say(f"{type(error).__name__}: {error}\n", _LAST_WORDS_S)
                 self._end()
                 leave(exit_code_of(error))
         self._end()
@@ -309,6 +313,8 @@ _group: _ScriptGroup | None = None
 
 def _run_in_worker(mine: InheritedSeat, entry: Entry, timeout_s: float | None) -> dict[int, Any]:
     mine.jobs += 1
+    if mine.jobs == 1:
+        atexit.register(beat, LEAVING)
     variables = torchrun_variables(mine.ranks, mine.address, mine.run_id)
     seat = Seat(mine.ranks, variables, mine.address, channel=mine.channel, job=mine.jobs)
 

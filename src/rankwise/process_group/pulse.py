@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing_extensions import final
 
 __all__ = [
+    "LEAVING",
     "NO_FILE",
     "TEARDOWN",
     "Pulse",
@@ -23,6 +24,7 @@ __all__ = [
     "beat",
     "own_pulse",
     "pulse_written_to",
+    "say_saving",
     "waiting_in",
     "write_pulse_to",
 ]
@@ -30,12 +32,17 @@ __all__ = [
 # The step (-1 for none), the time on the node's monotonic clock, whether it waits for others, the phase.
 _RECORD = struct.Struct("=qd?47s")
 _LENGTH = 47
+# Behind the record, as another thread writes it: whether checkpoints are being written.
+_SAVING = struct.Struct("=?")
 
 NO_FILE = -1
 """In place of a descriptor: the page is this process's alone, for `own_pulse`."""
 
 TEARDOWN = "teardown"
 """The phase of a rank whose work is done, and that still has to leave."""
+
+LEAVING = "leaving"
+"""The phase of a process that was started for one job and is done: its threads and exit hooks end."""
 
 _page: mmap.mmap | None = None
 _current: tuple[int, bool, str] = (-1, False, "")
@@ -72,6 +79,15 @@ def beat(phase: str, *, step: int | None = None, waits: bool = False) -> None:
     number = _current[0] if step is None else step
     _current = (number, waits, phase)
     _RECORD.pack_into(_page, 0, number, time.monotonic(), waits, phase.encode("utf-8", "replace")[:_LENGTH])
+
+
+def say_saving(is_saving: bool) -> None:
+    """Say whether a thread of this rank writes checkpoints, which this rank's end should not cut.
+
+    Runs on: any thread.
+    """
+    if _page is not None:
+        _SAVING.pack_into(_page, _RECORD.size, is_saving)
 
 
 @contextmanager
@@ -147,6 +163,10 @@ class PulseReader:
     def read(self) -> Pulse:
         """Return what the rank wrote last."""
         return _read(self._page)
+
+    def is_saving(self) -> bool:
+        """Return whether a thread of the rank writes checkpoints."""
+        return bool(_SAVING.unpack_from(self._page, _RECORD.size)[0])
 
 
 def _read(page: mmap.mmap) -> Pulse:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import final
 
 from rankwise.launchers.seat import Seat
-from rankwise.process_group.pulse import TEARDOWN, beat
+from rankwise.process_group.pulse import TEARDOWN, beat, say_saving
 from rankwise.strategies._last_words import wait_for_other_nodes, with_the_cause
 
 _log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class RankEntry:
     def __call__(self, seat: Seat) -> Any:
         """Run as the rank that `seat` says."""
         self.strategy.take_seat(seat)
+        self.strategy.checkpoint_io.tell_when_saving(say_saving)
         try:
             self.strategy.setup_environment()
             value = self.function(self.strategy, *self.args, **self.kwargs)

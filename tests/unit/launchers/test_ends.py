@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
+
+from rankwise.launchers import _ends
 from rankwise.launchers._ends import EndWatch
 from rankwise.launchers._member import Member
 from rankwise.launchers._memory_file import create_memory_file
 from rankwise.launchers._records import FailureRecord
-from rankwise.process_group.pulse import TEARDOWN, PulseReader, beat, pulse_written_to
+from rankwise.process_group.pulse import LEAVING, TEARDOWN, PulseReader, beat, pulse_written_to
 
 TIMEOUT_S = 0.4
 
@@ -55,3 +58,10 @@ def test_a_watch_that_was_suspended(members: list[Member]) -> None:
         watch.look()
     os.close(descriptor)
     assert found == []
+
+
+def test_the_way_out_may_take_longer(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter needs time to leave, however short a collective may take; but it has an end too."""
+    assert watched(members, LEAVING, 2 * TIMEOUT_S) == []
+    monkeypatch.setattr(_ends, "LEAST_TO_LEAVE_S", TIMEOUT_S)
+    assert [record.global_rank for record in watched(members, LEAVING, 2 * TIMEOUT_S)] == [0]

@@ -1,0 +1,138 @@
+"""What a rank still does when its job is done or has to end: its threads, exit hooks, checkpoints."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.errors import WorkerRaisedError, WorkerTimedOutError
+from rankwise.launchers import _ends
+from rankwise.strategies import Strategy
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import ddp
+
+pytestmark = pytest.mark.timeout(30)
+
+# ---------------------------------------------------------------------- after its job
+
+
+def leave_a_thread(strategy: Strategy, seconds: float, path: str) -> str:
+    def upload() -> None:
+        time.sleep(seconds)
+        Path(path).touch()
+
+    if strategy.global_rank == 1:
+        threading.Thread(target=upload, name="upload").start()
+    return "done"
+
+
+def test_a_thread_that_still_works_is_waited_for(tmp_path: Path) -> None:
+    """What is no daemon ends before `launch` returns, as it would before a script ends."""
+    assert ddp("fork").launch(leave_a_thread, 0.5, str(tmp_path / "uploaded")) == "done"
+    assert (tmp_path / "uploaded").exists()
+
+
+def test_a_rank_that_does_not_leave(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is killed in silence: at `timeout` it is an error that names the rank and shows its stacks."""
+    monkeypatch.setattr(_ends, "LEAST_TO_LEAVE_S", 1.0)
+    with pytest.raises(WorkerTimedOutError, match="the end of the job") as caught:
+        ddp("fork", timeout=1.0).launch(leave_a_thread, 60, str(tmp_path / "uploaded"))
+    assert (caught.value.global_rank, caught.value.missing) == (0, (1,))
+    assert caught.value.last_seen[0].startswith("global_rank=1 was last in leaving")
+    assert "in upload" in capfd.readouterr().err.partition("stacks of global_rank=1")[2]
+
+
+LONGER = """
+    import atexit, os, sys, time
+    import rankwise
+    from rankwise.launchers import _ends
+    from rankwise.strategies import DDPStrategy
+
+    _ends.LEAST_TO_LEAVE_S = 1.0
+    if sys.argv[1] == "hook" and "LOCAL_RANK" in os.environ:
+        atexit.register(time.sleep, 60)
+    strategy = DDPStrategy(accelerator="cpu", devices=2, timeout=2.0)
+    strategy.launch(lambda s: s.global_rank)
+    if sys.argv[1] == "tail" and strategy.global_rank == 1:
+        time.sleep(3)
+        print("came to its end", flush=True)
+        atexit.register(os._exit, 0)  # the way out of an interpreter takes time too
+"""
+
+
+@pytest.mark.soak
+def test_the_rest_of_a_script_may_take_its_time(run_script: ScriptRunner) -> None:
+    """`timeout` is for the job: what a sibling does after it has no limit."""
+    result = run_script(LONGER, "tail")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "came to its end\n", ""), result
+
+
+@pytest.mark.soak
+def test_a_script_that_does_not_leave(run_script: ScriptRunner) -> None:
+    """The interpreter's own way out has a limit, exit hooks of before the job included: an error."""
+    result = run_script(LONGER, "hook")
+    assert result.returncode == 1
+    assert "waited too long for global_rank=1" in result.stderr
+
+
+# ---------------------------------------------------------------------- a checkpoint in a thread
+
+
+class Slow(CheckpointIO):
+    """Takes its time to write."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        time.sleep(self.seconds)
+        TorchCheckpointIO().save_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+        return TorchCheckpointIO().load_checkpoint(path, map_location)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Nothing is removed here."""
+
+
+def save_and_fail(strategy: Strategy, who: int, path: str) -> None:
+    strategy.save_checkpoint({"step": 7}, path)
+    strategy.barrier()
+    if strategy.global_rank == who:
+        raise ValueError("the cause")
+    try:
+        time.sleep(60)
+    finally:
+        time.sleep(60)  # it hears nothing any more
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_failure_does_not_cut_a_checkpoint(
+    who: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 fails, or is stuck when another does: its thread may write beyond the grace."""
+    strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(1.0)), grace_period_s=0.2)
+    began = time.monotonic()
+    with pytest.raises(WorkerRaisedError, match="the cause"):
+        strategy.launch(save_and_fail, who, str(tmp_path / "x.ckpt"))
+    assert time.monotonic() - began < 10
+    assert TorchCheckpointIO().load_checkpoint(tmp_path / "x.ckpt") == {"step": 7}
+    assert "the job ends when global_rank=0 has written its checkpoint" in capfd.readouterr().err
+
+
+def test_a_checkpoint_that_is_never_written(tmp_path: Path) -> None:
+    """That wait ends with `timeout`."""
+    strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(60)), grace_period_s=0.2, timeout=1.0)
+    began = time.monotonic()
+    with pytest.raises(WorkerRaisedError, match="the cause"):
+        strategy.launch(save_and_fail, 0, str(tmp_path / "x.ckpt"))
+    assert 1 < time.monotonic() - began < 10
+    assert list(tmp_path.iterdir()) == []
