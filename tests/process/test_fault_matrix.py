@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -38,9 +39,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRunner]:
     "cell",
     [pytest.param(cell, id=str(cell), marks=() if cell in QUICK else pytest.mark.soak) for cell in CELLS],
 )
-def test_fault(cell: Cell, run: FaultRunner) -> None:
+def test_fault(cell: Cell, run: FaultRunner, record_property: Callable[[str, object], None]) -> None:
     """In time every process is gone, the caller knows who failed and how, and nothing is left."""
     outcome = run(cell, cell.start_method)
+    for name, value in {"cell": json.dumps(vars(cell)), "gone_after_s": outcome.gone_after_s}.items():
+        record_property(name, value)  # for fault_report.py
     assert problems(cell, outcome) == [], outcome
 
 
