@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.helpers.processes import MARKER
@@ -90,6 +91,17 @@ class TwoHosts:
         path.write_text(_REMOTE_SHELL.format(marker=MARKER, prefix=self._prefix))
         path.chmod(0o755)
         return path
+
+    @contextmanager
+    def loopback_to_itself(self, name: str) -> Iterator[None]:
+        """Let a host know its own name as 127.0.1.1, as Debian does, for what the block starts."""
+        file = _NAMESPACES / self._spaces[name] / "hosts"
+        before = file.read_text()
+        file.write_text(f"127.0.1.1 {name}\n{before}")
+        try:
+            yield
+        finally:
+            file.write_text(before)
 
     def cut(self) -> None:
         """Pull the cable out."""

@@ -77,6 +77,15 @@ def test_each_node_starts_its_own(hosts: TwoHosts, run_script: ScriptRunner, met
             assert result.stdout.count(f"{place}) {hosts.interface} [6.0") == 2, results
 
 
+def test_a_host_that_is_loopback_to_itself(hosts: TwoHosts, run_script: ScriptRunner) -> None:
+    """Where node 0 knows its own name as 127.0.1.1 it listens at the address that the other node knows."""
+    with hosts.loopback_to_itself("hosta"):
+        results = [each.finish(timeout=110) for each in start(hosts, run_script, "fork", "end")]
+    assert [result.returncode for result in results] == [0, 0], results
+    for node, result in enumerate(results):
+        assert result.stdout.count(f"node {node} of 2) {hosts.interface} [6.0") == 4, results
+
+
 @pytest.mark.parametrize("what", ["raise", "late"])
 def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner, what: str) -> None:
     """An exception on one node is raised on the other too, as what it is, be that one at work or done."""

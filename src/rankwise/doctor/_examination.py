@@ -80,11 +80,13 @@ def _unknown_ranks(problem: Finding) -> Section:
 def _examine_job(job: Job, environ: Mapping[str, str]) -> list[Section]:
     strategy, meeting = job.strategy, job.meeting
     main_address = None if strategy.ranks.is_one_node else strategy.environment.main_address
+    other_node = strategy.environment.other_node
     if meeting is None:
         ranks = _unknown_ranks(job.problem) if job.problem else _only_mine(job)
-        return [ranks, examine_network(environ, main_address, {"this host": lookup_seconds()})]
+        lookups = {"this host": lookup_seconds()}
+        return [ranks, examine_network(environ, main_address, lookups, other_node)]
     lookups = {rank.host: rank.lookup_seconds for rank in meeting.ranks if rank.local_rank == 0}
-    sections = [describe_ranks(meeting, job.how), examine_network(environ, main_address, lookups)]
+    sections = [describe_ranks(meeting, job.how), examine_network(environ, main_address, lookups, other_node)]
     return [*sections, describe_measurements(meeting)] if meeting.measurements else sections
 
 

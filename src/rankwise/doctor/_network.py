@@ -12,7 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankwise.doctor.report import Finding, Section
-from rankwise.environments._route import address_toward, interface_toward
+from rankwise.environments._route import (
+    address_toward,
+    interface_toward,
+    is_own_loopback_name,
+    listening_address,
+)
 from rankwise.errors import ConfigurationError
 
 _LONGEST_LOOKUP_S = 6.0  # a resolver that does not answer gives up after 5 s
@@ -60,7 +65,10 @@ def _address_of(interface: str) -> str:
 
 
 def examine_network(
-    environ: Mapping[str, str], main_address: str | None, slowest_lookups: Mapping[str, float]
+    environ: Mapping[str, str],
+    main_address: str | None,
+    slowest_lookups: Mapping[str, float],
+    other_node: str | None = None,
 ) -> Section:
     """Say where the ranks meet.
 
@@ -68,6 +76,7 @@ def examine_network(
         environ: the variables of this process.
         main_address: rank 0's, where there are several nodes; None on one.
         slowest_lookups: by host, how long its look-up of names took, in seconds.
+        other_node: the name of a node that is not rank 0's, where one is known.
     """
     there = interfaces()
     facts: dict[str, Any] = {
@@ -85,7 +94,7 @@ def examine_network(
         for host, seconds in slowest_lookups.items()
     ]
     findings = [*_lookup_findings(slowest_lookups), *_interface_findings(environ, there)]
-    findings += _address_findings(main_address)
+    findings += _address_findings(main_address, other_node)
     return Section("network", "Addresses", facts, lines, findings)
 
 
@@ -134,13 +143,15 @@ def _interface_findings(environ: Mapping[str, str], there: Mapping[str, str]) ->
     return findings
 
 
-def _address_findings(main_address: str | None) -> list[Finding]:
+def _address_findings(main_address: str | None, other_node: str | None) -> list[Finding]:
     if main_address is None:
         return []
     try:
         address_toward(main_address)
     except ConfigurationError as error:
         return [Finding(error.summary(), error.fix())]
+    if is_own_loopback_name(main_address):
+        return _own_name_findings(main_address, other_node)
     # A name that is loopback on its own host is another address elsewhere; these are loopback everywhere.
     if main_address in ("localhost", "::1") or main_address.startswith("127."):
         return [
@@ -152,3 +163,18 @@ def _address_findings(main_address: str | None) -> list[Finding]:
             )
         ]
     return []
+
+
+def _own_name_findings(main_address: str, other_node: str | None) -> list[Finding]:
+    try:
+        address = listening_address(main_address, other_node)
+    except ConfigurationError as error:
+        return [Finding(f"{error.summary()} {error.seen()}", error.fix(), is_error=False)]
+    return [
+        Finding(
+            f"This host knows its own name {main_address!r} as loopback (Debian's /etc/hosts says so). "
+            f"The ranks meet at {address}: that must be what the other nodes know by the name.",
+            f"nothing, where it is; otherwise set MASTER_ADDR={address} (or the right one) on every node.",
+            is_error=False,
+        )
+    ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
 from typing_extensions import final
 
 from rankwise.environments.base import ClusterEnvironment
+from rankwise.errors import EnvironmentVariableError
 
 __all__ = ["LSFEnvironment"]
 
@@ -55,6 +57,16 @@ class LSFEnvironment(ClusterEnvironment):
         """
         if self._values.has("MASTER_ADDR"):
             return self._values.text("MASTER_ADDR")
+        return self._compute_nodes()[0]
+
+    @property
+    def other_node(self) -> str | None:
+        """The second compute node of the job's rank file, where there is one."""
+        with suppress(EnvironmentVariableError):
+            return next(iter(self._compute_nodes()[1:]), None)
+        return None
+
+    def _compute_nodes(self) -> list[str]:
         path = self._values.text("LSB_DJOB_RANKFILE")
         try:
             with Path(path).open(encoding="utf-8") as file:
@@ -65,4 +77,4 @@ class LSFEnvironment(ClusterEnvironment):
         compute = hosts[1:] if has_launch_node else hosts
         if not compute:
             raise self._values.error("LSB_DJOB_RANKFILE names no compute node", self.seen())
-        return compute[0]
+        return compute

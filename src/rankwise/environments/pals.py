@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
 from typing_extensions import final
 
 from rankwise.environments.base import ClusterEnvironment
+from rankwise.errors import EnvironmentVariableError
 
 __all__ = ["PALSEnvironment"]
 
-_LONGEST_NAME = 4096
+_MOST_BYTES = 16_000_000
 
 
 @final
@@ -45,12 +47,22 @@ class PALSEnvironment(ClusterEnvironment):
         """
         if self._values.has("MASTER_ADDR"):
             return self._values.text("MASTER_ADDR")
+        return self._nodes()[0]
+
+    @property
+    def other_node(self) -> str | None:
+        """The second node of the job's node file, where there is one."""
+        with suppress(EnvironmentVariableError):
+            return next(iter(self._nodes()[1:]), None)
+        return None
+
+    def _nodes(self) -> list[str]:
         path = self._values.text("PBS_NODEFILE")
         try:
             with Path(path).open(encoding="utf-8") as file:
-                name = file.readline(_LONGEST_NAME).strip()
+                nodes = list(dict.fromkeys(file.read(_MOST_BYTES).split()))
         except (OSError, ValueError) as error:
             raise self._values.error(f"PBS_NODEFILE cannot be read: {error}", self.seen()) from None
-        if not name:
+        if not nodes:
             raise self._values.error("PBS_NODEFILE names no node", self.seen())
-        return name
+        return nodes

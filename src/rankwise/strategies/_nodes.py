@@ -6,7 +6,7 @@ import os
 import socket
 
 from rankwise.environments import ClusterEnvironment, NodesEnvironment
-from rankwise.environments._route import interface_toward, listening_address
+from rankwise.environments._route import interface_toward, listening_address, meeting_address
 from rankwise.errors import ConfigurationError, WorldSizeMismatchError
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script import script_place
@@ -66,10 +66,7 @@ def meeting_point(environment: ClusterEnvironment, ranks: RankInfo) -> MeetingPo
     if ranks.is_one_node or script_place() is not None:
         return None
     hosts = ranks.node_rank == 0
-    address = environment.main_address
-    if hosts:
-        address = listening_address(address, environment.other_node)
-    return MeetingPoint((address, environment.main_port), hosts)
+    return MeetingPoint((_address_of_store(environment, hosts), environment.main_port), hosts)
 
 
 def inline_launcher(environment: ClusterEnvironment, ranks: RankInfo) -> InlineLauncher:
@@ -78,10 +75,17 @@ def inline_launcher(environment: ClusterEnvironment, ranks: RankInfo) -> InlineL
         return InlineLauncher(ranks)
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = ranks.is_global_zero and not is_hosted
-    address = environment.main_address if is_hosted or not ranks.is_one_node else LOOPBACK
-    if hosts and not ranks.is_one_node:
-        address = listening_address(address, environment.other_node)
+    if is_hosted:
+        address = environment.main_address
+    else:
+        address = LOOPBACK if ranks.is_one_node else _address_of_store(environment, hosts)
     return InlineLauncher(ranks, (address, environment.main_port), hosts_store=hosts)
+
+
+def _address_of_store(environment: ClusterEnvironment, hosts: bool) -> str:
+    """Return at which address this process hosts the store of several nodes, or else finds it."""
+    address_here = listening_address if hosts else meeting_address
+    return address_here(environment.main_address, environment.other_node)
 
 
 def interface_of(ranks: RankInfo, address: tuple[str, int] | None) -> str | None:

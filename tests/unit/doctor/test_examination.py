@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 
 import pytest
@@ -11,6 +12,7 @@ from rankwise.doctor import Report
 from rankwise.doctor._examination import Wanted, examine
 from rankwise.doctor._measure import Measurement, Meeting, RankFacts, describe_measurements, describe_ranks
 from rankwise.doctor._network import examine_network, interfaces
+from rankwise.environments import _route
 from rankwise.environments.detect import environment_names
 from rankwise.ranks import rank_zero_only
 
@@ -123,6 +125,30 @@ def test_no_way_to_the_main_address() -> None:
     [error] = examine_network({}, "no such host", {}).findings
     assert error.is_error
     assert "MASTER_ADDR" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("addresses", "said"),
+    [
+        ({"10.0.0.1": "eth0"}, "The ranks meet at 10.0.0.1"),
+        ({"10.0.0.1": "eth0", "10.1.0.1": "eth1"}, "10.0.0.1 (eth0), 10.1.0.1 (eth1)"),
+    ],
+    ids=["one", "two"],
+)
+def test_a_host_that_is_loopback_to_itself(
+    addresses: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is noted where the ranks meet then, or that this cannot be told, and what to set."""
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda _, *more, **options: look_up("127.0.1.1", *more, **options)
+    )
+    monkeypatch.setattr(_route, "_interfaces", lambda: addresses)
+    monkeypatch.setattr(_route, "_carries", lambda name: True)
+    [note] = examine_network({}, "gpu01", {}).findings
+    assert not note.is_error
+    assert said in note.what
+    assert "MASTER_ADDR" in note.fix
 
 
 def rank(number: int, torch_version: str = "2.13.0") -> RankFacts:

@@ -36,6 +36,19 @@ def test_the_first_node_of_a_file(
     assert cls({**variables, file_variable: str(path), "MASTER_ADDR": "head"}).main_address == "head"
 
 
+@FILES
+def test_another_node_of_a_file(
+    cls: type[ClusterEnvironment], variables: dict[str, str], file_variable: str, tmp_path: Path
+) -> None:
+    """The file's second node says which way the others lie; without one, and without a file, nobody does."""
+    path = tmp_path / "hosts"
+    path.write_text("node7\nnode7\nnode8\nnode8\n")
+    assert cls({**variables, file_variable: str(path)}).other_node == "node8"
+    path.write_text("node7\n")
+    assert cls({**variables, file_variable: str(path)}).other_node is None
+    assert cls({**without(variables, file_variable), "MASTER_ADDR": "head"}).other_node is None
+
+
 @pytest.mark.parametrize("launch_node", ["batch2", "login1", "cn-launch"])
 def test_lsf_leaves_the_launch_node_out(launch_node: str, tmp_path: Path) -> None:
     """Where the file begins with a node on which jsrun starts nothing, the next one is rank 0's."""
