@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.helpers.needs import need_package
 from tests.helpers.processes import wait_until_gone
 
-pytest.importorskip("nbclient")
-pytest.importorskip("ipykernel")
+need_package("nbclient")
+need_package("ipykernel")
 
 pytestmark = pytest.mark.timeout(110)
 
