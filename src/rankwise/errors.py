@@ -396,15 +396,16 @@ class LifecycleError(RankwiseError, RuntimeError):
 class WorkerError(RankwiseError, RuntimeError):
     """A worker failed: the first that did, where it ran, and what the supervisor saw of the others.
 
-    `elapsed_s` counts from the launch to the failure; `stopped` lists the global ranks that were then
-    stopped, `consequences` what other ranks reported as a consequence, one line each,
-    and `alike` those that failed with the very same traceback.
+    `host` is the name of its node, and empty where that is not known. `elapsed_s` counts from the launch to
+    the failure; `stopped` lists the global ranks that were then stopped, `consequences` what other ranks
+    reported as a consequence, one line each, and `alike` those that failed with the very same traceback.
     """
 
     global_rank: int
     local_rank: int
     node_rank: int
     pid: int
+    host: str = ""
     elapsed_s: float = 0.0
     stopped: tuple[int, ...] = ()
     consequences: tuple[str, ...] = ()
@@ -416,9 +417,10 @@ class WorkerError(RankwiseError, RuntimeError):
         raise NotImplementedError
 
     def summary(self) -> str:
+        host = f"host {self.host!r}, " if self.host else ""
         return (
             f"Worker global_rank={self.global_rank} (local_rank={self.local_rank}, "
-            f"node_rank={self.node_rank}, pid {self.pid}) {self.what()}."
+            f"node_rank={self.node_rank}, {host}pid {self.pid}) {self.what()}."
         )
 
     def seen(self) -> str:

@@ -153,9 +153,9 @@ CASES = [
         "ValueError: loss is nan.",
     ),
     Case(
-        lambda: errors.WorkerExitedError(**WHERE, elapsed_s=1, exit_code=3),
+        lambda: errors.WorkerExitedError(**WHERE, host="gpu07", elapsed_s=1, exit_code=3),
         RuntimeError,
-        "Worker global_rank=2 (local_rank=0, node_rank=1, pid 41822) exited with code 3 "
+        "Worker global_rank=2 (local_rank=0, node_rank=1, host 'gpu07', pid 41822) exited with code 3 "
         "before it had finished.\n"
         "  Seen: 1.0 s after launch.\n"
         "  Fix: look for sys.exit() or os._exit() in what this rank runs; every rank must return.",

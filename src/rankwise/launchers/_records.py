@@ -6,11 +6,12 @@ import dataclasses
 import json
 import os
 import re
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ class FailureRecord:
     last_seen: tuple[str, ...] = ()  # and where each is
     notes: tuple[str, ...] = ()  # what else a reader may look at
     is_echo: bool = False
+    host: str = field(default_factory=socket.gethostname)  # a record is made on the node of its rank
 
     @classmethod
     def of_exception(cls, ranks: RankInfo, error: BaseException) -> FailureRecord:
@@ -150,6 +152,7 @@ class FailureRecord:
             "local_rank": self.local_rank,
             "node_rank": self.node_rank,
             "pid": self.pid,
+            "host": self.host,
             "elapsed_s": max(0.0, self.at_s - started_s),
             "stopped": tuple(stopped),
             "consequences": tuple(other.line() for other in others if not self._is_like(other)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 
 import pytest
 
@@ -38,6 +39,8 @@ def test_an_exception_is_described() -> None:
     assert made.traceback_text.startswith("Traceback (most recent call last):\n")
     assert made.traceback_text.endswith("ValueError: a message\n")
     assert made.exit_status is None
+    error = FailureRecord.from_json(dataclasses.replace(made, host="gpu07").to_json()).to_error(0.0, (), ())
+    assert (made.host, error.host) == (socket.gethostname(), "gpu07")
 
 
 @pytest.mark.parametrize(
