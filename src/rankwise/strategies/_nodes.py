@@ -69,6 +69,23 @@ def meeting_point(environment: ClusterEnvironment, ranks: RankInfo) -> MeetingPo
     return MeetingPoint((_address_of_store(environment, hosts), environment.main_port), hosts)
 
 
+def refuse_private_elsewhere(environment: ClusterEnvironment, ranks: RankInfo) -> None:
+    """Refuse a private rendezvous of ranks that this process does not start: they have no channel to it.
+
+    Raises:
+        ConfigurationError: says so, before anything is started.
+    """
+    is_external = environment.creates_processes_externally
+    if ranks.world_size > 1 and (is_external or not ranks.is_one_node):
+        who = f"{environment.name} has started the ranks" if is_external else "the job has several nodes"
+        raise ConfigurationError(
+            message=f"rendezvous='private' is not possible here: {who}, so they meet in a TCP store.",
+            facts=f"{environment!r}, {ranks!r}.",
+            remedy='leave rendezvous at "auto"; what listens then, and where, is in docs/security.md. On one '
+            'node "private" works where the strategy starts the ranks: run the script without a launcher.',
+        )
+
+
 def inline_launcher(environment: ClusterEnvironment, ranks: RankInfo) -> InlineLauncher:
     """Return the launcher of a process that is its rank already."""
     if ranks.world_size == 1:

@@ -44,6 +44,7 @@ from rankwise.strategies._nodes import (
     local_seats,
     meeting_point,
     place_on_node,
+    refuse_private_elsewhere,
 )
 from rankwise.strategies._same_gradients import averages_everywhere
 from rankwise.strategies._scopes import threads_shared_by
@@ -94,8 +95,9 @@ class DDPStrategy(ComparedCollectives):
         init_timeout: how long the ranks may take to meet.
         start_method: `"popen"` (re-run the script), `"spawn"`, `"fork"` or `"forkserver"`. Where an outer
             launcher (torchrun) has started the processes, none is started.
-        rendezvous: the store through which a job on one node meets: `"private"` (it listens nowhere),
-            `"tcp"` (torch's, on loopback), or `"auto"`: private with gloo.
+        rendezvous: the store through which a job on one node meets: `"private"` (it listens nowhere;
+            refused where others have started the ranks), `"tcp"` (torch's, on loopback), or `"auto"`: private
+            with gloo, where it can be.
         grace_period_s: how long a rank that is told to stop has before it is killed.
         stall_warning: after how long in one phase a rank is reported on stderr that others wait for.
         command: with `"popen"`, what to run instead of this process's own command line.
@@ -208,6 +210,8 @@ class DDPStrategy(ComparedCollectives):
     def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
         if self.sync_batchnorm and self.world_size > 1:
             check_sync_batchnorm(self.root_device)
+        if self.rendezvous == "private":
+            refuse_private_elsewhere(environment, self.ranks)
         is_alone_here = self.local_world_size == 1 and not self.ranks.is_one_node
         if environment.creates_processes_externally or (is_alone_here and self.start_method == "popen"):
             return inline_launcher(environment, self.ranks)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankwise.environments import ClusterEnvironment, NodesEnvironment, PlainEnvironment
 from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
@@ -17,6 +18,7 @@ from rankwise.errors import (
     UnknownArgumentError,
     UnknownNameError,
 )
+from rankwise.ranks import rank_zero_only
 from rankwise.strategies import DDPForkStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
 
 BOTH = pytest.mark.parametrize("cls", [DDPStrategy, SingleDeviceStrategy])
@@ -101,6 +103,33 @@ def test_several_nodes_need_a_launcher() -> None:
     """Nobody has started the other node: the error gives the command that would."""
     error = refused(DDPForkStrategy, devices=2, num_nodes=2)
     assert "torchrun --nnodes=2 --nproc-per-node=2" in str(error)
+
+
+PLAIN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+BY_HAND = {"NODE_RANK": "0", "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        (PlainEnvironment(PLAIN), "plain has started the ranks"),
+        (NodesEnvironment(BY_HAND), "the job has several nodes"),
+    ],
+    ids=["external", "nodes"],
+)
+def test_a_private_rendezvous_that_cannot_be(environment: ClusterEnvironment, reason: str) -> None:
+    """Ranks that others have started, and several nodes, meet in a TCP store: that is said."""
+    error = refused(DDPForkStrategy, rendezvous="private", cluster_environment=environment)
+    assert reason in str(error)
+    assert 'leave rendezvous at "auto"' in str(error)
+
+
+def test_a_private_rendezvous_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is alone meets nobody: nothing listens, whoever has started it."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # which a process that is a rank for good keeps
+    alone = PlainEnvironment({**PLAIN, "WORLD_SIZE": "1"})
+    strategy = DDPForkStrategy(rendezvous="private", cluster_environment=alone, accelerator="cpu")
+    assert strategy.bind().world_size == 1
 
 
 @pytest.mark.parametrize(("argument", "value"), [("devices", 2), ("num_nodes", 2)])
