@@ -2,25 +2,28 @@
 
 torch (2.13) keeps the store of the first start for all others and tells its address in that start only: a
 node that comes back waits for it in vain. And each agent counts restarts by itself, so that nodes disagree
-about which start it is.
+about which start it is. Its stores listen on every interface.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendezvous_handler_registry
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from typing_extensions import final
 
-from rankwise.process_group.rendezvous import host_store
+from rankwise.errors import ProcessGroupError
+from rankwise.process_group.rendezvous import host_store, open_another
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -31,6 +34,7 @@ NODES = "rankwise_nodes"
 """The name of the rendezvous back end, for `LaunchConfig(rdzv_backend=...)`."""
 
 _DEFAULT_PORT = 29400  # torch's
+_ANSWER = timedelta(seconds=60)  # torch's
 _MEETING = "rankwise/meeting"
 
 
@@ -45,14 +49,17 @@ class NodesRendezvous(RendezvousHandler):
 
     Args:
         parameters: what the launcher was configured with; `on_start` in it is told the number of each start,
-            which is the same on all nodes.
+            which is the same on all nodes; `own_address` says, given the endpoint's host, at which address
+            this node listens.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        backend, store = create_backend(parameters)
-        self._inner: Any = create_handler(store, backend, parameters)
-        self._endpoint = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORT)
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORT)
+        self._own_address: Callable[[], str] = partial(parameters.config["own_address"], host)
         self._timeout = timedelta(seconds=parameters.get_as_int("timeout", 600) or 600)
+        store = self._agents_store(host, port, parameters.get_as_bool("is_host"))
+        backend = C10dRendezvousBackend(store, parameters.run_id)
+        self._inner: Any = create_handler(store, backend, parameters)
         self._on_start: Callable[[int], None] = parameters.config["on_start"]
         self._store: Store | None = None
 
@@ -83,13 +90,18 @@ class NodesRendezvous(RendezvousHandler):
         meeting.set(RendezvousStoreInfo.MASTER_ADDR_KEY, host)
         meeting.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port))
 
-    def _own_address(self) -> str:
-        """Return this node's address on the interface toward the endpoint; nothing is sent."""
-        family, kind, _, _, address = socket.getaddrinfo(*self._endpoint, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            own: str = probe.getsockname()[0]
-            return own
+    def _agents_store(self, host: str, port: int, is_host: bool | None) -> Store:
+        """Return the store in which the agents meet: hosted here if the endpoint is, and by nobody yet."""
+        is_here = _is_this_host(host, port) if is_host is None else is_host
+        address = (self._own_address() if is_here else host, port)
+        try:
+            store = host_store(self._timeout, address)[0] if is_here else open_another(address, self._timeout)
+        except ProcessGroupError:
+            if is_host:
+                raise
+            store = open_another(address, self._timeout)  # another agent of this host has it
+        store.set_timeout(_ANSWER)
+        return store
 
     def is_closed(self) -> bool:
         return bool(self._inner.is_closed())
@@ -106,3 +118,15 @@ class NodesRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self._store = None
         return bool(self._inner.shutdown())
+
+
+def _is_this_host(host: str, port: int) -> bool:
+    """Whether a name or an address is this very host's: what goes there comes from there. Sends nothing."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own, other = (str(end[0]).partition("%")[0] for end in (probe.getsockname(), probe.getpeername()))
+    except OSError:
+        return False  # not known, or not yet
+    return own == other or ipaddress.ip_address(own).is_loopback

@@ -13,7 +13,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,12 +63,14 @@ class Nodes:
         most: how many it takes.
         endpoint: host and port of the first node's agent; empty for a job on one node.
         run_id: what the agents of a job have in common; empty for a random one.
+        own_address: given the endpoint's host, returns the address at which this node listens.
     """
 
     fewest: int = 1
     most: int = 1
     endpoint: str = ""
     run_id: str = ""
+    own_address: Callable[[str], str] = str
 
 
 @final
@@ -173,6 +175,7 @@ class ElasticLauncher(Launcher):
             "rdzv_configs": {
                 "timeout": math.ceil(self._init_timeout.total_seconds()),
                 "on_start": job.begin,
+                "own_address": self._nodes.own_address,
             },
             "max_restarts": self._max_restarts,
             "monitor_interval": 0.1,

@@ -105,6 +105,15 @@ def _address_of_store(environment: ClusterEnvironment, hosts: bool) -> str:
     return address_here(environment.main_address, environment.other_node)
 
 
+def own_address(endpoint_host: str) -> str:
+    """Return the address at which this node listens for those that meet at an endpoint.
+
+    Raises:
+        ConfigurationError: when that is not known, or leads nowhere.
+    """
+    return listening_address(endpoint_host, None)
+
+
 def interface_of(ranks: RankInfo, address: tuple[str, int] | None) -> str | None:
     """Return the interface that gloo is to use: loopback on one node, else the one toward rank 0's.
 

@@ -8,6 +8,7 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 from rankwise.launchers import Launcher
 from rankwise.launchers.elastic import ElasticLauncher, Nodes
+from rankwise.strategies._nodes import own_address
 from rankwise.strategies.ddp import DDPStrategy
 
 __all__ = ["DDPElasticStrategy"]
@@ -64,7 +65,7 @@ class DDPElasticStrategy(DDPStrategy):
                 remedy='DDPElasticStrategy(endpoint="first-node:29400", run_id="a name for the job", ...)',
             )
         self.max_restarts = max_restarts
-        self._nodes = Nodes(fewest, most, endpoint, run_id)
+        self._nodes = Nodes(fewest, most, endpoint, run_id, own_address)
 
     def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
         if environment.creates_processes_externally:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from rankwise.errors import ProcessGroupError
 from rankwise.launchers._nodes_rendezvous import NODES, NodesRendezvous
 from tests.helpers.ports import free_port
 
 MADE = "made by a rank of the start before"
 
 
-def handler(port: int, starts: list[int], *, is_host: bool) -> NodesRendezvous:
+def handler(port: int, starts: list[int], *, is_host: bool | None) -> NodesRendezvous:
     """Return the agent's part on a node of a job of two to three."""
     parameters = RendezvousParameters(
         NODES,
@@ -25,6 +29,7 @@ def handler(port: int, starts: list[int], *, is_host: bool) -> NodesRendezvous:
         is_host=is_host,
         last_call_timeout=1,
         on_start=starts.append,
+        own_address=lambda host: host,
     )
     return NodesRendezvous(parameters)
 
@@ -58,5 +63,27 @@ def test_a_node_that_comes_later_meets_those_that_stayed() -> None:
         assert {host for _, (host, _), _ in met} == {"127.0.0.1"}
         assert not any(is_used for _, _, is_used in met)
     assert counts == [[0, 1], [0, 1], [1]]
+    with socket.socket() as elsewhere:  # the agents' own store listens at the endpoint, and nowhere else
+        assert elsewhere.connect_ex(("127.0.0.2", port)) == errno.ECONNREFUSED
     for each in reversed(handlers):
         each.shutdown()
+
+
+def test_who_hosts_the_agents_store() -> None:
+    """Of agents on the endpoint's host the first hosts; others come to it, as from everywhere else."""
+    port = free_port()
+    hosting = handler(port, [], is_host=None)
+    coming = handler(port, [], is_host=None)
+    coming.set_closed()
+    assert hosting.is_closed()
+    for each in (coming, hosting):
+        each.shutdown()
+
+
+def test_a_port_that_somebody_else_has() -> None:
+    """The agent that is to host says so, and does not take another's store for its own."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ProcessGroupError, match=f"cannot listen at 127.0.0.1:{taken.getsockname()[1]}"):
+            handler(taken.getsockname()[1], [], is_host=True)
