@@ -78,17 +78,12 @@ class KillAt(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class KillWhileSaving(CheckpointIO):
-    """SIGKILL when the data of the n-th checkpoint is written, but its file is not in place yet."""
+class ThroughTorch(CheckpointIO):
+    """Leaves all to `TorchCheckpointIO`."""
 
-    def __init__(self, nth: int) -> None:
-        self.left = nth
-        self.inner = TorchCheckpointIO()
+    inner = TorchCheckpointIO()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        self.left -= 1
-        if self.left == 0:
-            os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
         self.inner.save_checkpoint(checkpoint, path)
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
@@ -96,6 +91,19 @@ class KillWhileSaving(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         self.inner.remove_checkpoint(path)
+
+
+class KillWhileSaving(ThroughTorch):
+    """SIGKILL when the data of the n-th checkpoint is written, but its file is not in place yet."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+        super().save_checkpoint(checkpoint, path)
 
 
 def train(
@@ -108,6 +116,7 @@ def train(
     batch_size: int = 4,
     max_epochs: int = 2,
     module: Net | None = None,
+    samples: Noisy | None = None,
     ckpt_path: str | None = "last",
 ) -> Trainer:
     """Train from the last checkpoint on, if there is one; return the Trainer."""
@@ -125,7 +134,7 @@ def train(
     )
     context = "fork" if workers else None
     loader = DataLoader(
-        Noisy(), batch_size, shuffle=True, num_workers=workers, multiprocessing_context=context
+        samples or Noisy(), batch_size, shuffle=True, num_workers=workers, multiprocessing_context=context
     )
     trainer.fit(module or Net(), loader, ckpt_path=ckpt_path)
     return trainer

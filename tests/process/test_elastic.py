@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from rankwise.errors import WorkerKilledError, WorkerRaisedError
 from rankwise.strategies import DDPElasticStrategy, Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
+from tests.process.killing import PHASES, killing, train_slowly
 from tests.process.resume_tasks import everything, train
 
 
@@ -81,16 +81,21 @@ class KillAfter(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_training_goes_on(kills: int, tmp_path: Path) -> None:
-    """Killed at random, again and again, a fit ends bit for bit like the undisturbed one."""
-    chance = random.Random(kills)
-    epochs = 2 if kills == 3 else 12
-    # A start that makes no step writes no checkpoint, and one kill in three comes before the first.
-    plan = [(chance.randrange(2), chance.choice((1, 2, 3))) for _ in range(kills)]
-    whole = train(elastic(0), tmp_path / "whole", seed=3, max_epochs=epochs)
-    killed = train(elastic(kills), tmp_path / "killed", seed=3, max_epochs=epochs, kill=KillAfter(*plan))
+    """Killed from outside at random moments, again and again, a fit ends bit for bit as if it never was.
+
+    A start that saves nothing comes no step further: each is killed some time after its first checkpoint.
+    """
+    seed = int(os.environ.get("RANKWISE_SOAK_SEED", kills))
+    whole = train_slowly(elastic(0), tmp_path / "whole", epochs=2 * kills)
+    with killing(kills, seed) as killer:
+        killed = train_slowly(elastic(kills), tmp_path / "killed", epochs=2 * kills)
+    print(f"seed {seed}:", *(f"rank {rank} {phase};" for rank, phase in killer.died))
+    assert (len(killer.died), killer.problem) == (kills, "")
     assert everything(killed) == everything(whole)
+    if kills == 30:
+        assert {phase for _, phase in killer.died} == set(PHASES)
 
 
 def test_checkpoint_of_an_earlier_run_is_none_of_ours(tmp_path: Path) -> None:

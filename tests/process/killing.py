@@ -1,0 +1,170 @@
+"""Kill ranks from outside while they train, again and again, and know what each was doing when it died."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from rankwise import Trainer
+from tests.process.resume_tasks import Net, Noisy, ThroughTorch, train
+
+PHASES = ("loading data", "in a step", "saving")
+_PAUSE_S = 0.002
+_MOST_DELAY_S = 0.12  # several steps
+_PATIENCE_S = 60.0
+
+
+class _Rank(ctypes.Structure):
+    """What a rank says of itself: who it is, how often all were started again, and what it does."""
+
+    _fields_ = (("pid", ctypes.c_long), ("start", ctypes.c_long), ("phase", ctypes.c_long))
+
+
+class _Page(ctypes.Structure):
+    """`saved_by`: the last start that has a checkpoint of its own."""
+
+    _fields_ = (("ranks", _Rank * 2), ("saved_by", ctypes.c_long))
+
+
+_page = _Page.from_buffer(mmap.mmap(-1, mmap.PAGESIZE))  # forked ranks share it; it outlives them
+
+
+def begin() -> None:
+    """Forget an earlier run."""
+    ctypes.memset(ctypes.addressof(_page), 0, ctypes.sizeof(_page))
+
+
+def note(phase: str) -> None:
+    """Say what this rank does from now on; starts count from 1."""
+    mine: _Rank = _page.ranks[int(os.environ["RANK"])]
+    mine.phase = PHASES.index(phase)
+    mine.start = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+    mine.pid = os.getpid()
+
+
+class SlowlyLoaded(Noisy):
+    """Takes its time, and says so."""
+
+    @override
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        note("loading data")
+        time.sleep(_PAUSE_S)
+        return super().__getitem__(index)
+
+
+class SlowlyTrained(Net):
+    """Takes its time, and says so."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        note("in a step")
+        time.sleep(_PAUSE_S)
+        return super().training_step(batch, batch_idx)
+
+
+class SlowlySaved(ThroughTorch):
+    """Takes its time, with the file half written, and says so."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        note("saving")
+        super().save_checkpoint({**checkpoint, "pause": Pause()}, path)
+        _page.saved_by = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+        note("in a step")  # the rest of it
+
+
+class Pause:
+    """Is pickled slowly."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        time.sleep(_PAUSE_S)
+        return dict, ()
+
+
+class Killer:
+    """Sends SIGKILL to a random rank at a random moment after each start has saved a checkpoint; a thread.
+
+    Attributes:
+        died: what each rank that was killed was doing.
+        problem: why there was no further kill; nothing where all were made.
+    """
+
+    def __init__(self, kills: int, seed: int) -> None:
+        self.died: list[tuple[int, str]] = []
+        self.problem = ""
+        self._kills = kills
+        self._chance = random.Random(seed)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
+
+    def start(self) -> None:
+        """Begin to wait for the first moment."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Kill nobody any more."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for start in range(1, self._kills + 1):
+                self._kill(start, self._chance.randrange(2), self._chance.uniform(0, _MOST_DELAY_S))
+        except (TimeoutError, ProcessLookupError) as error:
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def _kill(self, start: int, rank: int, delay_s: float) -> None:
+        victim: _Rank = _page.ranks[rank]
+        self._wait_until(lambda: _page.saved_by == victim.start == start, f"start {start} saves")
+        handle = os.pidfd_open(victim.pid)  # another process may get the number, but not this
+        try:
+            self._is_over.wait(delay_s)
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            select.select([handle], [], [], _PATIENCE_S)
+        finally:
+            os.close(handle)
+        self.died.append((rank, PHASES[victim.phase]))
+
+    def _wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not holds():
+            if self._is_over.wait(0.001) or time.monotonic() > deadline:
+                raise TimeoutError(f"waited in vain until {what}")
+
+
+def train_slowly(strategy: Any, folder: Path, epochs: int) -> Trainer:
+    """Train as the tests of resuming do, so that each phase of a step takes a few milliseconds."""
+    return train(
+        strategy,
+        folder,
+        seed=3,
+        max_epochs=epochs,
+        kill=SlowlySaved(),
+        module=SlowlyTrained(),
+        samples=SlowlyLoaded(),
+    )
+
+
+@contextmanager
+def killing(kills: int, seed: int) -> Iterator[Killer]:
+    """Kill ranks while the block trains."""
+    begin()
+    killer = Killer(kills, seed)
+    killer.start()
+    try:
+        yield killer
+    finally:
+        killer.stop()
