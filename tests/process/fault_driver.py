@@ -12,7 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.process.fault_tasks import be_main, fit, from_json
+from tests.helpers import processes
+from tests.process.fault_tasks import be_main, fit, from_json, marker_of
 
 
 def serve() -> str | None:
@@ -35,7 +36,7 @@ def say(number: int) -> None:
 
 
 def become_a_script(folder: Path) -> None:
-    """Take leave of the driver: a session, streams and a folder for temporary files of one's own."""
+    """Take leave of the driver: a session, streams, folders and a marker of one's own."""
     os.setsid()
     say(os.getpid())
     null = os.open(os.devnull, os.O_RDONLY)
@@ -45,8 +46,11 @@ def become_a_script(folder: Path) -> None:
     os.close(null)
     os.close(output)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  the driver's own has read ahead
-    (folder / "tmp").mkdir()
+    for name in ("tmp", "here", "saved"):
+        (folder / name).mkdir()
+    os.chdir(folder / "here")
     os.environ["TMPDIR"] = str(folder / "tmp")
+    os.environ[processes.MARKER] = marker_of(folder)
     tempfile.tempdir = None
 
 

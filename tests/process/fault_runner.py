@@ -16,9 +16,11 @@ from typing import Any
 
 import psutil
 
+from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.errors import CheckpointError
 from tests.helpers import police, processes
-from tests.process.fault_table import EXIT_S, UNDISTURBED, Cell, expected
-from tests.process.fault_tasks import SCRIPT, Fault, as_json
+from tests.process.fault_table import EXIT_S, OUTLIVES_S, UNDISTURBED, Cell, expected
+from tests.process.fault_tasks import CHECKPOINT, SCRIPT, STEPS, Fault, as_json, marker_of
 from tests.process.helpers import with_tests
 
 _POLL_S = 0.02
@@ -68,37 +70,45 @@ class FaultRunner:
             start_new_session=True,
         )
 
-    def __call__(self, cell: Cell | None, start_method: str, delay_s: float = 0.0, step: int = 1) -> Outcome:
-        """Run one job."""
+    def __call__(
+        self,
+        cell: Cell | None,
+        start_method: str,
+        delay_s: float = 0.0,
+        step: int = 1,
+        *,
+        litters: bool = False,
+        outlives_s: float = OUTLIVES_S,
+    ) -> Outcome:
+        """Run one job; who outlives main by `outlives_s` is left behind."""
         self._number += 1
         folder = self._folder / str(self._number)
         folder.mkdir(parents=True)
         shared_memory = police.SharedMemory()
-        fault = Fault(cell, str(folder), delay_s, step)
+        fault = Fault(cell, str(folder), delay_s, step, litters)
         started = time.monotonic()
         self._tell(as_json(fault, start_method))
         main = psutil.Process(self._hear())
         try:
-            ranks_gone_at_s, gone_at_s = self._watch(main, fault, started)
-            left = [processes.describe(process) for process in _processes_of(main.pid)]
+            ranks_gone_at_s, gone_at_s = self._watch(main, fault, started, outlives_s)
+            left = [processes.describe(process) for process in _living(main.pid, folder)]
         finally:
-            processes.kill(_processes_of(main.pid))
+            processes.kill(_living(main.pid, folder))
         exit_code = self._hear()
         left += police.settle([shared_memory], timeout_s=0.5)
-        left += [str(path) for path in (folder / "tmp").rglob("*")]
-        left += [str(path) for path in (folder / "saved").iterdir() if path.name != "last.ckpt"]
-        began_s = float(stamp.read_text()) if (stamp := folder / "stamp").exists() else started
-        facts: dict[str, Any] = {"exception": UNDISTURBED, "ranks": [], "left": [], "told_at_s": began_s - 1}
-        if (caught := folder / "caught.json").exists():
-            facts = json.loads(caught.read_text())
+        left += files_left(folder)
+        told, problem = word_of(fault)
+        left += [problem] if problem else []
+        stamp = folder / "stamp"
+        began_s = float(stamp.read_text()) if stamp.exists() else started
         return Outcome(
             ranks_gone_at_s - began_s,
             gone_at_s - began_s,
-            facts["told_at_s"] - began_s,
+            told["told_at_s"] - began_s if told else -1.0,
             exit_code,
-            str(facts["exception"]),
-            tuple(rank for rank in facts["ranks"] if rank is not None),
-            (*left, *facts["left"]),
+            str(told["exception"]) if told else UNDISTURBED,
+            tuple(rank for rank in told.get("ranks", ()) if rank is not None),
+            (*left, *told.get("left", ())),
             (folder / "output").read_text(errors="replace"),
         )
 
@@ -116,22 +126,50 @@ class FaultRunner:
         assert self._driver.stdout is not None
         return int(self._driver.stdout.readline())
 
-    def _watch(self, main: psutil.Process, fault: Fault, started: float) -> tuple[float, float]:
+    def _watch(
+        self, main: psutil.Process, fault: Fault, started: float, outlives_s: float
+    ) -> tuple[float, float]:
         """Wait until all is over; return when nothing else was left of the job, and when main was gone too.
 
         A suspended main process may go on once it is alone.
         """
         stamp = Path(fault.folder, "stamp")
-        ranks_gone_at: float | None = None
-        while time.monotonic() < started + _MOST_S:
-            if stamp.exists() and ranks_gone_at is None and not list(_ranks_of(main)):
-                ranks_gone_at = time.monotonic()
-                if fault.cell is not None and fault.cell.how == "SIGSTOP" and fault.cell.hits_main:
-                    os.kill(main.pid, signal.SIGCONT)
-            if not _processes_of(main.pid):
-                return ranks_gone_at or time.monotonic(), time.monotonic()
+        ranks_gone_at = main_seen_at = started
+        while (now := time.monotonic()) < started + _MOST_S:
+            alive = _processes_of(main.pid)
+            if list(_ranks_among(alive, main)) or not stamp.exists():
+                ranks_gone_at = 0.0
+            elif ranks_gone_at == 0:
+                ranks_gone_at = now
+            elif _is_suspended(fault):
+                os.kill(main.pid, signal.SIGCONT)
+            if main in alive:
+                main_seen_at = now
+            if not alive or now > main_seen_at + outlives_s:
+                return ranks_gone_at or now, now
             time.sleep(_POLL_S)
         return started + _MOST_S, started + _MOST_S
+
+
+def files_left(folder: Path) -> list[str]:
+    """Return the files that a job has left where it keeps its own, but for its whole checkpoint."""
+    found = [path for name in ("tmp", "here", "saved") for path in (folder / name).rglob("*")]
+    left = [f"new file: {path}" for path in found if path != folder / CHECKPOINT]
+    is_torn = (folder / CHECKPOINT).exists() and _saved_step(folder) is None
+    return left + (["the checkpoint does not load"] if is_torn else [])
+
+
+def word_of(fault: Fault) -> tuple[dict[str, Any], str]:
+    """Return what the caller has left word of, and where the job was not what it had to be."""
+    folder = Path(fault.folder)
+    told: dict[str, Any] = {}
+    if (caught := folder / "caught.json").exists():
+        told = json.loads(caught.read_text())
+    if not told and not (fault.cell is not None and fault.cell.ends_main):
+        return told, "the caller has not left word"
+    if fault.cell is not None:
+        return told, "" if (folder / "stamp").exists() else "the fault has not come"
+    return told, "" if _saved_step(folder) == STEPS else f"the job has not trained for {STEPS} steps"
 
 
 def problems(cell: Cell, outcome: Outcome) -> list[str]:
@@ -172,13 +210,35 @@ def fault_runner(folder: Path) -> Iterator[FaultRunner]:
         runner.close()
 
 
+def _saved_step(folder: Path) -> int | None:
+    try:
+        checkpoint = TorchCheckpointIO().load_checkpoint(folder / CHECKPOINT)
+    except CheckpointError:
+        return None
+    step: int = checkpoint["global_step"]
+    return step
+
+
+def _is_suspended(fault: Fault) -> bool:
+    return fault.cell is not None and fault.cell.how == "SIGSTOP" and fault.cell.hits_main
+
+
 def _processes_of(session_id: int) -> list[psutil.Process]:
     return processes.wait_until_gone(lambda: processes.in_session(session_id), timeout_s=0)
 
 
-def _ranks_of(main: psutil.Process) -> Iterator[psutil.Process]:
-    """Yield the living processes of a suspended main process, but for the helpers that end with it."""
-    for process in _processes_of(main.pid):
+def _living(session_id: int, folder: Path) -> list[psutil.Process]:
+    """Return what lives of a job, in a session of its own too."""
+
+    def of_job() -> set[psutil.Process]:
+        return processes.in_session(session_id) | processes.with_marker(marker_of(folder))
+
+    return processes.wait_until_gone(of_job, timeout_s=0)
+
+
+def _ranks_among(alive: list[psutil.Process], main: psutil.Process) -> Iterator[psutil.Process]:
+    """Yield a job's processes but for main, and for the helpers that end with it."""
+    for process in alive:
         try:
             is_helper = any(code in argument for code in processes.SERVICES for argument in process.cmdline())
             is_forked_by_helper = is_helper and process.parent() != main

@@ -24,6 +24,8 @@ LIMIT_S = 2.0
 """How long after the fault the caller may not know, or a rank live; with a hang, after timeout and grace."""
 EXIT_S = 5.0
 """How long main may take beyond that to leave its interpreter, which takes it 0.5 s on an idle machine."""
+OUTLIVES_S = 5.0
+"""Who is still there so long after main has ended is left behind; before that it is only late."""
 GRACE_S = 1.0
 UNDISTURBED = ""
 """The type of the exception where there is none: the job comes to its end."""
@@ -55,6 +57,11 @@ class Cell:
     def hits_main(self) -> bool:
         """Whether the process that fails is the one that the user started."""
         return self.who == "main" or (self.strategy == "ddp" and self.rank == 0)
+
+    @property
+    def ends_main(self) -> bool:
+        """Whether the process that the user started ends on the spot, so that nobody is left to tell."""
+        return self.hits_main and self.how in ("exits 3", "SIGKILL")
 
     @property
     def hangs(self) -> bool:
@@ -119,7 +126,7 @@ CELLS = [cell for cell in ALL if cell not in LEFT_OUT]
 
 def expected(cell: Cell) -> Expected:
     """Return what must come of a cell: the one place that says it."""
-    if cell.hits_main and cell.how in ("exits 3", "SIGKILL"):  # nobody is left to see an exception
+    if cell.ends_main:
         return Expected(UNDISTURBED, None, 3 if cell.how == "exits 3" else -signal.SIGKILL)
     if cell.who == "main":
         return _of_a_mere_launcher(cell)

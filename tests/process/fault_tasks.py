@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch._dynamo  # what the first wrapper imports, which takes longer than some of these jobs may
 import torch.distributed as dist
@@ -20,12 +25,15 @@ from torch import Tensor
 from rankwise import Trainer
 from rankwise.callbacks import Callback
 from rankwise.strategies import DDPStrategy
-from tests.helpers import police
+from tests.helpers import police, processes
 from tests.process.fault_table import GRACE_S, WHEN, Cell
 from tests.process.training_tasks import Regression, loader
 
 MESSAGE = "the fault of this test"
 SCRIPT = Path(__file__).with_name("fault_driver.py")
+STEPS = 3
+CHECKPOINT = "saved/last.ckpt"
+"""Where a job saves, in its folder."""
 _LEAD_S = 0.1  # how long the other rank has to come to where it waits
 _LONG_S = 60.0
 _MAIN_HANGS_S = 4.0  # a main process that is no rank disturbs nobody: it must come back to be seen
@@ -35,13 +43,15 @@ _MAIN_HANGS_S = 4.0  # a main process that is no rank disturbs nobody: it must c
 class Fault:
     """A cell's fault, in the folder where its processes leave word; `cell` None for a run without any.
 
-    `delay_s` shifts the moment, and `step` says in which step it comes.
+    `delay_s` shifts the moment, and `step` says in which step it comes. `litters`: whether main leaves one of
+    each kind behind that is looked for.
     """
 
     cell: Cell | None
     folder: str
     delay_s: float = 0.0
     step: int = 1
+    litters: bool = False
 
     def come(self, when: str, strategy: DDPStrategy, step: int = 1) -> None:
         """Fail, if this is the moment and the process."""
@@ -130,7 +140,7 @@ class FaultyCallback(Callback):
             _lonely_group[:] = [dist.new_group(timeout=trainer.strategy.timeout)]
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer.save_checkpoint(Path(self.fault.folder, "saved", "last.ckpt"))
+        trainer.save_checkpoint(Path(self.fault.folder, CHECKPOINT))
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         is_inside = self.fault.cell is not None and self.fault.cell.how == "hangs inside a collective"
@@ -156,7 +166,7 @@ class Trap:
         if cell is not None and cell.when == "while saving" and step == self.fault.step and cell.rank == 1:
             time.sleep(3 * _LEAD_S + self.fault.delay_s)  # so that the other rank fails while this one writes
         self.fault.come("while saving", self.trainer.strategy, step)
-        return dict, ()
+        return OrderedDict, ()  # which a checkpoint may hold
 
 
 def fit(fault: Fault, start_method: str) -> None:
@@ -176,15 +186,14 @@ def fit(fault: Fault, start_method: str) -> None:
         devices=2,
         max_epochs=1,
         callbacks=[FaultyCallback(fault)],
-        default_root_dir=fault.folder,
+        default_root_dir=Path(fault.folder, "saved"),
         **quiet,  # type: ignore[arg-type]  # booleans all
     )
-    trainer.fit(module, loader(12, 2))
+    trainer.fit(module, loader(STEPS * 4, 2))
 
 
 def be_main(fault: Fault, start_method: str) -> None:
     """Run a cell as the process that the user started; leave word of what it sees and has left."""
-    (Path(fault.folder) / "saved").mkdir()
     checks = [
         police.Threads(),
         police.ProcessGroup(),
@@ -205,22 +214,64 @@ def be_main(fault: Fault, start_method: str) -> None:
         raise
     finally:
         told_at_s = time.monotonic()
+        if fault.litters:
+            litter(Path(fault.folder))
         _lonely_group.clear()  # it would go on listening
-        left = [f"in the caller: {problem}" for check in checks for problem in check.problems()]
+        left = [problem for check in checks for problem in check.problems()]
+        left += living_children(start_method, caught is not None) + open_doors()
         facts = {
             "exception": "" if caught is None else type(caught).__name__,
             "ranks": [getattr(caught, "global_rank", None), *getattr(caught, "missing", ())],
             "told_at_s": told_at_s,
-            "left": left + [f"in the caller: child {child}" for child in living_children()],
+            "left": [f"in the caller: {problem}" for problem in left],
         }
         Path(fault.folder, "caught.json").write_text(json.dumps(facts))
 
 
-def living_children() -> list[str]:
-    """Return the ranks that still live, or that nobody has waited for."""
-    from multiprocessing import active_children
+def living_children(start_method: str, has_failed: bool) -> list[str]:
+    """Return the processes below this one that still live, or that it has not waited for.
 
-    return [repr(child) for child in active_children()]
+    Where `popen` has started them, they are there for the next job until one fails.
+    """
+    if start_method == "popen" and not has_failed:
+        return []
+    return [processes.describe(process) for process in processes.wait_until_gone(_below, timeout_s=0)]
+
+
+def open_doors() -> list[str]:
+    """Return where other processes of this job listen, those that may live on included."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            sockets = process.net_connections(kind="inet")
+            listening = [each.laddr for each in sockets if each.status == psutil.CONN_LISTEN]
+            found += [f"{processes.describe(process)} listens on {ip} port {port}" for ip, port in listening]
+    return found
+
+
+def _below() -> list[psutil.Process]:
+    below = psutil.Process().children(recursive=True)
+    return [process for process in below if not processes.is_service(process)]
+
+
+def litter(folder: Path) -> None:
+    """Leave one of each kind behind; in /dev/shm none, where other tests that run now would find it."""
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
+    door = socket.create_server(("127.0.0.1", 0))
+    door.set_inheritable(True)
+    subprocess.Popen(["sleep", "60"], close_fds=False)
+    for place in (Path(os.environ["TMPDIR"]), folder / "saved", folder / "here"):
+        (place / "litter").touch()
+    (folder / CHECKPOINT).write_bytes(b"torn")
+    _litter.append(door)
+
+
+_litter: list[Any] = []
+
+
+def marker_of(folder: Path) -> str:
+    """Return the marker of a job's processes."""
+    return f"faults-{folder}"
 
 
 def as_json(fault: Fault, start_method: str) -> str:

@@ -10,6 +10,7 @@ import select
 import signal
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,9 +35,9 @@ class _Rank(ctypes.Structure):
 
 
 class _Page(ctypes.Structure):
-    """`saved_by`: the last start that has a checkpoint of its own."""
+    """`saved_by`: the last start that has a checkpoint of its own; `begun_at`: the step where each began."""
 
-    _fields_ = (("ranks", _Rank * 2), ("saved_by", ctypes.c_long))
+    _fields_ = (("ranks", _Rank * 2), ("saved_by", ctypes.c_long), ("begun_at", ctypes.c_long * 64))
 
 
 _page = _Page.from_buffer(mmap.mmap(-1, mmap.PAGESIZE))  # forked ranks share it; it outlives them
@@ -51,8 +52,12 @@ def note(phase: str) -> None:
     """Say what this rank does from now on; starts count from 1."""
     mine: _Rank = _page.ranks[int(os.environ["RANK"])]
     mine.phase = PHASES.index(phase)
-    mine.start = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+    mine.start = _start()
     mine.pid = os.getpid()
+
+
+def _start() -> int:
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
 
 
 class SlowlyLoaded(Noisy):
@@ -69,6 +74,10 @@ class SlowlyTrained(Net):
     """Takes its time, and says so."""
 
     @override
+    def on_train_start(self) -> None:
+        _page.begun_at[_start()] = self.trainer.global_step
+
+    @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         note("in a step")
         time.sleep(_PAUSE_S)
@@ -82,7 +91,7 @@ class SlowlySaved(ThroughTorch):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         note("saving")
         super().save_checkpoint({**checkpoint, "pause": Pause()}, path)
-        _page.saved_by = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+        _page.saved_by = _start()
         note("in a step")  # the rest of it
 
 
@@ -91,7 +100,7 @@ class Pause:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         time.sleep(_PAUSE_S)
-        return dict, ()
+        return OrderedDict, ()  # which a checkpoint may hold
 
 
 class Killer:
@@ -113,6 +122,10 @@ class Killer:
     def start(self) -> None:
         """Begin to wait for the first moment."""
         self._thread.start()
+
+    def begun_at(self) -> list[int]:
+        """Return at which step each start has begun."""
+        return list(_page.begun_at[1 : self._kills + 2])
 
     def stop(self) -> None:
         """Kill nobody any more."""

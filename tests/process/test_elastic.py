@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -93,6 +94,8 @@ def test_training_goes_on(kills: int, tmp_path: Path) -> None:
         killed = train_slowly(elastic(kills), tmp_path / "killed", epochs=2 * kills)
     print(f"seed {seed}:", *(f"rank {rank} {phase};" for rank, phase in killer.died))
     assert (len(killer.died), killer.problem) == (kills, "")
+    begun_at = killer.begun_at()
+    assert all(before < after for before, after in itertools.pairwise(begun_at)), begun_at
     assert everything(killed) == everything(whole)
     if kills == 30:
         assert {phase for _, phase in killer.died} == set(PHASES)
