@@ -53,6 +53,14 @@ class Net(TrainingModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
+class Weighing(Net):
+    """Weighs each batch by something that only it knows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log_weight(1 + float(batch[1].sum()))
+        return super().training_step(batch, batch_idx)
+
+
 class Noting(Net):
     """Writes down which samples each rank trains on, a file for each step."""
 

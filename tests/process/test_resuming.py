@@ -13,12 +13,12 @@ import torch
 from rankwise.errors import WorkerKilledError
 from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import ddp, with_tests
-from tests.process.resume_tasks import SAMPLES, KillAt, KillWhileSaving, Noting, everything, train
+from tests.process.resume_tasks import SAMPLES, KillAt, KillWhileSaving, Noting, Weighing, everything, train
 
 
-def strategy(devices: int) -> Any:
+def strategy(devices: int, **options: Any) -> Any:
     """Return a strategy that forks, with many small buckets: three ranks then add up in another order."""
-    return ddp("fork", devices=devices, bucket_cap_mb=0.001)
+    return ddp("fork", devices=devices, bucket_cap_mb=0.001, **options)
 
 
 def killed_and_resumed(devices: int, folder: Path, kills: list[Any], workers: int) -> dict[str, Any]:
@@ -36,6 +36,19 @@ def test_killed_run_ends_the_same(devices: int, workers: int, tmp_path: Path) ->
     per_epoch = whole["progress"].global_step // 2
     kills = [KillAt(1, 3), KillWhileSaving(2), KillAt(1, per_epoch + 1)]
     assert killed_and_resumed(devices, tmp_path / "parts", kills, workers) == whole
+
+
+def test_logged_weights_go_on(tmp_path: Path) -> None:
+    """A run with `gradient_weighting="logged"` ends the same if it stopped in between."""
+
+    def run(folder: str, max_epochs: int) -> dict[str, Any]:
+        weighing = strategy(3, gradient_weighting="logged")
+        return everything(
+            train(weighing, tmp_path / folder, seed=3, max_epochs=max_epochs, module=Weighing())
+        )
+
+    run("parts", 1)
+    assert run("parts", 2) == run("whole", 2)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])

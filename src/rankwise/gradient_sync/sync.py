@@ -233,6 +233,11 @@ class GradientSync:
             self._averaging.after_step(optimizer)
 
     def finish(self) -> None:
+    def with_weights_of(self, wrapped: nn.Module, loss: Tensor) -> Tensor:
+        """Return a loss of zero that reaches what a wrapped module's weights travel by, as others do."""
+        carrier = self._carriers.get(id(wrapped))
+        return loss if carrier is None else carrier.weighted(loss, 0.0, is_first=True)
+
         """End training: have one model on all ranks."""
         if self._averaging is not None:
             self._averaging.finish()

@@ -66,7 +66,8 @@ def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[in
 
     module.__dict__[_ATTRIBUTE] = touch  # call_method takes a name; past nn.Module's own registry
     try:
-        strategy.call_method(wrapped, _ATTRIBUTE).backward()
+        touched = strategy.call_method(wrapped, _ATTRIBUTE)
+        strategy.gradients.with_weights_of(wrapped, touched).backward()
     finally:
         del module.__dict__[_ATTRIBUTE]
     for parameter in parameters:
