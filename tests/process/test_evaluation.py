@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from typing_extensions import override
 
+from rankwise.callbacks import Callback
 from rankwise.data import shard_info
 from rankwise.errors import WorkerRaisedError
 from rankwise.trainer import Trainer
@@ -191,3 +194,31 @@ def test_metric_objects_see_no_shadow_step() -> None:
     trainer = trainer_on(3, max_epochs=1, uneven_inputs="join")
     trainer.fit(Shadowed(), DataLoader(data, batch_size=1))
     assert trainer.callback_metrics["error"].item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+class Normed(Regression):
+    """Normalises batches, which differ from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(nn.BatchNorm1d(1, dtype=torch.float64))
+
+
+class SaveWhenValidated(Callback):
+    """Saves what has just been validated."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @override
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_metrics_within_fit_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Ranks train with running statistics of their own, and evaluate with rank 0's, which are saved."""
+    data, saving = DataLoader(dataset(40), batch_size=4), SaveWhenValidated(tmp_path / "saved.ckpt")
+    trainer = trainer_on(2, max_epochs=1, callbacks=[saving])
+    trainer.fit(Normed(), data, data)
+    [after] = trainer_on(2).validate(Normed(), data, ckpt_path=saving.path)
+    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(after["val_loss"], rel=0, abs=1e-12)

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import InvalidTypeError
 from rankwise.gradient_sync.buckets import reduce_gradients
+from rankwise.gradient_sync.buffers import share_buffers_next
 from rankwise.gradient_sync.modes import GradientSyncMode, resolve_sync_mode
-from rankwise.gradient_sync.parameters import trained_parameters
+from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, trained_parameters
 from rankwise.gradient_sync.unused import check_finished
 from rankwise.gradient_sync.weight_carrier import WeightCarrier
 from rankwise.gradient_sync.weights import WeightBook, divide, no_gradient_came
@@ -73,6 +74,7 @@ def synchronised(
     group: dist.ProcessGroup | None = None,
     weights: WeightBook | None = None,
     carrier: WeightCarrier | None = None,
+    parameters_of: ParametersOf = parameters_of,
 ) -> Iterator[None]:
     """Do what `gradient_sync_context` says, with weights, and with one's own way to hold DDP back."""
     is_reducing = _is_reducing(module, mode, is_final_microbatch)
@@ -90,7 +92,8 @@ def synchronised(
         if is_final_microbatch and weights is not None:
             _divide(module, weights, carrier)
     elif is_final_microbatch:
-        _reduce_now(module, optimizers, mode, group, weights)
+        _reduce_now(module, optimizers, mode, group, weights, parameters_of)
+        share_buffers_next(module)
     if is_final_microbatch and weights is not None:
         weights.close()
 
@@ -128,9 +131,10 @@ def _reduce_now(
     mode: GradientSyncMode,
     group: dist.ProcessGroup | None,
     weights: WeightBook | None,
+    parameters_of: ParametersOf,
 ) -> None:
     """Average what DDP has not, and divide it by its weights."""
-    parameters = trained_parameters(module, optimizers)
+    parameters = trained_parameters(module, optimizers, parameters_of)
     group = module.process_group if isinstance(module, DistributedDataParallel) else group
     weight = None if weights is None or not weights.is_used else weights.take()
     if dist.is_initialized() and dist.get_world_size(group) > 1:

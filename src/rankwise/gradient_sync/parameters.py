@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -14,13 +14,25 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["check_parameters", "trained_parameters"]
+__all__ = ["ParametersOf", "check_parameters", "parameters_of", "trained_parameters"]
+
+ParametersOf = Callable[["Optimizer"], Iterable[Tensor]]
 
 
-def trained_parameters(module: nn.Module, optimizers: Iterable[Optimizer] | Optimizer = ()) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def trained_parameters(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer] | Optimizer = (),
+    parameters_of: ParametersOf = parameters_of,
+) -> list[Tensor]:
     """Return all parameters to average, in an order that is the same on every rank.
 
-    Left out are those that require no gradient, and those that DDP was told to ignore.
+    Left out are those that require no gradient, and those that DDP was told to ignore. Where optimizers
+    update copies, `parameters_of` returns the originals, which get the gradients.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
@@ -32,10 +44,9 @@ def trained_parameters(module: nn.Module, optimizers: Iterable[Optimizer] | Opti
         else:
             found[id(parameter)] = parameter
     for optimizer in [optimizers] if not isinstance(optimizers, Iterable) else optimizers:
-        for param_group in optimizer.param_groups:
-            for parameter in param_group["params"]:
-                if id(parameter) not in left_out:
-                    found.setdefault(id(parameter), parameter)
+        for parameter in parameters_of(optimizer):
+            if id(parameter) not in left_out:
+                found.setdefault(id(parameter), parameter)
     return [parameter for parameter in found.values() if parameter.requires_grad]
 
 

@@ -20,7 +20,7 @@ from rankwise.gradient_sync.comm_hooks import HookPlace
 from rankwise.gradient_sync.context import Pause, synchronised
 from rankwise.gradient_sync.hook_state import read_state, state_for_rank, write_state
 from rankwise.gradient_sync.modes import GradientSyncMode, resolve_sync_mode
-from rankwise.gradient_sync.parameters import trained_parameters
+from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, trained_parameters
 from rankwise.gradient_sync.unused import UnusedWatch
 from rankwise.gradient_sync.weight_carrier import WeightCarrier
 from rankwise.gradient_sync.weights import WeightBook, WeightedReduction
@@ -177,7 +177,12 @@ class GradientSync:
         self._clear()
 
     def context(
-        self, module: nn.Module, optimizers: Iterable[Optimizer], is_final_microbatch: bool, pause: Pause
+        self,
+        module: nn.Module,
+        optimizers: Iterable[Optimizer],
+        is_final_microbatch: bool,
+        pause: Pause,
+        parameters_of: ParametersOf = parameters_of,
     ) -> AbstractContextManager[None]:
         """Return the block for a microbatch's forward and backward pass; see `gradient_sync_context`.
 
@@ -190,6 +195,7 @@ class GradientSync:
             is_final_microbatch,
             self.mode,
             pause=pause,
+        `parameters_of(optimizer)` are the parameters that it updates, be it through copies of them.
             group=self._group,
             weights=self.weights,
             carrier=self._carrier,
@@ -201,6 +207,7 @@ class GradientSync:
 
     def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """Return the loss times its weight, and note that.
+            parameters_of=parameters_of,
 
         Raises:
             ConfigurationError: when weights were not asked for.

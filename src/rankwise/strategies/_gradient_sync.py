@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from rankwise.gradient_sync import GradientSync
+from rankwise.gradient_sync.buffers import share_buffers
 from rankwise.gradient_sync.unused import explain_unused
+from rankwise.precision import Precision
+from rankwise.process_group.pulse import waiting_in
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -21,9 +24,11 @@ class Gradients:
 
     Attributes:
         gradients: when they are averaged, through which hook, with which weights.
+        precision: knows which parameters optimizers update, be it through copies of them.
     """
 
     gradients: GradientSync
+    precision: Precision
 
     @property
     def gradient_weighting(self) -> str | None:
@@ -49,7 +54,20 @@ class Gradients:
         Raises:
             UnusedParametersError: when parameters had no part in the loss, though DDP counts on all.
         """
-        return self.gradients.context(module, optimizers, is_final_microbatch, self.no_backward_sync)
+        return self.gradients.context(
+            module, optimizers, is_final_microbatch, self.no_backward_sync, self.precision.model_parameters
+        )
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Give all ranks rank 0's buffers, as DDP does before it trains; nothing where it leaves them alone.
+
+        Collective: every rank must call this.
+
+        Args:
+            module: what `setup_module` returned.
+        """
+        with waiting_in("share_buffers"):
+            share_buffers(module)
 
     def weighted_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """Return what to compute gradients of, for a loss that counts `weight` times.

@@ -185,6 +185,7 @@ class FitLoop:
         before = batch_idx - batch_idx % self._trainer.accumulate_grad_batches
         is_due = is_last if math.isinf(interval) else (batch_idx + 1) // interval > before // interval
         if is_due:
+            self._strategy.share_buffers(self._wrapped)  # what is measured is what rank 0 saves
             self._validation.run()
 
     def _validation_interval(self) -> float:

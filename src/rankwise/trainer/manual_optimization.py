@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
+from rankwise.gradient_sync.buffers import share_buffers_next
 from rankwise.gradient_sync.hook_buckets import OwnHook
 from rankwise.gradient_sync.weights import divide
 from rankwise.trainer.nonfinite import NonFiniteGuard
@@ -111,10 +111,7 @@ class ManualOptimization:
 
         Collective: every rank must call this.
         """
-        if isinstance(self._wrapped, DistributedDataParallel):
-            # DDP averages nothing here, but it shall keep buffers the same, which it does before a
-            # forward pass that follows one with averaging.
-            self._wrapped.require_forward_param_sync = True
+        share_buffers_next(self._wrapped)
         self._weight = self._weighting.factor(batch_idx)
         strategy = self._strategy
         held_back = strategy.no_backward_sync(self._wrapped)

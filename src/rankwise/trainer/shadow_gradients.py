@@ -52,7 +52,8 @@ class ShadowGradients:
     def __init__(self, trainer: Trainer, wrapped: nn.Module, turns: Turns) -> None:
         self._strategy = trainer.strategy
         self._turns = turns
-        self._parameters = trained_parameters(wrapped, trainer.optimizers)
+        parameters_of = trainer.strategy.precision.model_parameters
+        self._parameters = trained_parameters(wrapped, trainer.optimizers, parameters_of)
         is_reduced_here = trainer.strategy.gradients.mode is GradientSyncMode.FORCED_SYNC
         self._is_reduced_here = is_reduced_here or not isinstance(wrapped, DistributedDataParallel)
         self._must_agree = not self._is_reduced_here and bool(wrapped.find_unused_parameters)

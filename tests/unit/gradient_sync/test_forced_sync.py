@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import gradient_sync_context, reduce_gradients
-from tests.helpers.threaded import counted_reductions, run_ranks
-from tests.unit.gradient_sync.helpers import batch, loss_of, net
+from rankwise.precision import MasterWeightsPrecision
+from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
+from tests.unit.gradient_sync.helpers import batch, loss_of, net, on_ranks
 
 
 class Branches(nn.Module):
@@ -143,3 +144,39 @@ def test_ignored_parameters_stay_as_they_are() -> None:
         True,
         True,
     ]
+
+
+@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+def test_buffers_stay_the_same(mode: str) -> None:
+    """Ranks with other data begin windows with rank 0's running statistics, whoever averages gradients."""
+
+    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor]:
+        for number in range(4):
+            with strategy.gradient_sync_context(wrapped, is_final_microbatch=number % 2 == 1):
+                loss_of(wrapped, batch(strategy.global_rank, number)).backward()
+        with torch.no_grad():
+            wrapped.eval()(batch(0))  # which begins like a window
+        return [buffer.clone() for buffer in wrapped.buffers()]
+
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    first, second = on_ranks(2, train, model, sync_mode=mode)
+    assert not torch.equal(first[0], model[0].get_buffer("running_mean"))
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+def test_copies_of_parameters_do_not_travel() -> None:
+    """With 32-bit master weights the 16-bit gradients are sent, a flag with each, and nothing else."""
+
+    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> float:
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=1)
+        strategy.precision = MasterWeightsPrecision("bf16-master")
+        strategy.precision.configure(wrapped, [optimizer])
+        with strategy.gradient_sync_context(wrapped, [optimizer]):
+            wrapped(torch.full((1, 10), float(strategy.global_rank)).bfloat16()).sum().backward()
+        strategy.optimizer_step(optimizer)
+        return float(optimizer.param_groups[0]["params"][0].grad[0, 0])
+
+    model = nn.Linear(10, 1, bias=False).bfloat16()
+    with counted_reductions() as counted:
+        assert on_ranks(2, train, model, sync_mode="forced_sync") == [0.5, 0.5]
+    assert counted[0] == counted[1] == [11]
