@@ -39,6 +39,7 @@ class WeightCarrier:
     def __init__(self, book: WeightBook, averaged: list[Tensor], like: Tensor) -> None:
         self._book = book
         self._averaged = averaged
+        self._watched = averaged[-1]  # its gradient tells whether any came
         self.total = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
         self.total.grad = torch.zeros_like(self.total)
         self._gradients = FlatGradients([*averaged, self.total])
@@ -87,7 +88,7 @@ class WeightCarrier:
 
     def before(self) -> Any:
         """Return what `check_after` compares with."""
-        gradient = self._averaged[-1].grad
+        gradient = self._watched.grad
         return gradient, None if gradient is None else gradient._version
 
     def check_weighted(self) -> None:
@@ -110,9 +111,13 @@ class WeightCarrier:
             ProcessGroupError: when it has not.
         """
         gradient, version = before
-        now = self._averaged[-1].grad
-        if now is gradient and (now is None or now._version == version):
+        now = self._watched.grad
+        if now is not gradient or (now is not None and now._version != version):
+            return
+        used = [parameter for parameter in self._averaged if parameter.grad is not None]
+        if now is not None or not used:
             raise no_gradient_came()
+        self._watched = used[-1]  # the loss does not use the one before, as it may with static_graph=True
 
     def divide(self) -> None:
         """End a window: divide its gradients by the mean of its weights."""

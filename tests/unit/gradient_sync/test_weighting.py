@@ -177,6 +177,26 @@ def test_weights_with_what_ddp_can_do(options: dict[str, Any]) -> None:
         assert_close(result, expected_of(model))
 
 
+def test_a_static_graph_with_an_unused_parameter() -> None:
+    """The last one has no part in the loss: no error, window after window."""
+
+    class Sparing(nn.Sequential):
+        def forward(self, samples: Tensor) -> Tensor:
+            for layer in list(self)[:-1]:
+                samples = layer(samples)
+            return samples
+
+    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
+        for _ in range(2):
+            weighted_window(strategy, wrapped)
+            wrapped.zero_grad()
+        return weighted_window(strategy, wrapped)[:-2]
+
+    model = Sparing(*net().children(), nn.Linear(1, 1).double())
+    for result in on_ranks(2, train, model, gradient_weighting="logged", static_graph=True):
+        assert_close(result, expected_of(net()))
+
+
 def test_no_hook_is_needed_and_nothing_is_left() -> None:
     """DDP calls no hook for each bucket, and the module has no parameter more than before."""
 
