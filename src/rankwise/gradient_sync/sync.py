@@ -99,6 +99,14 @@ class GradientSync:
                     facts="DDP records a static graph in a backward pass that it reduces itself.",
                     remedy='leave out one of them, or take sync_mode="single_auto_sync".',
                 )
+        if self.period is not None and self.mode is GradientSyncMode.MULTI_AUTO_SYNC:
+            raise ConfigurationError(
+                message='Post-local SGD cannot work with sync_mode="multi_auto_sync".',
+                facts="its hook counts how often gradients are averaged, which is then in each microbatch; "
+                "models are averaged by optimizer steps, and the two would begin at different times. "
+                '"auto" stands for this mode where find_unused_parameters=True.',
+                remedy='DDPStrategy(sync_mode="single_auto_sync", ...).',
+            )
         self._has_carrier = self._check_weighted_hook() and not told.get("mixed_precision")
 
     def _check_weighted_hook(self) -> bool:

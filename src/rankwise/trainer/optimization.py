@@ -121,6 +121,8 @@ class AutomaticOptimization:
                 self._clip_gradients(optimizer)
                 self._strategy.optimizer_step(optimizer)
                 self.has_stepped = not self._strategy.precision.has_skipped_step
+            else:
+                self._strategy.gradients.after_step(optimizer)  # its gradients were averaged, and that counts
         self._trainer.progress.global_step += 1
 
     def _clip_gradients(self, optimizer: torch.optim.Optimizer) -> None:

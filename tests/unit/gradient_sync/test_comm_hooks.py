@@ -205,6 +205,14 @@ def test_powersgd_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs NumPy's random numbers: the error says how to get them."""
     monkeypatch.setitem(__import__("sys").modules, "numpy", None)
     with pytest.raises(MissingExtraError, match=r"rankwise\[powersgd\]"):
+        *(
+            (
+                {"comm_hook": "post_localsgd", "model_averaging_period": 2, **options},
+                ConfigurationError,
+                "multi_auto_sync",
+            )
+            for options in ({"sync_mode": "multi_auto_sync"}, {"find_unused_parameters": True})
+        ),
         DDPStrategy(comm_hook="powersgd")
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from rankwise import DDPStrategy
 from rankwise.errors import ConfigurationError, InvalidArgumentError, NonFiniteLossError
 from rankwise.precision import MixedPrecision
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.process.training_tasks import quiet_trainer
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -147,3 +149,17 @@ def test_averaged_models_with_master_weights(tmp_path: Path) -> None:
     strategy = DDPStrategy(comm_hook="post_localsgd", model_averaging_period=2, start_method="fork")
     with pytest.raises(ConfigurationError, match="Post-local SGD cannot be used with master weights"):
         trainer(tmp_path, strategy=strategy, devices=2, precision="bf16-master").fit(Line(), loader())
+
+
+def test_averaged_models_where_a_step_is_skipped(tmp_path: Path) -> None:
+    """Post-local SGD begins to average models when its hook leaves gradients apart: skipped steps count."""
+    models = [Spoilt(float("nan")) for _ in range(2)]
+
+    def fit(rank: int) -> Tensor:
+        hook = "post_localsgd:start_localSGD_iter=2,post_local_gradient_allreduce=false"
+        strategy = ThreadedStrategy(rank, 2, comm_hook=hook, model_averaging_period=4)
+        quiet_trainer(strategy, 2, on_nonfinite="skip", max_steps=3).fit(models[rank], loader())
+        return models[rank].layer.weight.detach()
+
+    first, second = run_ranks(2, fit)
+    assert torch.equal(first, second)
