@@ -28,7 +28,9 @@ class CountingStrategy(DDPStrategy):
     wrapper: CountingWrapper | None = None
 
     def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
-        self.wrapper = CountingWrapper(module, device_ids=device_ids, **self.ddp_kwargs)
+        self.wrapper = CountingWrapper(
+            module, device_ids=device_ids, process_group=self.data_parallel_group, **self.ddp_kwargs
+        )
         return self.wrapper
 
 

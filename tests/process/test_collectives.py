@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.errors import WorkerRaisedError
+from rankwise.errors import ConfigurationError, WorkerRaisedError
 from rankwise.strategies import DDPStrategy
 from tests.process.collective_tasks import (
     DTYPES,
@@ -234,3 +234,26 @@ def test_data_parallel_group() -> None:
         assert found["reduced"] == (2.0 if rank % 2 == 0 else 4.0)
         assert found["gradient"] == (1.0 if rank % 2 == 0 else 2.0)
         assert found["everybody"] == [0, 1, 2, 3]
+
+
+class Astray(Pairs):
+    """Forgets the group when it wraps a module."""
+
+    def configure_ddp(self, module: torch.nn.Module, device_ids: list[int] | None) -> Any:
+        return torch.nn.parallel.DistributedDataParallel(module)
+
+
+def refusal_of(strategy: DDPStrategy) -> str:
+    """Return why a module is not set up."""
+    with pytest.raises(ConfigurationError) as caught:
+        strategy.setup_module(torch.nn.Linear(1, 1))
+    return str(caught.value)
+
+
+def test_a_wrapper_without_the_group_is_refused() -> None:
+    """Gradients would be averaged over other ranks than those that share out the data."""
+    strategy = Astray(start_method="fork", accelerator="cpu", devices=4)
+    strategy.launch(refusal_of)
+    for rank, refusal in strategy.results.items():
+        assert f"has the ranks [0, 1, 2, 3], data_parallel_group [{rank % 2}, {rank % 2 + 2}]" in refusal
+        assert "process_group=self.data_parallel_group" in refusal

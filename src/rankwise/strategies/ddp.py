@@ -49,6 +49,7 @@ from rankwise.strategies._nodes import (
 from rankwise.strategies._same_gradients import averages_everywhere
 from rankwise.strategies._scopes import threads_shared_by
 from rankwise.strategies._sync_batchnorm import SyncedBatchNorms, check_sync_batchnorm
+from rankwise.strategies._wrapper import checked_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -291,15 +292,10 @@ class DDPStrategy(ComparedCollectives):
         if not dist.is_initialized():
             raise self._not_yet("setup_module()", "a process group")
         with self._wrapping_stream():
-            wrapped = self.gradients.wrapped(
+            configured = self.gradients.wrapped(
                 module, lambda: self.configure_ddp(module, self.determine_ddp_device_ids())
             )
-        if not isinstance(wrapped, DistributedDataParallel):
-            raise InvalidTypeError(
-                argument=f"{type(self).__name__}.configure_ddp()",
-                value=wrapped,
-                expected="it to return a DistributedDataParallel",
-            )
+        wrapped = checked_wrapper(configured, type(self).__name__, self.data_parallel_group)
         self._wrappers.add(wrapped)
         self.gradients.attach(wrapped, self.local_world_size)
         self.compare_collectives_of(wrapped)
