@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,7 +154,8 @@ def register_ddp_comm_hook(
 ) -> None:
     """Have DDP reduce gradients by a communication hook; the model's weights stay as they are.
 
-    Runs on: every rank, before the first backward pass.
+    Runs on: every rank, before the first backward pass. How many ranks are on this node is what
+    `LOCAL_WORLD_SIZE` says, as launchers set it; without it, all of them.
 
     Args:
         model: a `DistributedDataParallel`.
@@ -176,7 +178,9 @@ def register_ddp_comm_hook(
         )
     found = CommHook.checked(hook, state, wrapper)
     if found is not None:
-        found.attach(model, HookPlace(model.process_group, model.process_group.size()))
+        size = model.process_group.size()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        found.attach(model, HookPlace(model.process_group, min(local, size)))
 
 
 def _register(wrapped: DistributedDataParallel, state: Any, hook: Hook, averages: bool) -> None:

@@ -125,6 +125,23 @@ def test_register_ddp_comm_hook() -> None:
         register_ddp_comm_hook(net(), None, "noop")
 
 
+def test_a_registered_hook_knows_its_node(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many ranks are its neighbours, post-local SGD's default, is what `LOCAL_WORLD_SIZE` says."""
+    found: list[int] = []
+
+    def make_state(place: HookPlace) -> Any:
+        found.append(place.local_world_size)
+        return place.process_group
+
+    names.register("placed", TORCHS.allreduce_hook, make_state)
+    models = [net(), net()]
+    for variable, expected in ((None, 2), ("1", 1), ("8", 2)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", variable) if variable else None
+        run_ranks(2, lambda rank: register_ddp_comm_hook(bare(models[rank]), hook="placed"))
+        assert found == [expected] * 2
+        found.clear()
+
+
 @pytest.fixture
 def names() -> Iterator[Any]:
     """Give the table back as it was."""
@@ -188,6 +205,14 @@ def test_hooks_can_be_registered(names: Any) -> None:
             InvalidTypeError,
             "a number of steps",
         ),
+        *(
+            (
+                {"comm_hook": "post_localsgd", "model_averaging_period": 2, **options},
+                ConfigurationError,
+                "multi_auto_sync",
+            )
+            for options in ({"sync_mode": "multi_auto_sync"}, {"find_unused_parameters": True})
+        ),
         (
             {"comm_hook": "post_localsgd:subgroup_size=0", "model_averaging_period": 2},
             InvalidArgumentError,
@@ -205,14 +230,6 @@ def test_powersgd_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs NumPy's random numbers: the error says how to get them."""
     monkeypatch.setitem(__import__("sys").modules, "numpy", None)
     with pytest.raises(MissingExtraError, match=r"rankwise\[powersgd\]"):
-        *(
-            (
-                {"comm_hook": "post_localsgd", "model_averaging_period": 2, **options},
-                ConfigurationError,
-                "multi_auto_sync",
-            )
-            for options in ({"sync_mode": "multi_auto_sync"}, {"find_unused_parameters": True})
-        ),
         DDPStrategy(comm_hook="powersgd")
 
 
