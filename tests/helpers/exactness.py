@@ -26,7 +26,7 @@ class Case:
     accumulate: int
     kind: str = "mlp"
     optimizer: str = "sgd"
-    weighting: str = "samples"
+    weighting: str | None = "samples"
     sync_mode: str = "auto"
     uneven_inputs: str = "error"
     clip: float = 0.0
@@ -72,7 +72,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(1, 3)),
         kind=kind,
         optimizer=draw(st.sampled_from(["sgd", "adam", "adamw"])),
-        weighting=draw(st.sampled_from(["samples", "logged"])),
+        weighting=draw(st.sampled_from(["samples", "logged", None])),
         sync_mode=draw(st.sampled_from(["auto", "single_auto_sync", "multi_auto_sync", "forced_sync"])),
         uneven_inputs=draw(st.sampled_from(["error", "join"])),
         clip=draw(st.sampled_from([0.0, 0.3])),
@@ -153,12 +153,19 @@ def expected_weights(case: Case) -> Tensor:
     batches = shares(case)
     for _ in range(case.max_epochs):
         for start in range(0, max(map(len, batches)), case.accumulate):
-            window = torch.cat([batch for mine in batches for batch in mine[start : start + case.accumulate]])
+            window = [batch for mine in batches for batch in mine[start : start + case.accumulate]]
             optimizer.zero_grad()
-            model.loss(window).backward()
+            _loss(case, model, window).backward()
             _clip(case, model)
             optimizer.step()
     return weights(model)
+
+
+def _loss(case: Case, model: Model, window: list[Tensor]) -> Tensor:
+    """Return the mean over samples; where nothing weighs batches, over batches."""
+    if case.weighting is None:
+        return torch.stack([model.loss(batch) for batch in window]).mean()
+    return model.loss(torch.cat(window))
 
 
 def _clip(case: Case, model: nn.Module) -> None:

@@ -195,6 +195,7 @@ class GradientSync:
         """Return the block for a microbatch's forward and backward pass; see `gradient_sync_context`.
 
         `pause(module, enabled)` is a block in which DDP reduces nothing if enabled.
+        `parameters_of(optimizer)` are the parameters that it updates, be it through copies of them.
         """
         self._carrier = self._carriers.get(id(module))
         block = synchronised(
@@ -203,10 +204,10 @@ class GradientSync:
             is_final_microbatch,
             self.mode,
             pause=pause,
-        `parameters_of(optimizer)` are the parameters that it updates, be it through copies of them.
             group=self._group,
             weights=self.weights,
             carrier=self._carrier,
+            parameters_of=parameters_of,
         )
         watch = self._watches.get(id(module))
         return (
@@ -215,7 +216,6 @@ class GradientSync:
 
     def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """Return the loss times its weight, and note that.
-            parameters_of=parameters_of,
 
         Raises:
             ConfigurationError: when weights were not asked for.
@@ -233,6 +233,11 @@ class GradientSync:
             return loss * number
         return self._carrier.weighted(loss, number, is_first=is_first)
 
+    def with_weights_of(self, wrapped: nn.Module, loss: Tensor) -> Tensor:
+        """Return a loss of zero that reaches what a wrapped module's weights travel by, as others do."""
+        carrier = self._carriers.get(id(wrapped))
+        return loss if carrier is None else carrier.weighted(loss, 0.0, is_first=True)
+
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Make sure that the optimizers can do with averaged models.
 
@@ -248,11 +253,6 @@ class GradientSync:
             self._averaging.after_step(optimizer)
 
     def finish(self) -> None:
-    def with_weights_of(self, wrapped: nn.Module, loss: Tensor) -> Tensor:
-        """Return a loss of zero that reaches what a wrapped module's weights travel by, as others do."""
-        carrier = self._carriers.get(id(wrapped))
-        return loss if carrier is None else carrier.weighted(loss, 0.0, is_first=True)
-
         """End training: have one model on all ranks."""
         if self._averaging is not None:
             self._averaging.finish()
