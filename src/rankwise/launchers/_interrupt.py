@@ -1,16 +1,21 @@
-"""Make the main thread leave whatever it is doing: a real-time signal whose handler raises, once."""
+"""Make the main thread leave whatever it is doing: a real-time signal whose handler raises."""
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 
 from typing_extensions import Self, final
 
 _FIRST_DELAY_S = 0.05
 _REPEAT_S = 0.05
+# So long after it was raised the exception is taken for lost: swallowed by an `except:`, or raised where
+# Python ignores exceptions (a weak reference's callback).
+_LOST_S = 1.0
 
 
 @final
@@ -28,11 +33,16 @@ class Interruptible:
 
     def __init__(self) -> None:
         self._signal: int | None = None
+        self._lock = threading.Lock()  # held while a signal is sent, and to leave
         self._left = threading.Event()
-        self._raised = False
+        self._is_leaving = False
+        self._raised_s = -math.inf
+        self._handled_before: BaseException | None = None
         self._thread_id = threading.get_ident()
 
     def __enter__(self) -> Self:
+        # The caller may be in an `except` or `finally` block; so is, without knowing, what it forks there.
+        self._handled_before = sys.exc_info()[1]
         if threading.current_thread() is threading.main_thread():
             self._signal = _free_signal()
         if self._signal is not None:
@@ -40,7 +50,10 @@ class Interruptible:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._left.set()
+        self._is_leaving = True
+        self._handled_before = None  # its frames hold whatever the caller has
+        with self._lock:
+            self._left.set()
         if self._signal is not None:
             # ignored first: a signal that is under way must not meet the default action: it ends the process
             signal.signal(self._signal, signal.SIG_IGN)
@@ -48,20 +61,30 @@ class Interruptible:
 
     def interrupt(self) -> None:
         """Wake the block and go on waking it until it has left. Runs on: a thread of the channel."""
+        if self._signal is None:
+            return
         delay = _FIRST_DELAY_S
         while not self._left.wait(delay):
-            if self._signal is None or self._raised:
-                return
-            signal.pthread_kill(self._thread_id, self._signal)
-            delay = _REPEAT_S
+            self._send(self._signal)
+            delay = _REPEAT_S if self._raised_s == -math.inf else _LOST_S
+
+    def _send(self, number: int) -> None:
+        with self._lock:
+            if not self._left.is_set():
+                signal.pthread_kill(self._thread_id, number)
 
     def _raise(self, signum: int, interrupted: FrameType | None) -> None:
-        is_cleaning_up = sys.exc_info()[0] is not None  # in an `except` or `finally` block
-        is_lost = _in_finalizer(interrupted)  # an exception in a __del__ goes nowhere
-        if self._left.is_set() or self._raised or is_cleaning_up or is_lost:
+        has_just_raised = time.monotonic() - self._raised_s < _LOST_S
+        if self._is_leaving or has_just_raised or self._is_to_be_spared(interrupted):
             return
-        self._raised = True
+        self._raised_s = time.monotonic()
         raise JobStopped
+
+    def _is_to_be_spared(self, interrupted: FrameType | None) -> bool:
+        if interrupted is not None and interrupted.f_code is Interruptible.__exit__.__code__:
+            return True  # at its very first instruction
+        is_cleaning_up = sys.exc_info()[1] is not self._handled_before  # in an `except` or `finally` block
+        return is_cleaning_up or _in_finalizer(interrupted)  # an exception in a __del__ goes nowhere
 
 
 def _free_signal() -> int | None:
