@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -16,7 +18,8 @@ class Closable(Protocol):
 
 
 _closed_in_child: set[Closable] = set()
-_lifeline: tuple[int, int] | None = None
+_lifeline: tuple[int, int] | None = None  # a pipe; in a child the write end, its parent's, is -1
+_ties_children = False
 _is_hooked = False
 
 
@@ -36,10 +39,23 @@ def tie_children_to_this_process() -> None:
 
     Creates: one pipe, for the life of this process.
     """
-    global _lifeline
-    if _lifeline is None:
+    global _lifeline, _ties_children
+    _ties_children = True
+    if _lifeline is None or _lifeline[1] < 0:
         _hook()
         _lifeline = os.pipe()
+
+
+@contextmanager
+def children_tied() -> Iterator[None]:
+    """Do so with what is forked in the block, and leave later children of this process alone."""
+    global _ties_children
+    before = _ties_children
+    tie_children_to_this_process()
+    try:
+        yield
+    finally:
+        _ties_children = before
 
 
 def _hook() -> None:
@@ -54,12 +70,17 @@ def _after_fork() -> None:
     for descriptor in _closed_in_child:
         descriptor.close()
     _closed_in_child.clear()
-    if _lifeline is not None:
-        read_end, write_end = _lifeline
-        if write_end >= 0:
-            os.close(write_end)
-            _lifeline = (read_end, -1)
+    if _lifeline is None:
+        return
+    read_end, write_end = _lifeline
+    if write_end >= 0:
+        os.close(write_end)
+    if _ties_children:
+        _lifeline = (read_end, -1)
         threading.Thread(target=_leave_with_parent, args=(read_end,), daemon=True).start()
+    else:
+        _lifeline = None
+        os.close(read_end)
 
 
 def _leave_with_parent(read_end: int) -> None:

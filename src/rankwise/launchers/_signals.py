@@ -22,6 +22,9 @@ _is_hooked = False
 
 @final
 class StoppedBySignal(SystemExit):
+# What this process, a loader's worker, keeps from its threads.
+_held_back: set[int] = set()
+_CAN_TELL_SENDER = "sigwaitinfo" in signal.__dict__  # not on macOS
     """Raised on every rank once training has stopped for a signal: saved, and at the same step."""
 
     def __init__(self, signal_number: int) -> None:
@@ -117,9 +120,7 @@ def _restore_in_child() -> None:
     for number, before in _before.items():
         signal.signal(number, before)
     if _is_forked_by_a_loader():
-        # A signal to the whole group must not end a rank's data before the rank has come to its boundary;
-        # torch would then raise in the rank. These leave with their rank in any case.
-        signal.pthread_sigmask(signal.SIG_BLOCK, set(_before))
+        _hold_back(set(_before))
     _before.clear()
 
 
@@ -131,3 +132,26 @@ def _is_forked_by_a_loader() -> bool:
             return True
         frame = frame.f_back
     return False
+    if _held_back:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _held_back)
+        _held_back.clear()
+
+
+def _hold_back(numbers: set[int]) -> None:
+    """Do not end for a signal to the whole group, unlike for one from the rank whose data this worker loads.
+
+    The rank has to come to its boundary first, and torch would raise in it when its data end.
+    """
+    if not _CAN_TELL_SENDER:
+        numbers = numbers - {signal.SIGTERM}
+    _held_back.update(numbers)
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    if signal.SIGTERM in numbers:
+        threading.Thread(target=_leave_when_told, name="rankwise-sigterm", daemon=True).start()
+
+
+def _leave_when_told() -> None:
+    # With SIGTERM torch, and multiprocessing when the rank exits, end a worker that is stuck.
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass  # the scheduler's, or torchrun's: the rank has it, too
+    os._exit(0)  # as torch's own handler does: it is no failure

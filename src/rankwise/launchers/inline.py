@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from typing_extensions import final
 
+from rankwise.launchers import _at_fork
 from rankwise.launchers._stacks import stacks_on_signal
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.seat import Entry, Seat
@@ -45,7 +46,11 @@ class InlineLauncher(Launcher):
         """Call `entry`; a failure is the exception itself, and in torchrun's error file if there is one."""
         seat = Seat(self._ranks, address=self._address, hosts_store=self._hosts_store, job=next(_jobs))
         try:
-            with stacks_on_signal(), pulse_written_to(NO_FILE) if self._address else nullcontext():
+            with ExitStack() as stack:
+                stack.enter_context(stacks_on_signal())
+                stack.enter_context(_at_fork.children_tied())
+                if self._address:
+                    stack.enter_context(pulse_written_to(NO_FILE))
                 return {self._ranks.global_rank: entry(seat)}
         except Exception as error:
             get_error_handler().record_exception(
