@@ -21,6 +21,8 @@ __all__ = ["SlurmEnvironment"]
 # From here up, Slurm's step ids are no steps of srun: a batch script, an allocation's own shell, ...
 # Source: SLURM_MAX_NORMAL_STEP_ID in slurm.h
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# How long a controller may take to answer; the job's time is about to be up.
+_REQUEUE_TIMEOUT_S = 30.0
 
 
 @final
@@ -121,17 +123,17 @@ class SlurmEnvironment(ClusterEnvironment):
         return ranks
 
     def requeue(self) -> None:
-        """Put the job back into the queue with `scontrol requeue`; say so where Slurm refuses."""
+        """Put the job back into the queue with `scontrol requeue`; say so where that fails."""
         if not self.auto_requeue:
             return
         array = [self._values.environ.get(f"SLURM_ARRAY_{part}", "") for part in ("JOB_ID", "TASK_ID")]
         job = "_".join(array) if all(array) else self._values.text("SLURM_JOB_ID")
         try:
             command = ["scontrol", "requeue", job]
-            subprocess.run(command, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            reason = getattr(error, "stderr", None) or str(error)
-            warnings.warn(f"scontrol requeue {job} failed: {reason.strip()}", stacklevel=2)
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=_REQUEUE_TIMEOUT_S)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+            warnings.warn(f"scontrol requeue {job} failed: {said.strip() or error}", stacklevel=2)
 
     def _nodes(self) -> list[str]:
         try:

@@ -93,6 +93,8 @@ class Stopping:
         environment = self._trainer.strategy.environment
         if number == environment.requeue_signal and self._trainer.is_global_zero:
             environment.requeue()
+            # The scheduler ends the job as it takes it back: what a thread still writes must be there.
+            self._trainer.strategy.checkpoint_io.teardown()
         self._caught = None
         raise StoppedBySignal(signal.SIGTERM)  # one exit code, whatever asked
 

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.environments import SlurmEnvironment
+from rankwise.environments import SlurmEnvironment, slurm
 
 STEP = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}
 
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file into which `scontrol` writes what it was asked; it refuses job 99."""
+    """Return the file into which `scontrol` writes what it was asked; it refuses 99, and is silent on 98."""
     program, asked = tmp_path / "scontrol", tmp_path / "asked"
     program.write_text(
         f'#!/bin/sh\necho "$@" >> {asked}\n[ "$2" != 99 ] || {{ echo no such job >&2; exit 1; }}\n'
+        '[ "$2" != 98 ] || exec sleep 60\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -44,6 +45,14 @@ def test_a_refusal_is_said(scontrol: Path) -> None:
     """Training has stopped and saved all the same."""
     with pytest.warns(UserWarning, match="scontrol requeue 99 failed: no such job"):
         SlurmEnvironment({**STEP, "SLURM_JOB_ID": "99"}, auto_requeue=True).requeue()
+
+
+def test_a_controller_that_does_not_answer(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it for ever: the job's time is up."""
+    monkeypatch.setattr(slurm, "_REQUEUE_TIMEOUT_S", 0.2)
+    with pytest.warns(UserWarning, match=r"scontrol requeue 98 failed: .*timed out"):
+        SlurmEnvironment({**STEP, "SLURM_JOB_ID": "98"}, auto_requeue=True).requeue()
+    assert scontrol.exists()
 
 
 def test_no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

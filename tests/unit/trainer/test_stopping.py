@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from rankwise.callbacks import ModelCheckpoint
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.environments import LocalEnvironment
 from rankwise.trainer import Trainer
 from tests.unit.trainer.helpers import Line, loader, trainer
@@ -23,10 +25,13 @@ class Queue(LocalEnvironment):  # type: ignore[misc]  # one that differs from th
     requeue_signal = signal.SIGUSR1
     requeued = 0
 
+    checkpoint: Path | None = None
+    had_checkpoint = False
     @override
     def requeue(self) -> None:
         type(self).requeued += 1
 
+        self.had_checkpoint = self.checkpoint is not None and self.checkpoint.exists()
 
 class Signalled(Line):
     """Sends signals to itself in the middle of a batch."""
@@ -73,6 +78,13 @@ def test_the_second_one_ends_at_once(tmp_path: Path) -> None:
 def test_an_own_handler_is_called_too(tmp_path: Path) -> None:
     """The handler of before is called after ours, and is there again afterwards."""
     heard: list[int] = []
+def test_an_echo_is_no_second_one(tmp_path: Path) -> None:
+    """A signal that comes twice at once, to a whole cgroup and from an agent, is one request."""
+    model = Signalled(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)
+    assert stopped(model, trainer(tmp_path, plugins=[Queue()])) == 143
+    assert (tmp_path / "last.ckpt").exists()
+
+
 
     def own(signum: int, frame: object) -> None:
         heard.append(signum)
