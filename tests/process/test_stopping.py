@@ -7,11 +7,13 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from rankwise.launchers._signals import ECHO_S
 from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import with_tests
 from tests.process.stopping import CODE, OPTIONS, WHO, check_end, send_to
@@ -118,7 +120,8 @@ def test_sigterm_with_every_strategy(who: str, run_script: ScriptRunner, tmp_pat
 def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> None:
     """What one rank wants, all do: they end after the same step, and `fit` returns as always.
 
-    The same script then finds the second SIGTERM, in a step that does not end, to end the job at once.
+    The same script then finds a SIGTERM that is no echo of the first, in a step that does not end, to end
+    the job at once.
     """
     running = run_script.start(SCRIPT, "ddp_fork", str(tmp_path), "should_stop", env=with_tests())
     running.wait_for("fit has returned", timeout=60)
@@ -126,12 +129,30 @@ def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> No
     assert ends[0] == ends[1]
     assert ends[0]["step"] in (7, 8)
     running.wait_for("hanging", count=2, timeout=30)
-    running.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    for _ in range(2):  # the second is an echo
+        running.send_signal(signal.SIGTERM)
+        time.sleep(ECHO_S / 2 + 0.1)
+    assert running.processes()
     running.send_signal(signal.SIGTERM)
     result = running.finish(timeout=10)
     assert result.returncode == CODE, result
     assert not (tmp_path / "last.ckpt").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", ["agent", "everybody"])
+def test_sigterm_under_torchrun(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """The agent passes it on; where all get it, each rank gets it twice: one request, one checkpoint."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(run_script.write(SCRIPT)), "ddp", str(tmp_path), "workers"]
+    running = run_script.start_command(command, env=with_tests())
+    running.wait_for("training", count=2, timeout=60)
+    for process in running.processes() if who == "everybody" else running.processes()[:1]:
+        process.send_signal(signal.SIGTERM)
+    result = running.finish(timeout=30)
+    assert result.returncode == 1, result  # torchrun's own, whatever the ranks end with
+    assert "SignalException" in result.stderr
+    check_end(tmp_path)
 
 
 OUTSIDE = """

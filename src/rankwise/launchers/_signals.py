@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,21 +16,44 @@ from typing_extensions import final
 
 Handler = Callable[[int, FrameType | None], Any]
 
+# What is sent again within this time of the first has one cause with it.
+ECHO_S = 2.0
+
 # The handlers that are ours at the moment, and those of before.
 _before: dict[int, Any] = {}
 _is_hooked = False
+# What this process, a loader's worker, keeps from its threads.
+_held_back: set[int] = set()
+_CAN_TELL_SENDER = "sigwaitinfo" in signal.__dict__  # not on macOS
 
 
 @final
 class StoppedBySignal(SystemExit):
-# What this process, a loader's worker, keeps from its threads.
-_held_back: set[int] = set()
-_CAN_TELL_SENDER = "sigwaitinfo" in signal.__dict__  # not on macOS
     """Raised on every rank once training has stopped for a signal: saved, and at the same step."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(128 + signal_number)
         self.signal_number = signal_number
+
+
+@final
+class Echoes:
+    """Tell a signal that insists from one that merely comes twice.
+
+    A scheduler signals all processes of a job, and torchrun's agent, which is one of them, passes it on; GNU
+    `timeout` signals its command, then the command's group.
+    """
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+
+    def is_echo(self) -> bool:
+        """Take note of a signal; return whether it only repeats the first. Runs on: signal handlers, too."""
+        now_s = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now_s
+            return False
+        return now_s - self._first_s < ECHO_S
 
 
 # ---------------------------------------------------------------------------------------- Ctrl-C
@@ -114,6 +138,9 @@ def _forget(mine: dict[int, Any]) -> None:
 
 
 def _restore_in_child() -> None:
+    if _held_back:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _held_back)
+        _held_back.clear()
     if not _before:
         return
     signal.set_wakeup_fd(-1)  # it wakes the parent
@@ -132,9 +159,6 @@ def _is_forked_by_a_loader() -> bool:
             return True
         frame = frame.f_back
     return False
-    if _held_back:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _held_back)
-        _held_back.clear()
 
 
 def _hold_back(numbers: set[int]) -> None:

@@ -14,7 +14,7 @@ from types import FrameType
 from typing_extensions import final
 
 from rankwise.launchers import _at_fork
-from rankwise.launchers._signals import handled
+from rankwise.launchers._signals import Echoes, handled
 
 _CHUNK = 1 << 16
 
@@ -31,6 +31,7 @@ class Wakeup:
     def __init__(self, ending: Iterable[int], heard: int) -> None:
         self._ending = tuple(ending)
         self._heard = heard
+        self._echoes = Echoes()
         self._wishes: deque[Callable[[], None]] = deque()
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
@@ -50,17 +51,22 @@ class Wakeup:
     def fulfil(self, on_signals: Callable[[bytes], None]) -> None:
         """Call `on_signals` with the numbers of the signals that were caught, then do what was wished for.
 
+        Of signals that end a job, those that are but echoes of the first are left out.
+
         In this order, and no wish that is newer than what was read: a wish may be what a signal has led to.
         """
         waiting = len(self._wishes)
         numbers = self._read.recv(_CHUNK).replace(b"\0", b"")
         if numbers and self._next_descriptor >= 0:
             os.write(self._next_descriptor, numbers)
-        on_signals(numbers)
+        on_signals(bytes(number for number in numbers if not self._is_echo(number)))
         for _ in range(waiting):
             self._wishes.popleft()()
         if self._wishes:
             self._wake()
+
+    def _is_echo(self, number: int) -> bool:
+        return number in self._ending and self._echoes.is_echo()
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # full: the thread is about to look anyway

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Self, final
 
-from rankwise.launchers._signals import StoppedBySignal, handled
+from rankwise.launchers._signals import Echoes, StoppedBySignal, handled
 from rankwise.trainer.checkpoints import stop_checkpoint_path
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Stopping:
     """The boundary between two optimizer steps, and the signals that are heard there.
 
     SIGTERM, and under Slurm its requeue signal, makes all ranks save a checkpoint, leave, and exit with 143,
-    whichever ranks it reached; a second one ends this process at once.
+    whichever ranks it reached; one that comes later than an echo of the first ends this process at once.
 
     Args:
         trainer: of this rank.
@@ -34,6 +34,7 @@ class Stopping:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._caught: int | None = None
+        self._echoes = Echoes()
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
@@ -92,9 +93,9 @@ class Stopping:
         number = int(reason.removeprefix(_SIGNAL))
         environment = self._trainer.strategy.environment
         if number == environment.requeue_signal and self._trainer.is_global_zero:
-            environment.requeue()
             # The scheduler ends the job as it takes it back: what a thread still writes must be there.
             self._trainer.strategy.checkpoint_io.teardown()
+            environment.requeue()
         self._caught = None
         raise StoppedBySignal(signal.SIGTERM)  # one exit code, whatever asked
 
@@ -105,10 +106,12 @@ class Stopping:
         return [signal.SIGTERM] if requeue_signal is None else [signal.SIGTERM, requeue_signal]
 
     def _catch(self, signum: int, interrupted: FrameType | None) -> None:
-        if self._caught is not None:
+        is_echo = self._echoes.is_echo()
+        if self._caught is None:
+            self._caught = signum
+            self._ask(signum)
+        elif not is_echo:
             raise SystemExit(128 + signum)
-        self._caught = signum
-        self._ask(signum)
 
     def _ask(self, signum: int) -> None:
         self._agreement.ask(f"{_SIGNAL}{signum}")

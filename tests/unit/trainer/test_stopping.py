@@ -15,6 +15,7 @@ from typing_extensions import override
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.environments import LocalEnvironment
+from rankwise.launchers._signals import ECHO_S
 from rankwise.trainer import Trainer
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -24,27 +25,29 @@ class Queue(LocalEnvironment):  # type: ignore[misc]  # one that differs from th
 
     requeue_signal = signal.SIGUSR1
     requeued = 0
-
     checkpoint: Path | None = None
     had_checkpoint = False
+
     @override
     def requeue(self) -> None:
         type(self).requeued += 1
-
         self.had_checkpoint = self.checkpoint is not None and self.checkpoint.exists()
 
-class Signalled(Line):
-    """Sends signals to itself in the middle of a batch."""
 
-    def __init__(self, *numbers: int) -> None:
+class Signalled(Line):
+    """Sends signals to itself in the middle of a batch, with a pause between them."""
+
+    def __init__(self, *numbers: int, pause_s: float = 0.0) -> None:
         super().__init__()
         self.numbers = numbers
+        self.pause_s = pause_s
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
             for number in self.numbers:
                 os.kill(os.getpid(), number)
+                time.sleep(self.pause_s)
         return super().training_step(batch, batch_idx)
 
 
@@ -68,16 +71,13 @@ def test_sigterm_stops_at_the_step(tmp_path: Path) -> None:
 
 
 def test_the_second_one_ends_at_once(tmp_path: Path) -> None:
-    """Who sends it twice does not want a checkpoint."""
-    model = Signalled(signal.SIGTERM, signal.SIGTERM)
+    """Who sends it again, a while later, does not want a checkpoint."""
+    model = Signalled(signal.SIGTERM, signal.SIGTERM, pause_s=ECHO_S + 0.1)
     assert stopped(model, trainer(tmp_path)) == 143
     assert model.seen == ["train 0"]
     assert not (tmp_path / "last.ckpt").exists()
 
 
-def test_an_own_handler_is_called_too(tmp_path: Path) -> None:
-    """The handler of before is called after ours, and is there again afterwards."""
-    heard: list[int] = []
 def test_an_echo_is_no_second_one(tmp_path: Path) -> None:
     """A signal that comes twice at once, to a whole cgroup and from an agent, is one request."""
     model = Signalled(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)
@@ -85,6 +85,9 @@ def test_an_echo_is_no_second_one(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").exists()
 
 
+def test_an_own_handler_is_called_too(tmp_path: Path) -> None:
+    """The handler of before is called after ours, and is there again afterwards."""
+    heard: list[int] = []
 
     def own(signum: int, frame: object) -> None:
         heard.append(signum)
@@ -105,6 +108,24 @@ def test_requeue(tmp_path: Path) -> None:
     assert stopped(Signalled(signal.SIGUSR1), train) == 143
     assert Queue.requeued == 1
     assert (tmp_path / "kept" / "last.ckpt").exists()
+
+
+class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
+    """Takes its time."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
+        time.sleep(0.3)
+        super().save_checkpoint(checkpoint, path)
+
+
+def test_a_job_is_requeued_once_its_checkpoint_is_there(tmp_path: Path) -> None:
+    """The scheduler may end the job as soon as it has it back, also where a thread writes."""
+    queue = Queue()
+    queue.checkpoint = tmp_path / "last.ckpt"
+    train = trainer(tmp_path, plugins=[queue, AsyncCheckpointIO(SlowIO())])
+    assert stopped(Signalled(signal.SIGUSR1), train) == 143
+    assert queue.had_checkpoint
 
 
 def test_nothing_is_saved_in_a_fast_dev_run(tmp_path: Path) -> None:
