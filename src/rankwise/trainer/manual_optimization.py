@@ -116,7 +116,9 @@ class ManualOptimization:
         strategy = self._strategy
         held_back = strategy.no_backward_sync(self._wrapped)
         with self._turns.untouched(), held_back, strategy.precision.forward_context():
-            return strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
+            outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
+        self._weighting.refuse_logged()
+        return outputs
 
     # ------------------------------------------------------------------ what the module calls
 

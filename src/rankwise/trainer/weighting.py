@@ -60,19 +60,24 @@ class BatchWeighting:
         """Learn where in the epoch training begins, and its batch sizes where they are needed.
 
         Raises:
-            ConfigurationError: when nobody knows them.
+            ConfigurationError: when nobody knows those of all ranks.
         """
         self._begin = self._trainer.progress.batches_done
         if self._strategy.gradient_weighting != "samples" or not self._matters:
             return
         self._sizes = batch_sizes(self._turns.loader)
-        if self._sizes is None:
-            raise ConfigurationError(
-                message='gradient_weighting="samples" needs batch sizes that are known beforehand.',
-                facts=f"nobody knows those of this {type(self._turns.loader).__name__}: its samples have no "
-                "index stream that rankwise split.",
-                remedy='gradient_weighting="logged", and self.log_weight(len(batch)) in training_step.',
-            )
+        replicas = self._strategy.distributed_sampler_kwargs["num_replicas"]
+        if self._sizes is not None and self._sizes.num_replicas == replicas:
+            return
+        name = type(self._turns.loader).__name__
+        raise ConfigurationError(
+            message='gradient_weighting="samples" needs batch sizes that are known beforehand.',
+            facts=f"nobody knows those of this {name}: its samples have no index stream that rankwise split."
+            if self._sizes is None
+            else f"this {name} is split over {self._sizes.num_replicas}, not over {replicas} ranks, so a "
+            "rank does not know the others'; rankwise did not split it.",
+            remedy=self._how_to_log,
+        )
 
     @property
     def _matters(self) -> bool:
@@ -106,6 +111,29 @@ class BatchWeighting:
                 remedy='DDPStrategy(gradient_weighting="logged").',
             )
         return self.factor(batch_idx)
+
+    def refuse_logged(self) -> None:
+        """Make sure that nothing was logged in manual optimisation, whose backward passes have weights.
+
+        Raises:
+            ConfigurationError: when a weight was.
+        """
+        if self._module.take_weight() is None or not (
+            self._matters or self._strategy.gradient_weighting == "logged"
+        ):
+            return
+        raise ConfigurationError(
+            message="training_step logged a weight, but gradients are not weighted by it: it optimises "
+            "manually.",
+            facts=f"gradient_weighting={self._strategy.gradient_weighting!r}.",
+            remedy='self.manual_backward(loss, weight=n), with DDPStrategy(gradient_weighting="logged").',
+        )
+
+    @property
+    def _how_to_log(self) -> str:
+        if self._module.automatic_optimization:
+            return 'gradient_weighting="logged", and self.log_weight(len(batch)) in training_step.'
+        return 'gradient_weighting="logged", and self.manual_backward(loss, weight=len(batch)).'
 
     def _take_logged(self, outputs: Any) -> Any:
         logged = self._module.take_weight()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from rankwise import Trainer, TrainingModule
 from rankwise.errors import ConfigurationError, InvalidArgumentError, ProcessGroupError, UnknownNameError
@@ -429,6 +436,37 @@ def test_unknown_batch_sizes_are_refused() -> None:
     """Nobody knows an iterable data set's batches beforehand: the error says to log them."""
     with pytest.raises(ConfigurationError, match="log_weight"):
         trainer_of(2, gradient_weighting="samples").fit(Fit(), DataLoader(Stream(), batch_size=2))
+
+
+def fit_own_split(make_loader: Callable[[int], Any]) -> list[Tensor]:
+    """Fit on two threads, each with a loader of its own that rankwise does not split; return the weights."""
+
+    def fit(rank: int) -> Tensor:
+        strategy, module = ThreadedStrategy(rank, 2, gradient_weighting="samples"), modules[rank]
+        trainer = quiet_trainer(strategy, 2, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(module, make_loader(rank))
+        return flat(module)
+
+    modules = [Fit() for _ in range(2)]
+    return run_ranks(2, fit)
+
+
+def test_sizes_that_are_one_ranks_own_are_refused() -> None:
+    """Batches of 4 and of 1, on loaders that nobody has split: neither rank knows the other's."""
+    with pytest.raises(ConfigurationError, match=r"split over 1, not over 2 ranks.*\n.*log_weight"):
+        fit_own_split(lambda rank: DataLoader(dataset(4 if rank == 0 else 1), batch_size=4))
+
+
+def test_a_distributed_sampler_of_the_users_is_weighed() -> None:
+    """With it each rank knows the others' batch sizes, without rankwise splitting anything."""
+
+    def make_loader(rank: int) -> Any:
+        data = dataset(10)
+        return DataLoader(data, 3, sampler=DistributedSampler(data, 2, rank, shuffle=False))
+
+    first, second = fit_own_split(make_loader)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, by_hand(10, 2, 3, 1), rtol=0, atol=1e-12)
 
 
 def test_a_weight_that_is_missing_or_not_asked_for() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rankwise import DDPStrategy
 from rankwise.errors import ConfigurationError, InvalidArgumentError, LifecycleError, NonFiniteLossError
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision
+from rankwise.strategies import SingleDeviceStrategy
 from rankwise.trainer.manual_optimization import ManualOptimizer
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -325,3 +326,24 @@ def test_another_clipping_algorithm(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidArgumentError, match="gradient_clip_algorithm"):
         trainer(tmp_path).fit(Clipping(), loader())
+
+
+@pytest.mark.parametrize("weighting", ["samples", "logged"])
+def test_log_weight_is_refused(tmp_path: Path, weighting: str) -> None:
+    """Backward passes have weights here, not steps: a logged one would be ignored."""
+
+    class Logging(Duel):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, _ = self.optimizers()
+            first.zero_grad()
+            self.manual_backward(self.loss(batch), weight=2 if weighting == "logged" else None)
+            self.log_weight(2)
+
+    strategy = SingleDeviceStrategy(gradient_weighting=weighting, accelerator="cpu")
+    train = trainer(tmp_path, strategy=strategy)
+    if weighting == "logged":
+        with pytest.raises(ConfigurationError, match=r"logged a weight.*optimises manually") as caught:
+            train.fit(Logging(), loader())
+        assert "self.manual_backward(loss, weight=n)" in caught.value.fix()
+    else:
+        train.fit(Logging(), loader())  # one batch alone: a weight changes nothing
