@@ -27,7 +27,8 @@ _place: ShardInfo | None = None
 def shard_info() -> ShardInfo:
     """Return which part of the data to read; for an `IterableDataset` that sets `shards_itself = True`.
 
-    Every worker of every rank's loader gets another one, and together they get all. Call it in `__iter__`.
+    Every worker of every rank's loader gets another one, and together they get all. Call it in `__iter__`, or
+    in a `worker_init_fn`, which may set attributes of `torch.utils.data.get_worker_info().dataset`.
 
     Example:
         >>> from torch.utils.data import IterableDataset
@@ -38,8 +39,11 @@ def shard_info() -> ShardInfo:
         ...         num_shards, index = shard_info()
         ...         return iter(range(index, 10, num_shards))
     """
-    place = _default_place() if _place is None else _place
     worker = get_worker_info()
+    place = _place
+    if place is None and worker is not None and isinstance(worker.dataset, ShardedIterable):
+        place = worker.dataset.place  # in a worker_init_fn, before anything is read
+    place = _default_place() if place is None else place
     if worker is None:
         return place
     return ShardInfo(
@@ -55,6 +59,8 @@ def can_be_split(dataset: Any) -> bool:
 @final
 class ShardedIterable(IterableDataset[Any]):
     """A rank's part of iterable data; further split in the workers of its loader.
+
+    All attributes but `dataset` and `place` are the data's own, to read and to set.
 
     Args:
         dataset: has `shard(num_shards, index)`, which returns an iterable over that part, called anew in
@@ -79,6 +85,12 @@ class ShardedIterable(IterableDataset[Any]):
                 yield from self.dataset
             else:
                 yield from self.dataset.shard(*shard_info())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("dataset", "place"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.dataset, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # not there yet, while this is unpickled
