@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
+from rankwise import TrainingModule
 from rankwise.errors import ConfigurationError, WorkerRaisedError
 from rankwise.strategies import DDPStrategy
 from tests.process.collective_tasks import (
@@ -20,6 +22,7 @@ from tests.process.collective_tasks import (
     weights_and_inputs,
 )
 from tests.process.helpers import ddp
+from tests.process.training_tasks import quiet_trainer
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +226,45 @@ def train_in_pairs(strategy: DDPStrategy) -> dict[str, Any]:
         "gradient": module.weight.grad.item(),
         "everybody": strategy.all_gather_object(strategy.global_rank, torch.distributed.group.WORLD),
     }
+
+
+class InPairs(TrainingModule):
+    """Trains each pair on numbers of its own, and notes what each rank has read and learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(self.layer.weight)
+        self.read: list[float] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        first = 10.0 * (self.global_rank % 2)
+        return DataLoader(TensorDataset(torch.arange(first, first + 4)[:, None]), batch_size=1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.read.append(batch[0].item())
+        return self.layer(batch[0]).sum()  # type: ignore[no-any-return]  # modules are untyped
+
+    def on_train_end(self) -> None:
+        mine = (self.read, self.layer.weight.item())
+        everybody = self.trainer.strategy.all_gather_object(mine, torch.distributed.group.WORLD)
+        self.hparams = {"by_rank": everybody}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_a_trainer_follows_the_data_parallel_group() -> None:
+    """It deals out samples within the subgroup, and averages their gradients there."""
+    module = InPairs()
+    quiet_trainer(Pairs(start_method="fork", accelerator="cpu", devices=4), 4, max_epochs=1).fit(module)
+    even, odd = -(0.5 + 2.5), -(10.5 + 12.5)
+    assert module.hparams["by_rank"] == [
+        ([0.0, 2.0], even),
+        ([10.0, 12.0], odd),
+        ([1.0, 3.0], even),
+        ([11.0, 13.0], odd),
+    ]
 
 
 def test_data_parallel_group() -> None:

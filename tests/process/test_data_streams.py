@@ -42,10 +42,10 @@ def mark(worker: int) -> None:
     _mark.fill_(100 + worker)
 
 
-def make_loader(world_size: int, num_workers: int) -> OwnLoader:
+def make_loader(world_size: int, num_workers: int, seed: int = 5) -> OwnLoader:
     """Return a loader that draws by weights, from a generator of its own."""
     weights = [1.0 + (number % 3) for number in range(SAMPLES)]
-    sampler = WeightedRandomSampler(weights, SAMPLES, generator=torch.Generator().manual_seed(5))
+    sampler = WeightedRandomSampler(weights, SAMPLES, generator=torch.Generator().manual_seed(seed))
     return OwnLoader(
         Drawing(),
         label="mine",
@@ -83,11 +83,19 @@ class Reader(TrainingModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def fit(world_size: int, num_workers: int) -> list[dict[str, Any]]:
+class OwnSeeds(Reader):
+    """Makes its loader on each rank, which seeds its generator differently."""
+
+    def train_dataloader(self) -> OwnLoader:
+        return make_loader(self.trainer.world_size, 0, seed=6 + self.global_rank)
+
+
+def fit(world_size: int, num_workers: int, module: Reader | None = None) -> list[dict[str, Any]]:
     """Return what each rank has read and drawn."""
     seed_everything(11)
     strategy = ddp("fork", devices=world_size) if world_size > 1 else "single_device"
-    module, loader = Reader(), make_loader(world_size, num_workers)
+    loader = make_loader(world_size, num_workers) if module is None else None
+    module = Reader() if module is None else module
     quiet_trainer(strategy, world_size, max_epochs=EPOCHS).fit(module, loader)
     found: list[dict[str, Any]] = module.hparams["by_rank"]
     return found
@@ -115,6 +123,13 @@ def test_a_weighted_sampler_is_read_as_by_one_process(
     assert torch.equal(found, expected)
     first, second = expected.view(EPOCHS, -1)
     assert not torch.equal(first, second)
+
+
+def test_the_users_generator_decides_the_order() -> None:
+    """Another seed is another order; if ranks have seeded theirs differently, rank zero's counts."""
+    expected = order(fit(1, 0, OwnSeeds()))
+    assert torch.equal(order(fit(2, 0, OwnSeeds())), expected)
+    assert not torch.equal(order(fit(1, 0)), expected)
 
 
 def test_worker_init_fn_runs_in_every_worker(by_workers: dict[int, list[dict[str, Any]]]) -> None:

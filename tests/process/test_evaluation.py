@@ -10,7 +10,14 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    get_worker_info,
+)
 from typing_extensions import override
 
 from rankwise.callbacks import Callback
@@ -112,6 +119,35 @@ def test_predictions_in_order() -> None:
         torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=0, atol=1e-12)
 
 
+class Split(Regression):
+    """Splits its data itself, by a sampler that pads and shuffles."""
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        data = dataset(10)
+        batches = BatchSampler(DistributedSampler(data), 2, False)
+        return DataLoader(data, batch_sampler=batches)
+
+    predict_dataloader = test_dataloader
+
+
+def test_a_distributed_sampler_of_the_users() -> None:
+    """Ten samples on three ranks: each counts once, and predictions are in the order of the data."""
+    loader = DataLoader(dataset(10), batch_size=2)
+    expected = trainer_on(1).test(Regression(), loader)[0]
+    assert trainer_on(3).test(Split())[0] == pytest.approx(expected, rel=0, abs=1e-12)
+    found = trainer_on(3).predict(Split())
+    in_order = trainer_on(1).predict(Regression(), loader)
+    torch.testing.assert_close(torch.cat(found), torch.cat(in_order), rtol=0, atol=1e-12)
+
+
+def test_a_distributed_sampler_of_another_rank() -> None:
+    """One that was made before the processes is rank zero's on all, so half of the data would be missing."""
+    data = dataset(10)
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 0))
+    with pytest.raises(WorkerRaisedError, match="part 0 of 2 already, but this rank's is part 1 of 2"):
+        trainer_on(2).test(Regression(), loader)
+
+
 def test_who_gets_predictions() -> None:
     """All ranks get them, rank zero alone, or each rank its own."""
     lengths = {}
@@ -147,6 +183,29 @@ def test_iterable_data_are_evaluated_once(num_workers: int) -> None:
     """Iterable data that can be split are: each sample comes once, also through workers."""
     expected = trainer_on(1).test(Regression(), DataLoader(dataset(20), batch_size=20))[0]
     loader = DataLoader(Numbers(), batch_size=2, num_workers=num_workers)
+    assert trainer_on(2).test(Regression(), loader)[0] == pytest.approx(expected, abs=1e-12)
+
+
+class Range(Numbers):
+    """As in torch's documentation: whoever reads it says from where to where."""
+
+    start, end = 0, 20
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[index] for index in range(self.start, self.end))
+
+
+def take_part(worker: int) -> None:
+    """Say it: a `worker_init_fn`."""
+    place, info = shard_info(), get_worker_info()
+    data: Any = info and info.dataset
+    data.start, data.end = (20 * (place.shard_index + n) // place.num_shards for n in (0, 1))
+
+
+def test_worker_init_fn_can_split_iterable_data() -> None:
+    """It can ask for its place, and what it sets on the data set is what the data set reads."""
+    expected = trainer_on(1).test(Regression(), DataLoader(dataset(20), batch_size=20))[0]
+    loader = DataLoader(Range(), batch_size=2, num_workers=2, worker_init_fn=take_part)
     assert trainer_on(2).test(Regression(), loader)[0] == pytest.approx(expected, abs=1e-12)
 
 

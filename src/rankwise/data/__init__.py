@@ -3,11 +3,13 @@
 from rankwise.data.batch_sizes import BatchSizes, batch_sizes
 from rankwise.data.batch_stream import BatchStream, sharded_sampler_of, with_batch_stream
 from rankwise.data.iterable import ShardedIterable, ShardInfo, shard_info
+from rankwise.data.own_split import check_dealt_by_batches, is_split
 from rankwise.data.sampler import ShardedSampler, tell_epoch
 from rankwise.data.sharding import (
     check_shardable,
+    in_dataset_order,
     is_shardable,
-    is_split,
+    order_seed,
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
@@ -20,9 +22,12 @@ __all__ = [
     "ShardedIterable",
     "ShardedSampler",
     "batch_sizes",
+    "check_dealt_by_batches",
     "check_shardable",
+    "in_dataset_order",
     "is_shardable",
     "is_split",
+    "order_seed",
     "shard_for_evaluation",
     "shard_for_prediction",
     "shard_for_training",

@@ -51,7 +51,7 @@ def batch_sizes(loader: Any) -> BatchSizes | None:
 
     Returns:
         None where nobody knows them: iterable data, loaders that are no `DataLoader`, samplers without
-        length, and loaders that do not batch.
+        length, or whose length is one rank's alone, and loaders that do not batch.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
@@ -70,6 +70,8 @@ def _of_plain_batches(batches: Any, first: int) -> BatchSizes | None:
         lengths = _lengths(sampler)
     except TypeError:  # a sampler without length
         return None
+    if lengths is None:
+        return None
     size, drops_last = batches.batch_size, batches.drop_last
 
     def size_of(rank: int, batch: int) -> int:
@@ -80,12 +82,13 @@ def _of_plain_batches(batches: Any, first: int) -> BatchSizes | None:
     return BatchSizes(sampler.rank if is_split else 0, len(lengths), size_of)
 
 
-def _lengths(sampler: Any) -> list[int]:
-    """Return how many samples each rank has."""
+def _lengths(sampler: Any) -> list[int] | None:
+    """Return how many samples each rank has; None where a rank knows only its own."""
     if isinstance(sampler, ShardedSampler):
         return [sampler.length_of(rank) for rank in range(sampler.num_replicas)]
     if isinstance(sampler, DistributedSampler):
-        return [len(sampler)] * sampler.num_replicas
+        lengths = [len(sampler)] * sampler.num_replicas
+        return lengths if sum(lengths) == sampler.total_size else None
     return [len(sampler)]
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 from typing_extensions import TypeVar, final
 
 from rankwise.data.random_state import isolated_random_state, mixed_seed, seed_process
-from rankwise.data.sampler import ShardedSampler, has_length, own_generators, tell_epoch
+from rankwise.data.sampler import ShardedSampler, has_length, own_generators, own_seed, tell_epoch
 from rankwise.data.sharding import is_shardable, with_stream
 
 __all__ = ["BatchStream", "SeededBatch", "sharded_sampler_of", "with_batch_stream"]
@@ -43,21 +43,21 @@ class BatchStream(Sampler[Any]):
 
     Args:
         batches: the batch sampler.
-        seed: of the training run.
+        seed: gives the order, unless the user has given the sampler a generator: then what seeded that does.
         rank: whose batches these are.
-        seeds_workers: whether each batch is a `SeededBatch`; for loaders with workers.
+        worker_seed: for loaders with workers: what they draw depends on it, as each batch is a `SeededBatch`.
 
     Attributes:
         first: the number in the epoch of the first batch that is yielded.
         skipped: how many batches of the sampler are passed over before it.
     """
 
-    def __init__(self, batches: Any, *, seed: int, rank: int, seeds_workers: bool) -> None:
+    def __init__(self, batches: Any, *, seed: int, rank: int, worker_seed: int | None) -> None:
         self.batches = batches
         self.sampler: Any = getattr(batches, "sampler", None)
         self.seed = seed
         self.rank = rank
-        self.seeds_workers = seeds_workers
+        self.worker_seed = worker_seed
         self.epoch = self.first = self.skipped = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -70,27 +70,31 @@ class BatchStream(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         remaining = islice(self._drawn(), self.skipped, None)
-        return self._seeded(remaining) if self.seeds_workers else remaining
+        return remaining if self.worker_seed is None else self._seeded(remaining, self.worker_seed)
 
     def _drawn(self) -> Iterator[Any]:
         is_ours = isinstance(self.sampler, ShardedSampler) or isinstance(self.batches, ShardedSampler)
         if is_ours or not has_length(self.batches):  # the first draw for themselves, the others have no end
             return iter(self.batches)
-        with isolated_random_state(mixed_seed(self.seed, self.epoch), *own_generators(self.batches)):
+        given = own_seed(self.batches)
+        seed = mixed_seed(self.seed if given is None else given, self.epoch)
+        with isolated_random_state(seed, *own_generators(self.batches)):
             return iter(list(self.batches))
 
-    def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _seeded(self, batches: Iterator[Any], worker_seed: int) -> Iterator[Any]:
         for number, batch in enumerate(batches, self.first):
-            seed = mixed_seed(self.seed, self.epoch, self.rank, number)
+            seed = mixed_seed(worker_seed, self.epoch, self.rank, number)
             yield SeededBatch(batch, seed) if type(batch) is list else batch
 
 
-def with_batch_stream(loader: Loader, *, seed: int, rank: int) -> Loader:
+def with_batch_stream(loader: Loader, *, seed: int, rank: int, worker_seed: int) -> Loader:
     """Return `loader` with its batches of indices as a `BatchStream`; as it is where it has none."""
     if not is_shardable(loader) or loader.batch_sampler is None:
         return loader
-    stream = BatchStream(loader.batch_sampler, seed=seed, rank=rank, seeds_workers=loader.num_workers > 0)
-    return with_stream(loader, stream)
+    for_workers = worker_seed if loader.num_workers > 0 else None
+    return with_stream(
+        loader, BatchStream(loader.batch_sampler, seed=seed, rank=rank, worker_seed=for_workers)
+    )
 
 
 def sharded_sampler_of(loader: Any) -> ShardedSampler | None:

@@ -12,7 +12,15 @@ from typing_extensions import final
 
 from rankwise.data.random_state import isolated_random_state, mixed_seed
 
-__all__ = ["ShardedSampler", "Uneven", "has_length", "own_generators", "tell_epoch"]
+__all__ = [
+    "ShardedSampler",
+    "Uneven",
+    "has_length",
+    "own_generators",
+    "own_seed",
+    "tell_epoch",
+    "with_wrapped",
+]
 
 Uneven = Literal["pad", "drop", "keep"]
 _PART = 1024  # items of an endless stream that are drawn at a time
@@ -24,7 +32,8 @@ class ShardedSampler(Sampler[Any]):
 
     Every rank draws the whole stream, under the same seed and in a random state of its own, so the ranks
     agree on a shuffled order without talking to each other, and what else they draw is not disturbed. A
-    base sampler with a `generator` of its own has it seeded likewise for the draw.
+    base sampler with a `generator` of its own has it seeded likewise for the draw; `own_seed` is what the
+    user seeded it with.
 
     Args:
         sampler: any sampler or batch sampler; what it yields is passed on as it is.
@@ -65,6 +74,11 @@ class ShardedSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         return self.length_of(self.rank)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the ranks together yield what the base sampler does, each item once."""
+        return self.uneven == "keep"
 
     def length_of(self, rank: int) -> int:
         """Return how many items a rank takes."""
@@ -129,18 +143,29 @@ def has_length(sampler: Any) -> bool:
 def tell_epoch(epoch: int, *samplers: Any) -> None:
     """Tell the epoch to samplers, and to those that they wrap, where they have epochs."""
     told: set[int] = set()
-    for start in samplers:
-        sampler = start
-        while sampler is not None and id(sampler) not in told:
-            told.add(id(sampler))
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(epoch)
-            sampler = getattr(sampler, "sampler", None)
+    for sampler in (inner for outer in samplers for inner in with_wrapped(outer)):
+        if id(sampler) not in told and callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
+        told.add(id(sampler))
+
+
+def with_wrapped(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler, the one that it wraps, and so on."""
+    passed: set[int] = set()
+    while sampler is not None and id(sampler) not in passed:
+        passed.add(id(sampler))
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
 
 
 def own_generators(sampler: Any) -> Iterator[torch.Generator]:
     """Yield the generators that a sampler, or the one that it wraps, draws from."""
-    while sampler is not None:
-        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+    for inner in with_wrapped(sampler):
+        if isinstance(generator := getattr(inner, "generator", None), torch.Generator):
             yield generator
-        sampler = getattr(sampler, "sampler", None)
+
+
+def own_seed(sampler: Any) -> int | None:
+    """Return the seed of a sampler's order, where the user has given it a generator; otherwise None."""
+    seeds = [generator.initial_seed() for generator in own_generators(sampler)]
+    return mixed_seed(*seeds) if seeds else None

@@ -44,6 +44,7 @@ def make_checkpoint(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
         "loops": dataclasses.asdict(progress),
         "ranks": gather_rank_states(trainer),
         "seed": trainer.seed,
+        "order_seed": trainer.order_seed,
         "run_id": current_run_id(),
         "gradient_order": trainer.gradient_order,
     }

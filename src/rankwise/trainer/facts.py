@@ -35,6 +35,7 @@ class TrainerFacts:
     FACTS: ClassVar = (
         "progress",
         "seed",
+        "order_seed",
         "gradient_order",
         "should_stop",
         "callback_metrics",
@@ -66,7 +67,7 @@ class TrainerFacts:
         self._fitted_module: TrainingModule | None = None
         self.ckpt_path: str | None = None
         self.progress = Progress()
-        self.seed = 0
+        self.seed = self.order_seed = 0
         self.gradient_order: list[int] = []
         self.should_stop = False
         self.optimizers: list[Optimizer] = []

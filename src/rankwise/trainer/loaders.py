@@ -12,8 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final
 
 from rankwise.data import (
+    check_dealt_by_batches,
     check_shardable,
+    in_dataset_order,
     is_shardable,
+    is_split,
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LoaderShare",
     "as_list",
+    "check_can_be_gathered",
     "check_loaders",
     "has_certain_length",
     "length_of",
@@ -105,14 +109,16 @@ def share_for(trainer: Trainer, phase: str, loader: Any, seed: int) -> LoaderSha
     """
     limit = trainer.limits[phase]
     place = trainer.strategy.distributed_sampler_kwargs
-    is_split = trainer.use_distributed_sampler and (
-        trainer.world_size > 1 or _is_shuffled_by_us(phase, loader)
+    if trainer.use_distributed_sampler and phase == "predict":
+        loader = in_dataset_order(loader)
+    is_dealt_out = trainer.use_distributed_sampler and (
+        trainer.world_size > 1 or _is_ours_alone(phase, loader)
     )
     options: dict[str, Any] = (
         {"uneven": "keep"} if phase == "train" and trainer.uneven_inputs == "join" else {}
     )
-    share = _SHARDERS[phase](loader, **place, seed=seed, **options) if is_split else loader
-    if not is_split or phase != "predict":
+    share = _SHARDERS[phase](loader, **place, seed=seed, **options) if is_dealt_out else loader
+    if not is_dealt_out or phase != "predict" or is_split(loader):
         return LoaderShare(share, limited(length_of(share), limit), has_certain_length(share))
     # Predictions are dealt out by batches, so that the limit is one of the whole loader.
     whole = limited(length_of(loader), limit)
@@ -120,9 +126,25 @@ def share_for(trainer: Trainer, phase: str, loader: Any, seed: int) -> LoaderSha
     return LoaderShare(share, own)
 
 
-def _is_shuffled_by_us(phase: str, loader: Any) -> bool:
-    """Whether one rank draws its training data like several do, so that another number can go on from it."""
-    return phase == "train" and is_shardable(loader) and not math.isinf(length_of(loader))
+def _is_ours_alone(phase: str, loader: Any) -> bool:
+    """Whether one rank has a loader dealt out like several: its part is checked, if the user has split it.
+
+    It draws its training data like they do, so that another number of ranks can go on from it.
+    """
+    if not is_shardable(loader):
+        return False
+    return is_split(loader) or (phase == "train" and not math.isinf(length_of(loader)))
+
+
+def check_can_be_gathered(trainer: Trainer, shares: list[LoaderShare]) -> None:
+    """Make sure that predictions can be put in order, also where the user splits.
+
+    Raises:
+        UnshardableLoaderError: when a loader is known to be split by samples.
+    """
+    for loader in (share.loader for share in shares if trainer.world_size > 1):
+        if isinstance(loader, DataLoader) and is_shardable(loader):
+            check_dealt_by_batches(loader)
 
 
 def length_of(loader: Any) -> float:

@@ -13,14 +13,15 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 
-from rankwise.data import is_shardable, is_split
+from rankwise.data import is_shardable, is_split, order_seed
 from rankwise.errors import RankMismatchError
 from rankwise.trainer.loaders import length_of
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
+    from rankwise.trainer.trainer import Trainer
 
-__all__ = ["check_ranks_agree", "differences", "facts_of", "facts_of_loaders"]
+__all__ = ["agreed_order_seeds", "check_ranks_agree", "differences", "facts_of", "facts_of_loaders"]
 
 _PHASES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 _ORDER = "the order of the parameters"
@@ -90,7 +91,20 @@ def facts_of_loaders(phase: str, loaders: list[Any], is_dealt_out: bool) -> dict
         if is_shardable(loader) and not is_split(loader):
             name = f"the {words} loader" if len(loaders) == 1 else f"{words} loader {number}"
             facts[name] = f"{_samples(loader)}, {length_of(loader):g} batches"
+            if order_seed(loader) is not None:
+                facts[name] += ", in the order of its own generator"
     return facts
+
+
+def agreed_order_seeds(trainer: Trainer, loaders: list[Any]) -> list[int]:
+    """Return for each loader what its order depends on: rank 0's generator, where there is one, or the seed.
+
+    Collective: every rank must call this, after the loaders' facts were compared.
+    """
+    own = [order_seed(loader) if trainer.use_distributed_sampler else None for loader in loaders]
+    if any(seed is not None for seed in own):
+        own = trainer.strategy.broadcast(own)
+    return [trainer.seed if seed is None else seed for seed in own]
 
 
 def _samples(loader: DataLoader[Any]) -> str:

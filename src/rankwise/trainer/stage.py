@@ -14,10 +14,10 @@ from rankwise.trainer.evaluation_loop import EvaluationLoop
 from rankwise.trainer.fit_loop import FitLoop
 from rankwise.trainer.gradient_order import replay_gradient_order
 from rankwise.trainer.hooks import call_hook
-from rankwise.trainer.loaders import as_list, share_for
+from rankwise.trainer.loaders import as_list, check_can_be_gathered, share_for
 from rankwise.trainer.module import is_defined, undefined
 from rankwise.trainer.prediction_loop import Gather, PredictionLoop
-from rankwise.trainer.preflight import check_ranks_agree, facts_of, facts_of_loaders
+from rankwise.trainer.preflight import agreed_order_seeds, check_ranks_agree, facts_of, facts_of_loaders
 from rankwise.trainer.restarts import checkpoint_after_restart
 from rankwise.trainer.state import CallerState, capture
 from rankwise.trainer.torch_flags import torch_flags_set
@@ -143,7 +143,9 @@ def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan
     if trainer.loggers and module.hparams and trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_hyperparams(module.hparams)
-    share = TrainingShare(trainer, _shares(trainer, module, "train", loaders["train"])[0], trainer.seed)
+    order_seed = (plan.checkpoint or {}).get("order_seed")  # what goes on keeps to its order
+    own = _shares(trainer, module, "train", loaders["train"], order_seed)[0]
+    share = TrainingShare(trainer, own, trainer.seed)
     trainer.num_training_batches = share.num_batches
     validation = None
     if is_defined(module, "validation_step") and _has_loader(module, "validate", loaders):
@@ -176,6 +178,8 @@ def _evaluate(
 def _predict(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], plan: Plan) -> list[Any]:
     _place(trainer, module)
     shares = _shares(trainer, module, "predict", loaders["predict"])
+    if plan.gather is not None:
+        check_can_be_gathered(trainer, shares)
     trainer.num_predict_batches = [share.num_batches for share in shares]
     return PredictionLoop(trainer, module, shares).run(plan.gather)
 
@@ -192,7 +196,12 @@ def _has_loader(module: TrainingModule, phase: str, loaders: dict[str, Any]) -> 
     return loaders[phase] is not None or is_defined(module, LOADER_HOOKS[phase])
 
 
-def _shares(trainer: Trainer, module: TrainingModule, phase: str, given: Any) -> list[Any]:
+def _shares(
+    trainer: Trainer, module: TrainingModule, phase: str, given: Any, order_seed: int | None = None
+) -> list[Any]:
     loaders = as_list(getattr(module, LOADER_HOOKS[phase])() if given is None else given)
     check_ranks_agree(trainer.strategy, facts_of_loaders(phase, loaders, trainer.use_distributed_sampler))
-    return [share_for(trainer, phase, loader, trainer.seed) for loader in loaders]
+    seeds = agreed_order_seeds(trainer, loaders)
+    if phase == "train":
+        trainer.order_seed = seeds[0] = seeds[0] if order_seed is None else order_seed
+    return [share_for(trainer, phase, loader, seed) for loader, seed in zip(loaders, seeds, strict=True)]

@@ -69,7 +69,7 @@ class Trainer(TrainerFacts):
             warns of operations that have none.
         benchmark: whether cuDNN measures which algorithm is fastest; None leaves that as it is.
         sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
-        use_distributed_sampler: whether loaders are split over the ranks.
+        use_distributed_sampler: whether loaders are split over the ranks; without it they are used as given.
         uneven_inputs: what happens when ranks have different numbers of training batches: `"error"`,
             `"truncate"` (all stop with the shortest) or `"join"` (a rank that ran out repeats its last batch
             at weight 0 and steps like the others; shards are then left uneven instead of padded).
@@ -83,7 +83,8 @@ class Trainer(TrainerFacts):
         callbacks: all callbacks, those that save checkpoints last.
         loggers: all loggers.
         progress: how far training has come.
-        seed: what the order of shuffled training data depends on.
+        seed: rank 0's, on which all random numbers of the run depend.
+        order_seed: what the order of shuffled training data depends on: its loader's generator, or `seed`.
         gradient_order: the trainable parameters' numbers, in the order in which a backward pass reaches them.
         epoch_results: what was logged in the current training epoch so far.
         callback_metrics: the last value of everything logged.
@@ -262,6 +263,10 @@ class Trainer(TrainerFacts):
     ) -> list[Any]:
         """Run `predict_step` of a module (by default the one of the last stage) over data.
 
+        Loaders are read in the order of the data set, also those with `shuffle=True` or a
+        `DistributedSampler`; any other sampler gives its own order. With `use_distributed_sampler=False`
+        they are read as they are, and the ranks' batches come in turn: the first of each, then the second.
+
         Args:
             model: the module.
             dataloaders: one or several loaders; by default the module's own.
@@ -274,7 +279,8 @@ class Trainer(TrainerFacts):
             loaders a list of such lists.
 
         Raises:
-            The same errors as `fit`.
+            UnshardableLoaderError: for a loader that is split by samples, whose order nobody can restore.
+            Others: the same errors as `fit`.
         """
         arguments.check_choice("gather", gather, GATHERINGS)
         predictions: list[Any] = self._evaluate("predict", model, dataloaders, ckpt_path, gather)

@@ -27,8 +27,9 @@ _END = object()
 class TrainingShare:
     """This rank's batches of an epoch, from the first or from where an earlier run has stopped.
 
-    What the batches are depends on the seed and the epoch alone, not on what else draws random numbers; so do
-    the numbers that a loader's workers draw. An iterable data set, which has no indices, is replayed.
+    What the batches are depends on the seed (of a user's generator, where there is one) and the epoch alone,
+    not on what else draws random numbers; so do the numbers that a loader's workers draw. An iterable data
+    set, which has no indices, is replayed.
 
     Args:
         trainer: knows the limits and this rank's place.
@@ -45,7 +46,10 @@ class TrainingShare:
         self._limit = trainer.limits["train"]
         self._seed, self._rank = seed, trainer.global_rank
         given: Any = share.loader
-        self.loader: Any = with_batch_stream(given, seed=seed, rank=self._rank)
+        generator = getattr(given, "generator", None)
+        if generator is not None:
+            self._seed = mixed_seed(seed, generator.initial_seed())
+        self.loader: Any = with_batch_stream(given, seed=seed, rank=self._rank, worker_seed=self._seed)
         self._share = LoaderShare(self.loader, share.num_batches)
         self.num_batches = share.num_batches
         self.is_certain = has_certain_length(given)

@@ -57,7 +57,7 @@ def test_prediction_deals_out_whole_batches() -> None:
     assert batches(shard_for_prediction, 2, DataLoader(DATA, 2)) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
 
 
-@pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation, shard_for_prediction])
+@pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
 def test_shuffled_loaders_stay_shuffled(shard: Any) -> None:
     """The ranks split one permutation of all samples."""
     data: Any = list(range(40))

@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DistributedSampler
 
+from rankwise.data import shard_for_prediction
 from rankwise.errors import ConfigurationError, UnshardableLoaderError
 from rankwise.trainer import Trainer
-from rankwise.trainer.loaders import LoaderShare, as_list, check_loaders, share_for
-from tests.unit.trainer.helpers import loader, trainer, with_second_rank
+from rankwise.trainer.loaders import (
+    LoaderShare,
+    as_list,
+    check_can_be_gathered,
+    check_loaders,
+    share_for,
+)
+from tests.unit.trainer.helpers import loader, samples, trainer, with_second_rank
 
 
 def on_two_ranks(folder: Path, **options: Any) -> Trainer:
@@ -39,6 +47,45 @@ def test_not_split_if_not_wanted(tmp_path: Path) -> None:
     mine = [1, 2, 3]
     assert share_for(train, "train", mine, seed=0).loader is mine
     check_loaders(train, "train", mine)
+
+
+def predicted(train: Trainer, mine: Any) -> list[int]:
+    """Return the numbers of the samples that a rank predicts, in order."""
+    share = share_for(train, "predict", mine, seed=0)
+    return [round(float(number) * 8) for (batch, _), _ in share for number in batch[:, 0]]
+
+
+def test_shuffled_loaders_are_predicted_in_the_order_of_the_data(tmp_path: Path) -> None:
+    """On one rank and on several, unless the user splits."""
+    mine = loader(shuffle=True)
+    assert predicted(trainer(tmp_path), mine) == list(range(8))
+    assert predicted(on_two_ranks(tmp_path), mine) == [0, 1, 4, 5]
+    train = trainer(tmp_path, use_distributed_sampler=False)
+    assert share_for(train, "predict", mine, seed=0).loader is mine
+
+
+def test_predictions_of_a_distributed_sampler(tmp_path: Path) -> None:
+    """They are all there, in the order of the data; what is dealt out by batches is not dealt out again."""
+    split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
+    assert predicted(on_two_ranks(tmp_path), split) == [0, 1, 4, 5]
+    assert predicted(on_two_ranks(tmp_path), shard_for_prediction(loader(), 2, 0)) == [0, 1, 4, 5]
+
+
+def test_samples_that_the_user_splits_cannot_be_gathered(tmp_path: Path) -> None:
+    """Nobody could put them in order; what is split by batches, or in an unknown way, is gathered."""
+    train = on_two_ranks(tmp_path, use_distributed_sampler=False)
+    split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
+    check_can_be_gathered(train, [LoaderShare([1], 1), LoaderShare(shard_for_prediction(loader(), 2, 0), 2)])
+    with pytest.raises(UnshardableLoaderError, match="DistributedSampler"):
+        check_can_be_gathered(train, [LoaderShare(split, 2)])
+
+
+@pytest.mark.parametrize("phase", ["train", "validate", "test"])
+def test_a_part_of_more_ranks_than_there_are_is_refused(tmp_path: Path, phase: str) -> None:
+    """One process with half of the data would miss the other."""
+    split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
+    with pytest.raises(UnshardableLoaderError, match="part 0 of 2 already, but this rank's is part 0 of 1"):
+        share_for(trainer(tmp_path), phase, split, seed=0)
 
 
 def test_limit_of_predictions_is_of_the_whole(tmp_path: Path) -> None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from rankwise.data import order_seed
 from rankwise.errors import RankMismatchError
-from rankwise.trainer.preflight import check_ranks_agree, differences, facts_of, facts_of_loaders
-from tests.unit.trainer.helpers import Line, with_second_rank
+from rankwise.trainer.preflight import (
+    agreed_order_seeds,
+    check_ranks_agree,
+    differences,
+    facts_of,
+    facts_of_loaders,
+)
+from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
 
 
 def test_equal_ranks_exchange_a_fingerprint_only() -> None:
@@ -79,6 +88,18 @@ class Unsized(DataLoader[Any]):
 
     def __len__(self) -> int:
         raise TypeError
+
+
+def test_rank_zeros_generator_decides_the_order(tmp_path: Path) -> None:
+    """Ranks may have seeded theirs differently, but all have one or none; without it the seed decides."""
+    own = DataLoader(samples(), shuffle=True, generator=torch.Generator().manual_seed(5))
+    fact = facts_of_loaders("train", [own], True)["the training loader"]
+    assert fact == "8 samples, 8 batches, in the order of its own generator"
+    train = trainer(tmp_path)
+    train.seed = 7
+    assert agreed_order_seeds(train, [own, loader()]) == [order_seed(own), 7]
+    train = trainer(tmp_path, use_distributed_sampler=False)
+    assert agreed_order_seeds(train, [own]) == [0]
 
 
 def test_loaders_that_are_dealt_out_have_one_length() -> None:

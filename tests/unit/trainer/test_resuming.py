@@ -189,6 +189,19 @@ class Dealt:
         return 5
 
 
+def test_the_users_generator(tmp_path: Path) -> None:
+    """The order is the one that was begun, even if what goes on has a generator seeded otherwise."""
+    seeds = iter([5, 8, 9])
+
+    def make_loader(seed: int = 5) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(Noisy(), batch_size=4, shuffle=True, generator=generator)
+
+    whole = undisturbed(tmp_path, make_loader())
+    assert interrupted(tmp_path, lambda: make_loader(next(seeds)), (9, 7)) == whole
+    assert undisturbed(tmp_path / "other", make_loader(6)) != whole
+
+
 def test_users_own_split(tmp_path: Path) -> None:
     """With use_distributed_sampler=False the loader's own order is kept up too."""
     options = {"use_distributed_sampler": False}

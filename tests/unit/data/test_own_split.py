@@ -1,0 +1,204 @@
+"""Loaders that the user has split over the ranks already, shuffles, or gives a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from rankwise.data import (
+    batch_sizes,
+    in_dataset_order,
+    order_seed,
+    shard_for_evaluation,
+    shard_for_prediction,
+    shard_for_training,
+)
+from rankwise.errors import UnshardableLoaderError
+
+DATA: Any = list(range(10))
+
+
+class Renamed(DistributedSampler[Any]):
+    """A subclass that deals as torch does."""
+
+
+class Sorted(DistributedSampler[Any]):
+    """A subclass that has another order, so that nobody knows where the repetitions are."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__()))
+
+
+class Unrepeated(DistributedSampler[Any]):
+    """A subclass that repeats nothing."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.num_samples = len(range(self.rank, len(DATA), self.num_replicas))
+        self.total_size = len(DATA)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.rank, len(DATA), self.num_replicas))
+
+
+def plain(rank: int, kind: type[DistributedSampler[Any]] = DistributedSampler, **options: Any) -> Any:
+    """Return a sampler for one of three ranks."""
+    return kind(DATA, 3, rank, shuffle=False, **options)
+
+
+def as_sampler(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(DATA, 2, sampler=sampler)
+
+
+def in_batch_sampler(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(DATA, batch_sampler=BatchSampler(sampler, 2, False))
+
+
+def without_batches(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(DATA, batch_size=None, sampler=sampler)
+
+
+def read(loader: Any) -> list[Any]:
+    """Return a loader's samples."""
+    return [index for batch in loader for index in torch.as_tensor(batch).flatten().tolist()]
+
+
+@pytest.mark.parametrize("make", [as_sampler, in_batch_sampler, without_batches])
+@pytest.mark.parametrize("kind", [DistributedSampler, Renamed, Unrepeated])
+def test_evaluation_counts_each_sample_once(make: Any, kind: Any) -> None:
+    """Ten samples on three ranks: what a sampler repeats is left out, wherever it is in the loader."""
+    seen = [
+        index for rank in range(3) for index in read(shard_for_evaluation(make(plain(rank, kind)), 3, rank))
+    ]
+    assert sorted(seen) == DATA
+
+
+def test_evaluation_may_be_split_twice() -> None:
+    """Splitting a loader by hand, before the Trainer does, changes nothing."""
+    once = shard_for_evaluation(as_sampler(plain(2)), 3, 2)
+    assert shard_for_evaluation(once, 3, 2) is once
+
+
+class OfTwo(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [as_sampler(plain(1, Sorted)), DataLoader(DATA, batch_sampler=OfTwo(plain(1), 2, False))],
+)
+def test_evaluation_refuses_repetitions_that_nobody_knows(loader: Any) -> None:
+    """Rather than to count samples twice; without repetitions, such a loader is used as it is."""
+    with pytest.raises(UnshardableLoaderError, match="samples are repeated") as caught:
+        shard_for_evaluation(loader, 3, 1)
+    assert "drop_last=True" in caught.value.fix()
+    kept = as_sampler(plain(1, Sorted, drop_last=True))
+    assert shard_for_evaluation(kept, 3, 1) is kept
+
+
+@pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
+@pytest.mark.parametrize("make", [as_sampler, in_batch_sampler, without_batches])
+@pytest.mark.parametrize("place", [(3, 1), (4, 0), (1, 0)])
+def test_another_ranks_part_is_refused(shard: Any, make: Any, place: tuple[int, int]) -> None:
+    """A sampler that was made for another rank, or another number of them, leaves data out."""
+    with pytest.raises(UnshardableLoaderError, match="it has part 0 of 3 already, but this rank's is part"):
+        shard(make(plain(0)), *place)
+
+
+def test_a_part_of_ours_is_another_ranks_too() -> None:
+    """So it is with a loader that one of our functions has split."""
+    with pytest.raises(UnshardableLoaderError, match="ShardedSampler"):
+        shard_for_training(shard_for_training(DataLoader(DATA, 2), 2, 0), 2, 1)
+
+
+@pytest.mark.parametrize("make", [as_sampler, in_batch_sampler, without_batches])
+@pytest.mark.parametrize(
+    "sampler", [plain(0), plain(2, Renamed), RandomSampler(DATA), DistributedSampler(DATA, 3, 0)]
+)
+def test_prediction_has_the_order_of_the_data(make: Any, sampler: Any) -> None:
+    """Shuffling and splitting by torch's own samplers give way to it, wherever they are in the loader."""
+    assert read(in_dataset_order(make(sampler))) == DATA
+    size = 1 if make is without_batches else 2
+    parts = [read(shard_for_prediction(make(sampler), 2, rank)) for rank in range(2)]
+    assert parts[0] == [index for index in DATA if index // size % 2 == 0]
+    assert sorted(parts[0] + parts[1]) == DATA
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SubsetRandomSampler([3, 1]),
+        RandomSampler(DATA, replacement=True),
+        RandomSampler(DATA, num_samples=3),
+        SequentialSampler(DATA),
+    ],
+)
+def test_samplers_that_choose_are_left(sampler: Any) -> None:
+    """They have an order, or samples, of their own."""
+    loader = as_sampler(sampler)
+    assert in_dataset_order(loader) is loader
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        as_sampler(plain(0, Sorted)),
+        DataLoader(DATA, batch_sampler=OfTwo(plain(0), 2, False)),
+        shard_for_evaluation(DataLoader(DATA, 2), 3, 0),
+        shard_for_training(DataLoader(DATA, batch_size=None), 3, 0),
+    ],
+)
+def test_prediction_refuses_parts_that_cannot_be_put_in_order(loader: Any) -> None:
+    """Samples that were dealt out, or repeated, by somebody else; whole batches can be put in order."""
+    with pytest.raises(UnshardableLoaderError, match="could not be put in order") as caught:
+        shard_for_prediction(loader, 3, 0)
+    assert "gather=None" in caught.value.fix()
+    whole = shard_for_prediction(DataLoader(DATA, 2), 3, 0)
+    assert shard_for_prediction(whole, 3, 0) is whole
+
+
+def test_the_sampler_in_a_batch_sampler_is_what_is_split() -> None:
+    """Not the sequential one that torch gives the loader besides; nor is its `drop_last` overlooked."""
+    batches = BatchSampler(SubsetRandomSampler([7, 8, 9]), 1, drop_last=True)
+    parts = [read(shard_for_training(DataLoader(DATA, batch_sampler=batches), 2, rank)) for rank in range(2)]
+    assert len(parts[0]) == len(parts[1]) == 1
+    assert set(parts[0] + parts[1]) < {7, 8, 9}
+
+
+def shuffled(seed: int) -> DataLoader[Any]:
+    return DataLoader(DATA, 2, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_users_generator_decides_the_order() -> None:
+    """Another seed is another order, the same each time, and on each rank; a seed that is given beats it."""
+    orders = [[read(shard_for_training(shuffled(seed), 2, rank)) for rank in range(2)] for seed in (5, 6, 5)]
+    assert orders[0] == orders[2] != orders[1]
+    assert all(sorted(first + second) == DATA for first, second in orders)
+    assert read(shard_for_training(shuffled(5), 1, 0, seed=1)) == read(
+        shard_for_training(shuffled(6), 1, 0, seed=1)
+    )
+
+
+def test_who_has_a_generator() -> None:
+    """A loader that shuffles with it; not one that has none, or that is split already."""
+    assert order_seed(shuffled(5)) == order_seed(shuffled(5)) != order_seed(shuffled(6))
+    assert order_seed(DataLoader(DATA, 2, shuffle=True)) is None
+    assert order_seed(shard_for_training(shuffled(5), 2, 0)) is None
+    assert order_seed([1, 2]) is None
+
+
+def test_sizes_of_samplers_that_repeat_nothing() -> None:
+    """Their length is one rank's alone, so nobody knows the others' batches."""
+    assert batch_sizes(as_sampler(plain(1, Unrepeated))) is None
+    assert batch_sizes(as_sampler(plain(1, Renamed))) is not None
