@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 class EarlyStopping(MonitoringCallback):
     """Stop when `monitor` has not improved for `patience` checks in a row.
 
-    The ranks decide together: where one wants to stop, all do, after the same step.
+    The ranks decide together: where one wants to stop, all do, after the same step. A checkpoint from then on
+    is one of a run at its end: going on from it trains no further, unless this has other limits by then.
 
     Args:
         monitor: the logged metric to watch.
@@ -70,6 +71,17 @@ class EarlyStopping(MonitoringCallback):
         self.best_score = self.worst
         self.wait_count = 0
         self.stopped_epoch = 0
+        self._stopped_by: tuple[float | None, ...] | None = None
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether training was stopped, maybe before a checkpoint, by the limits that this has."""
+        return self._stopped_by == self._limits
+
+    @property
+    def _limits(self) -> tuple[float | None, ...]:
+        thresholds = self.check_finite, self.stopping_threshold, self.divergence_threshold
+        return (self.patience, self.min_delta, *thresholds)
 
     @property
     def state_key(self) -> str:
@@ -81,12 +93,18 @@ class EarlyStopping(MonitoringCallback):
             "best_score": self.best_score,
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
+            "stopped_by": self._stopped_by,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_score = state_dict["best_score"]
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
+        self._stopped_by = state_dict["stopped_by"]
+
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        if not trainer.should_stop:  # nor did a checkpoint set it: a fit after the one that was stopped
+            self._stopped_by = None
 
     def on_metrics_ready(self, trainer: Trainer, module: TrainingModule) -> None:
         """Compare, and stop on all ranks if any has a reason."""
@@ -97,6 +115,7 @@ class EarlyStopping(MonitoringCallback):
         if trainer.strategy.reduce_boolean_decision(reason is not None, all=False):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
+            self._stopped_by = self._limits
             _announce(reason or f"Another rank stops on {self.monitor!r}.")
 
     def _reason_to_stop(self, score: float | None) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankwise.callbacks import EarlyStopping
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.trainer.progress import Progress
 from rankwise.trainer.rank_state import RankState, gather_rank_states
@@ -110,6 +111,9 @@ def restore_loop(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> Ran
     for callback in trainer.callbacks:
         if callback.state_key in checkpoint["callbacks"]:
             callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
+    trainer.should_stop = any(
+        isinstance(callback, EarlyStopping) and callback.has_stopped for callback in trainer.callbacks
+    )
     return rank_state
 
 

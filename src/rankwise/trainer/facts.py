@@ -174,10 +174,14 @@ class TrainerFacts:
     def warn_if_done(self) -> bool:
         """Return whether there is nothing left to train, and say so."""
         if self.is_done and self.is_global_zero:
+            remedy = (
+                "raise trainer.max_epochs or trainer.max_steps"
+                if self.is_at_limit
+                else "give what has stopped it other limits, EarlyStopping or max_time, or leave it out"
+            )
             warnings.warn(
                 f"Nothing to train: epoch {self.current_epoch} of max_epochs={self.max_epochs}, step "
-                f"{self.global_step} of max_steps={self.max_steps}. To go on, raise trainer.max_epochs or "
-                "trainer.max_steps.",
+                f"{self.global_step} of max_steps={self.max_steps}. To go on, {remedy}.",
                 stacklevel=3,
             )
         return self.is_done

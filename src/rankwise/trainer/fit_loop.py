@@ -129,7 +129,7 @@ class FitLoop:
             self._rank_state = None
         if progress.is_within_epoch and not progress.is_validated:
             self._validate_if_due(progress.batches_done - 1, progress.is_epoch_done)
-        if progress.is_epoch_done or (progress.is_within_epoch and self._trainer.is_at_limit):
+        if progress.is_epoch_done or (progress.is_epoch_open and not self._stopping.may_go_on()):
             return iter(())
         return enumerate(self._turns.batches(batches, progress.batches_done), progress.batches_done)
 

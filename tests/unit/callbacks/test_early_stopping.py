@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankwise.callbacks import EarlyStopping
+from rankwise.callbacks import EarlyStopping, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 from tests.unit.callbacks.test_model_checkpoint import Scripted
 from tests.unit.trainer.helpers import loader, trainer
@@ -58,6 +58,53 @@ def test_thresholds(tmp_path: Path) -> None:
 def test_min_epochs(tmp_path: Path) -> None:
     """The trainer's min_epochs come first."""
     assert epochs_with(tmp_path, EarlyStopping("score", patience=0), 1, 2, 3, 4, min_epochs=3) == 3
+
+
+def saved_stop(folder: Path, *scores: float, **options: Any) -> Path:
+    """Train with patience 1, and save with every validation; return the last checkpoint."""
+    saving = ModelCheckpoint(folder, "{step}", save_last=True)
+    callbacks = [EarlyStopping("score", patience=1), saving]
+    train = trainer(folder, callbacks=callbacks, enable_checkpointing=True, max_epochs=9, **options)
+    train.fit(Scripted(*scores), loader(), loader())
+    assert train.should_stop
+    return folder / "last.ckpt"
+
+
+def resumed(path: Path, stopping: EarlyStopping | None, **options: Any) -> list[str]:
+    """Go on from a checkpoint; return the steps that ran."""
+    callbacks = [] if stopping is None else [stopping]
+    model = Scripted(*[1.0] * 4)
+    trainer(path.parent, callbacks=callbacks, max_epochs=4, **options).fit(
+        model, loader(), loader(), ckpt_path=path
+    )
+    return [step for step in model.seen if "train" in step]
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}])
+def test_going_on_after_a_stop(options: dict[str, Any], tmp_path: Path) -> None:
+    """A run that was stopped, and killed before it ended, ends; within an epoch too."""
+    path = saved_stop(tmp_path, 1, 2, 3, **options)
+    with pytest.warns(UserWarning, match="Nothing to train.*EarlyStopping"):
+        assert resumed(path, EarlyStopping("score", patience=1), **options) == []
+
+
+@pytest.mark.parametrize("stopping", [EarlyStopping("score", patience=9), None])
+def test_asked_to_train_on_after_a_stop(stopping: EarlyStopping | None, tmp_path: Path) -> None:
+    """With more patience, or nobody to stop it, a run goes on."""
+    assert len(resumed(saved_stop(tmp_path, 1, 2, 3), stopping)) == 8
+
+
+def test_second_fit_after_a_stop(tmp_path: Path) -> None:
+    """The next fit of the same trainer goes on, and its checkpoints are of a run that does."""
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    callbacks = [EarlyStopping("score", patience=1), saving]
+    train = trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=9)
+    model = Scripted(1, 2, 1, 1, 1)
+    train.fit(model, loader(), loader())
+    train.max_steps = train.global_step + 1
+    train.fit(model, loader(), loader())
+    assert train.global_step == 9
+    assert len(resumed(Path(saving.best_model_path), EarlyStopping("score", patience=1))) == 3
 
 
 def test_missing_metric(tmp_path: Path) -> None:
