@@ -364,6 +364,25 @@ def test_a_sibling_that_goes_another_way_is_an_error(run_script: ScriptRunner) -
     assert "exited with code 0 before it had finished" in result.stderr
 
 
+def test_a_sibling_that_left_between_two_jobs(run_script: ScriptRunner) -> None:
+    """A sibling that ends before the next job, even with 0, fails it at once rather than at init_timeout."""
+    source = """
+        import os, time
+        import rankwise
+        from rankwise.strategies import DDPStrategy
+        strategy = DDPStrategy(accelerator="cpu", devices=2)
+        strategy.launch(lambda s: None)
+        if not strategy.is_global_zero:
+            os._exit(0)
+        time.sleep(1)  # it has left
+        strategy.launch(lambda s: None)
+    """
+    result = run_script(source)
+    assert result.returncode == 1, result
+    assert "global_rank=1" in result.stderr
+    assert "exited with code 0 before the next job began" in result.stderr
+
+
 @pytest.mark.soak
 def test_the_working_directory_of_the_tests_is_not_needed(run_script: ScriptRunner) -> None:
     """An executable script with a `..` in its path is found again."""

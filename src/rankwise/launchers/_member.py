@@ -31,6 +31,7 @@ class Member:
     has_stopped: bool = False
     is_in_loop: bool = False
     jobs_done: int = 0
+    exit_status: int = 0  # of one that has ended
 
     def has_data(self) -> bool:
         """Whether something that the rank has sent is still unread."""

@@ -111,6 +111,9 @@ class Supervisor:
             self._job += 1
             self._has_to_exit = until_exit
             self._settled.clear()
+            for member in self._members:
+                if member.has_ended and not member.has_failed:
+                    self._on_early_end(member, "before the next job began")
             self._check()
 
         self._settled.clear()
@@ -325,16 +328,18 @@ class Supervisor:
         self._selector.unregister(process)
         while member.sock in self._selector.get_map() and member.has_data():
             self._read(member)
-        status = process.wait()
+        member.exit_status = process.wait()
         member.has_ended = True
         is_in_job = self._job > 0 and member.jobs_done < self._job
         is_expected = member.has_failed or member.has_stopped or self._ending.has_begun
-        if (status != 0 or is_in_job) and not is_expected:
-            member.has_failed = True
-            self._on_failure(
-                FailureRecord.of_exit(member.ranks, process.pid, status, member.phase(is_in_job))
-            )
+        if (member.exit_status != 0 or is_in_job) and not is_expected:
+            self._on_early_end(member, member.phase(is_in_job))
         self._check()
+
+    def _on_early_end(self, member: Member, phase: str) -> None:
+        member.has_failed = True
+        pid = 0 if member.process is None else member.process.pid
+        self._on_failure(FailureRecord.of_exit(member.ranks, pid, member.exit_status, phase))
 
     def _on_failure(self, record: FailureRecord) -> None:
         self._failures.add(record)
