@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -47,8 +48,7 @@ class StoreTable:
             case b"get", [key]:
                 return self._values.get(key, b"")
             case b"add", [key, amount]:
-                self._values[key] = b"%d" % (int(self._values.get(key) or b"0") + int(amount))
-                return self._values[key]
+                return self._add(key, amount)
             case b"check", keys:
                 return b"1" if self._has(keys) else b"0"
             case b"compare_set", [key, expected, desired]:
@@ -58,6 +58,14 @@ class StoreTable:
             case b"count", []:
                 return b"%d" % len(self._values)
         raise ValueError(f"not a request of the store: {operation!r} with {len(fields)} fields")
+
+    def _add(self, key: bytes, amount: bytes) -> bytes:
+        try:
+            before = int(self._values.get(key) or b"0")
+        except ValueError:
+            return b""  # the rank that asked raises
+        self._values[key] = b"%d" % (before + int(amount))
+        return self._values[key]
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         current = self._values.get(key)
@@ -100,8 +108,15 @@ class PrivateStore(dist.Store):
         return self._ask("get", key)
 
     def add(self, key: str, value: int) -> int:
-        """Add to a key's number, 0 where it is not set; return the sum."""
-        return int(self._ask("add", key, str(value)))
+        """Add to a key's number, 0 where it is not set; return the sum.
+
+        Raises:
+            ValueError: when the key's value is no number.
+        """
+        total = self._ask("add", key, str(operator.index(value)))
+        if not total:
+            raise ValueError(f"cannot add {value} to {key!r}, whose value is no number")
+        return int(total)
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are set."""

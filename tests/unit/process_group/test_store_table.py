@@ -49,6 +49,17 @@ def test_add() -> None:
     assert store.get("count") == b"-5"
 
 
+def test_what_is_no_number_is_not_added_to() -> None:
+    """The rank that asks gets the error, not the table; the value stays."""
+    store = store_on(StoreTable())
+    store.set("key", "text")
+    with pytest.raises(ValueError, match="cannot add 1 to 'key', whose value is no number"):
+        store.add("key", 1)
+    with pytest.raises(TypeError):
+        store.add("other", 1.5)  # type: ignore[arg-type]  # wrong on purpose
+    assert (store.get("key"), store.check(["other"])) == (b"text", False)
+
+
 def test_check() -> None:
     """All of the keys must be there."""
     store = store_on(StoreTable())
