@@ -92,9 +92,19 @@ class RankChannel:
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """Send one frame; silent when the launching process is gone, which `on_lost` deals with."""
+        data = frame(kind, payload)
+        if len(data) <= _CHUNK or threading.current_thread() is not threading.main_thread():
+            self._send(data)
+            return
+        # This takes a while: a signal handler that raises meanwhile would cut it, and spoil what follows.
+        sending = threading.Thread(target=self._send, args=(data,), name="rankwise-send", daemon=True)
+        sending.start()
+        sending.join()
+
+    def _send(self, data: bytes) -> None:
         try:
             with self._lock:
-                self._sock.sendall(frame(kind, payload))
+                self._sock.sendall(data)
         except OSError:
             return
 

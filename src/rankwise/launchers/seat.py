@@ -146,9 +146,9 @@ class Seat:
         if isinstance(error, StoppedBySignal):
             return  # no failure: every rank stops, at the same step
         if self.channel is not None and not self._has_reported:
-            self._has_reported = True
             record = FailureRecord.of_exception(self.ranks, error) if record is None else record
             self.channel.send(Kind.FAILURE, record.to_json())
+            self._has_reported = True  # not before: what a signal handler raises meanwhile is reported then
 
     def occupy(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
         """Run `entry` as this rank, then `finish` with its value; report how it ended.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from rankwise.launchers._channel import FrameReader, Kind, RankChannel, frame, split_id, with_id
+from rankwise.launchers._records import FailureRecord
+from rankwise.launchers.seat import Seat
+from rankwise.ranks import RankInfo
 
 MESSAGES = [
     (Kind.HELLO, b""),
@@ -55,9 +60,11 @@ class Ends:
         self._reader = FrameReader()
 
     def receive(self) -> tuple[Kind, bytes]:
+        data = b""
         while True:
-            for message in self._reader.feed(self.ours.recv(1 << 16)):
+            for message in self._reader.feed(data):
                 return message
+            data = self.ours.recv(1 << 16)
 
 
 @pytest.fixture
@@ -76,6 +83,54 @@ def test_messages_reach_the_supervisor(ends: Ends) -> None:
     kind, payload = ends.receive()
     assert kind is Kind.FAILURE
     assert json.loads(payload) == {"text": "caf\udce9"}
+
+
+class Interrupted(Exception):
+    """Raised by a signal handler."""
+
+
+@contextmanager
+def interrupted_soon() -> Iterator[None]:
+    """Have a signal handler raise in the main thread while the block runs."""
+
+    def handle(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    main = threading.get_ident()
+    timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_does_not_cut_a_frame(ends: Ends) -> None:
+    """A handler that raises while a big frame is under way leaves it, and the next one, whole."""
+    with pytest.raises(Interrupted), interrupted_soon():
+        ends.channel.send(Kind.STORE_REQUEST, bytes(1 << 20))
+    later = threading.Thread(target=ends.channel.send, args=(Kind.DONE,))
+    later.start()
+    assert ends.receive() == (Kind.STORE_REQUEST, bytes(1 << 20))
+    assert ends.receive() == (Kind.DONE, b"")
+    later.join()
+
+
+def test_a_report_that_was_interrupted_is_none(ends: Ends) -> None:
+    """What a signal handler raises while a failure is being reported is reported too; then nothing is."""
+    seat = Seat(RankInfo(0, 0, 0, 1, 1, 1), channel=ends.channel)
+    with pytest.raises(Interrupted), interrupted_soon():
+        seat.report_failure(ValueError("x" * (1 << 20)))
+    report = threading.Thread(target=seat.report_failure, args=(ValueError("second"),))
+    report.start()
+    texts = [FailureRecord.from_json(ends.receive()[1]).exception_message[:6] for _ in range(2)]
+    report.join()
+    assert texts == ["x" * 6, "second"]
+    seat.report_failure(ValueError("third"))
+    ends.channel.send(Kind.DONE)
+    assert ends.receive() == (Kind.DONE, b"")
 
 
 def test_a_question_is_answered(ends: Ends) -> None:
