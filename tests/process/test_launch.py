@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -506,3 +510,28 @@ def test_output_of_ranks_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
     ddp("fork").launch(lambda strategy: print(f"rank {strategy.global_rank} was here"))
     out = capfd.readouterr().out
     assert sorted(out.split("\n"))[-2:] == ["rank 0 was here", "rank 1 was here"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, and pidfds")
+def test_a_start_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rank 1 was started but cannot be watched, it and rank 0 are gone, with every descriptor."""
+    strategy = ddp("fork")
+    strategy.launch(_nothing)
+    genuine, calls, folder = os.pidfd_open, itertools.count(), Path("/proc/self/fd")
+
+    def refuse_the_second(pid: int) -> int:
+        if next(calls) == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return genuine(pid)
+
+    before = set(folder.iterdir())
+    monkeypatch.setattr(os, "pidfd_open", refuse_the_second)
+    with pytest.raises(OSError, match="Too many open files"):
+        strategy.launch(_nothing)
+    gc.collect()
+    assert set(folder.iterdir()) <= before
+    assert multiprocessing.active_children() == []
+
+
+def _nothing(strategy: Strategy) -> None:
+    pass

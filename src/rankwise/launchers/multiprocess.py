@@ -163,19 +163,37 @@ class MultiprocessLauncher(Launcher):
         if self._start_method == "forkserver":
             context.set_forkserver_preload([PRELOAD])
         for ranks in self._seats:
-            lifeline = Lifeline()
-            numbers = (values[ranks.global_rank], pulses[ranks.global_rank], lifeline.worker_end)
-            pulse = PulseReader(pulses[ranks.global_rank])
-            ours, theirs = socket.socketpair()
-            _at_fork.close_in_child(ours)
-            process = context.Process(
-                target=_work,
-                args=(job, ranks, theirs, *map(Descriptor, numbers)),
-                name=f"rankwise-{ranks.global_rank}",
-            )
-            process.start()
-            theirs.close()
-            supervisor.add(ranks, ours, MultiprocessingProcess(process, lifeline), pulse)
+            with ExitStack() as undo:
+                lifeline = Lifeline()
+                undo.callback(lifeline.close)
+                numbers = (values[ranks.global_rank], pulses[ranks.global_rank], lifeline.worker_end)
+                pulse = PulseReader(pulses[ranks.global_rank])
+                ours, theirs = socket.socketpair()
+                undo.callback(_close, ours)
+                _at_fork.close_in_child(ours)
+                process = context.Process(
+                    target=_work,
+                    args=(job, ranks, theirs, *map(Descriptor, numbers)),
+                    name=f"rankwise-{ranks.global_rank}",
+                )
+                undo.callback(_end, process)
+                with theirs:
+                    process.start()
+                supervisor.add(ranks, ours, MultiprocessingProcess(process, lifeline), pulse)
+                undo.pop_all()  # from here on the supervisor's
+
+
+def _close(sock: socket.socket) -> None:
+    _at_fork.forget(sock)
+    sock.close()
+
+
+def _end(process: multiprocessing.process.BaseProcess) -> None:
+    """End a process that nobody supervises yet, if it was started."""
+    if process.pid is not None:
+        process.kill()
+        process.join()
+        process.close()
 
 
 @contextmanager
