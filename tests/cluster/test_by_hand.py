@@ -18,7 +18,9 @@ TIMEOUT_S = 8
 SCRIPT = f"""
 import os, sys, time
 import torch
+from torch.utils.data import DataLoader
 from rankwise.strategies import DDPStrategy
+from tests.process.training_tasks import Regression, dataset, quiet_trainer
 
 def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n")  # a line in one piece: two ranks share this stdout
@@ -42,12 +44,26 @@ def work(strategy, what):
             say("stepping")
     return total
 
+class Stepping(Regression):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 5:
+            say("stepping")
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+def fit(strategy):
+    trainer = quiet_trainer(strategy, "auto", num_nodes="auto", max_epochs=1)
+    trainer.fit(Stepping(), DataLoader(dataset(100_000), batch_size=1))
+
 if __name__ == "__main__":
     method, what = sys.argv[1:]
     options = dict(accelerator="cpu", devices=2, num_nodes=2, timeout={TIMEOUT_S})
     strategy = DDPStrategy(start_method=method, **options)
     try:
-        say(strategy.launch(work, what), strategy.launch(work, "end"))
+        if what == "fit":
+            fit(strategy)
+        else:
+            say(strategy.launch(work, what), strategy.launch(work, "end"))
     finally:
         say("left at", time.monotonic())  # the interpreter takes its own time to leave
 """
@@ -107,9 +123,15 @@ def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptR
         assert ") was last in running, " in result.stderr, results
 
 
-def test_a_cut_cable_ends_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:
-    """Both end within the time-out and 5 s, and each names the ranks that it does not reach any more."""
-    running = start(hosts, run_script, "fork", "train", more=WITHOUT_COVERAGE)
+@pytest.mark.parametrize(("method", "what"), [("fork", "train"), ("popen", "fit")])
+def test_a_cut_cable_ends_both_nodes(
+    method: str, what: str, hosts: TwoHosts, run_script: ScriptRunner
+) -> None:
+    """Both end within the time-out and 5 s, and each names the ranks that it does not reach any more.
+
+    In a launched function as in a fit, with its threads and under the strategy's default start method.
+    """
+    running = start(hosts, run_script, method, what, more=WITHOUT_COVERAGE)
     try:
         for each in running:
             each.wait_for("stepping", count=2, timeout=100)
