@@ -43,6 +43,13 @@ class Slow(Regression):
             time.sleep(60)
         return super().training_step(batch, batch_idx)
 
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        if batch_idx == 3 and self.trainer.num_val_batches[0] > 1000:
+            print("validating", flush=True)
+        time.sleep(self.pause_s)
+        super().validation_step(batch, batch_idx)
+
 
 class Notes(Callback):
     """Each rank writes down its process id, that it trains, and with what it ends."""
@@ -75,7 +82,7 @@ class Notes(Callback):
 
 
 def train(strategy: str, folder: str, options: str = "") -> None:
-    """Train for very long; `options`: accumulate, validate, workers, should_stop."""
+    """Train for very long; `options`: accumulate, validate, validate long, workers, should_stop."""
     arguments: dict[str, Any] = {}
     if options == "accumulate":
         arguments["accumulate_grad_batches"] = 3
@@ -83,7 +90,8 @@ def train(strategy: str, folder: str, options: str = "") -> None:
     trainer = trainer_of(strategy, folder, notes, **arguments, val_check_interval=5)
     workers = 2 if options == "workers" else 0
     loader: DataLoader[Any] = DataLoader(dataset(100_000), batch_size=4, num_workers=workers)
-    validation = DataLoader(dataset(33), batch_size=4) if options == "validate" else None
+    samples = {"validate": 33, "validate long": 80_003}.get(options)
+    validation = None if samples is None else DataLoader(dataset(samples), batch_size=4)
     module = Slow()
     trainer.fit(module, loader, validation)
     print("fit has returned", flush=True)

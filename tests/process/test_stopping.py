@@ -30,9 +30,9 @@ SCRIPT = """
 
 
 def start(run_script: ScriptRunner, strategy: str, folder: Path, *more: str) -> RunningScript:
-    """Begin to train on two ranks; return when both have made a few steps."""
+    """Begin to train on two ranks; return when both have made a few steps, or are in a long validation."""
     running = run_script.start(SCRIPT, strategy, str(folder), *more, env=with_tests())
-    running.wait_for("training", count=2, timeout=60)
+    running.wait_for("validating" if "validate long" in more else "training", count=2, timeout=60)
     return running
 
 
@@ -53,7 +53,7 @@ def check(running: RunningScript, folder: Path) -> None:
     ("strategy", "who", "options"),
     [
         ("ddp", "rank", "accumulate"),
-        ("ddp_fork", "main", "validate"),
+        ("ddp_fork", "main", "validate long"),
         ("ddp_fork", "group", "workers"),
         pytest.param("ddp", "group", "workers", marks=pytest.mark.soak),
         pytest.param("ddp_spawn", "main", "accumulate", marks=pytest.mark.soak),

@@ -21,6 +21,8 @@ from rankwise.ranks import RankInfo
 
 __all__ = ["StopAgreement", "wait_long"]
 
+# How many parts a step has at most.
+_PARTS = 1 << 24
 # The answer of a rank whose loop has come to its end by itself: then all go there, and nobody stops before.
 _LEFT = 1 << 60
 # torch's clients hand a timeout to poll(2), in an int of milliseconds: 24 days is all that fits.
@@ -31,6 +33,9 @@ _CLOSE_S = 1.0
 @final
 class StopAgreement:
     """One rank's part in stopping together. `begin_step` is the boundary; there it reads a flag.
+
+    A step may have parts, of which ranks may have different numbers: `begin_part` is a boundary as well, and
+    so is `end_parts`, after a rank's last one; from there on the whole step counts as begun.
 
     Args:
         ranks: who this process is.
@@ -56,7 +61,7 @@ class StopAgreement:
         self._open_listener = open_listener
         self._timeout = timeout
         self._is_alone = ranks.world_size == 1
-        self._begun = 0
+        self._begun = 0  # a multiple of _PARTS for each step, and one more for each of its parts
         self._wanted: str | None = None
         self._is_pending = False  # somebody, here or elsewhere, wants to stop
         self._limit = _LEFT  # the decision
@@ -79,21 +84,20 @@ class StopAgreement:
         self._is_pending = True
 
     def begin_step(self) -> bool:
-        """Return whether the next step may begin; False on all ranks after the same step.
+        """Return whether the next step may begin; False on all ranks after the same step, or part of it.
 
         Raises:
             StopAgreementError: when a rank did not answer in time.
         """
-        # A rank that knows of a request answers with the step before: what all ask for at once, all do then.
-        if self._is_pending and self._begun + 1 > self._decided_limit():
-            return False
-        # First the number, then the flag; the thread does it the other way round. So either it answers with
-        # this step, or this step waits for the decision.
-        self._begun += 1
-        if self._is_pending and self._begun > self._decided_limit():
-            self._begun -= 1
-            return False
-        return True
+        return self._begin((self._begun // _PARTS + 1) * _PARTS)
+
+    def begin_part(self) -> bool:
+        """As `begin_step`, for the next part of the step."""
+        return self._begin(self._begun + 1)
+
+    def end_parts(self) -> bool:
+        """As `begin_step`, for what comes after the step's last part."""
+        return self._begin(self._begun // _PARTS * _PARTS + _PARTS - 1)
 
     def leave(self) -> bool:
         """Take part no more, as the loop has come to its end; return whether all ranks have stopped there.
@@ -128,6 +132,18 @@ class StopAgreement:
         self._thread.join(_CLOSE_S)  # longer only where it waits for ranks that will not answer
 
     # ------------------------------------------------------------------ the main thread
+
+    def _begin(self, number: int) -> bool:
+        # A rank that knows of a request answers with the step before: what all ask for at once, all do then.
+        if self._is_pending and number > self._decided_limit():
+            return False
+        # First the number, then the flag; the thread does it the other way round. So either it answers with
+        # this step, or this step waits for the decision.
+        before, self._begun = self._begun, number
+        if self._is_pending and number > self._decided_limit():
+            self._begun = before
+            return False
+        return True
 
     def _decided_limit(self) -> int:
         """Return the step after which all stop; wait until that is known."""

@@ -17,6 +17,7 @@ from rankwise.trainer.results import Results
 
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.stopping import Stopping
     from rankwise.trainer.trainer import Trainer
 
 __all__ = ["EvaluationLoop", "evaluating"]
@@ -58,17 +59,22 @@ class EvaluationLoop:
         self._name = _NAMES[stage]
         self._results = Results(is_evaluation=True)
 
-    def run(self) -> list[dict[str, float]]:
+    def run(self, stopping: Stopping | None = None) -> list[dict[str, float]]:
         """Evaluate; return the metrics of each loader, the same on every rank.
 
         Collective: every rank must call this.
+
+        Args:
+            stopping: of the fit that this is a validation of, if it is.
+
+        Raises:
+            EvaluationLeft: on every rank, when a signal has made the fit stop here.
         """
         self._results = Results(is_evaluation=True)
         with self._trainer.in_phase(self._stage, self._results), evaluating(self._module):
             self._hook("start")
             self._hook("epoch_start")
-            for dataloader_idx, share in enumerate(self._shares):
-                self._run_loader(dataloader_idx, share)
+            self._run_loaders(stopping)
             self._results.suffix = ""
             self._hook("epoch_end")
             values = self._results.epoch_values(self._trainer.strategy)
@@ -79,11 +85,21 @@ class EvaluationLoop:
         metrics = {value.base_name: value.value.item() for value in values}
         return [self._metrics_of(dataloader_idx, metrics) for dataloader_idx in range(len(self._shares))]
 
-    def _run_loader(self, dataloader_idx: int, share: LoaderShare) -> None:
+    def _run_loaders(self, stopping: Stopping | None) -> None:
+        if stopping is not None:
+            stopping.begin_evaluation()
+        for dataloader_idx, share in enumerate(self._shares):
+            self._run_loader(dataloader_idx, share, stopping)
+        if stopping is not None:
+            stopping.end_evaluation_batches()
+
+    def _run_loader(self, dataloader_idx: int, share: LoaderShare, stopping: Stopping | None) -> None:
         index = (dataloader_idx,) if len(self._shares) > 1 else ()
         self._results.suffix = self._suffix(dataloader_idx)
         share.set_epoch(self._trainer.current_epoch)
         for batch_idx, (batch, _) in enumerate(share):
+            if stopping is not None:
+                stopping.begin_evaluation_batch()
             self._run_batch(batch, (batch_idx, *index))
 
     def _run_batch(self, batch: Any, indices: tuple[int, ...]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from typing_extensions import final
 
+from rankwise.data.random_state import get_random_state, set_random_state
 from rankwise.process_group.pulse import beat
 from rankwise.trainer.gradient_order import record_gradient_order
 from rankwise.trainer.hooks import call_hook
@@ -17,7 +18,7 @@ from rankwise.trainer.optimization import AutomaticOptimization
 from rankwise.trainer.optimizers import step_schedulers
 from rankwise.trainer.rank_state import RankState, seed_rank
 from rankwise.trainer.results import Results
-from rankwise.trainer.stopping import Stopping
+from rankwise.trainer.stopping import EvaluationLeft, Stopping
 from rankwise.trainer.turns import Turns
 
 if TYPE_CHECKING:
@@ -186,7 +187,16 @@ class FitLoop:
         is_due = is_last if math.isinf(interval) else (batch_idx + 1) // interval > before // interval
         if is_due:
             self._strategy.share_buffers(self._wrapped)  # what is measured is what rank 0 saves
-            self._validation.run()
+            self._validate(self._validation)
+
+    def _validate(self, validation: EvaluationLoop) -> None:
+        device = self._strategy.root_device
+        before = get_random_state(device)
+        try:
+            validation.run(self._stopping)
+        except EvaluationLeft:
+            set_random_state(before, device)  # who goes on from the checkpoint begins it again
+            self._stopping.stop()
 
     def _validation_interval(self) -> float:
         """Return after how many batches to validate; `inf` stands for the end of the epoch."""

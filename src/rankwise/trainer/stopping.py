@@ -15,14 +15,19 @@ from rankwise.trainer.checkpoints import stop_checkpoint_path
 if TYPE_CHECKING:
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["Stopping"]
+__all__ = ["EvaluationLeft", "Stopping"]
 
 _SIGNAL = "signal:"
 
 
 @final
+class EvaluationLeft(Exception):
+    """Raised out of a validation within a fit, on all ranks, when a signal makes them stop there."""
+
+
+@final
 class Stopping:
-    """The boundary between two optimizer steps, and the signals that are heard there.
+    """The boundaries between optimizer steps and between a validation's batches, and the signals heard there.
 
     SIGTERM, and under Slurm its requeue signal, makes all ranks save a checkpoint, leave, and exit with 143,
     whichever ranks it reached; one that comes later than an echo of the first ends this process at once.
@@ -71,8 +76,28 @@ class Stopping:
             self._agreement.ask("should_stop")
         if self._agreement.begin_step():
             return True
-        self._stop()
+        self.stop()
         return False
+
+    def begin_evaluation(self) -> None:
+        """A validation within the fit begins.
+
+        Raises:
+            EvaluationLeft: on all ranks, here or after the same batch; `stop` is then to be called.
+        """
+        self._leave_unless(self._agreement.begin_step())
+
+    def begin_evaluation_batch(self) -> None:
+        """Its next batch begins. Raises: as `begin_evaluation`."""
+        self._leave_unless(self._agreement.begin_part())
+
+    def end_evaluation_batches(self) -> None:
+        """This rank has no more; others may have. Raises: as `begin_evaluation`."""
+        self._leave_unless(self._agreement.end_parts())
+
+    def _leave_unless(self, may_go_on: bool) -> None:
+        if not may_go_on and self._is_for_signal:  # `should_stop` lets a validation come to its end
+            raise EvaluationLeft
 
     def finish(self) -> None:
         """Training has come to its end.
@@ -81,16 +106,20 @@ class Stopping:
             StoppedBySignal: as `may_go_on`, for a signal that all have heard of by now.
         """
         if self._agreement.leave():
-            self._stop()
+            self.stop()
 
-    def _stop(self) -> None:
-        reason = self._agreement.reason or ""
-        if not reason.startswith(_SIGNAL):
+    def stop(self) -> None:
+        """Stop, as all ranks do here: save, for a signal.
+
+        Raises:
+            StoppedBySignal: for a signal.
+        """
+        if not self._is_for_signal:
             self._trainer.should_stop = True
             return
         if not self._trainer.fast_dev_run:
             self._trainer.save_checkpoint(stop_checkpoint_path(self._trainer))
-        number = int(reason.removeprefix(_SIGNAL))
+        number = int(self._reason.removeprefix(_SIGNAL))
         environment = self._trainer.strategy.environment
         if number == environment.requeue_signal and self._trainer.is_global_zero:
             # The scheduler ends the job as it takes it back: what a thread still writes must be there.
@@ -98,6 +127,14 @@ class Stopping:
             environment.requeue()
         self._caught = None
         raise StoppedBySignal(signal.SIGTERM)  # one exit code, whatever asked
+
+    @property
+    def _reason(self) -> str:
+        return self._agreement.reason or ""
+
+    @property
+    def _is_for_signal(self) -> bool:
+        return self._reason.startswith(_SIGNAL)
 
     # ------------------------------------------------------------------ signals
 

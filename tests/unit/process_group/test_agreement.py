@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -103,6 +104,51 @@ def test_a_request_near_the_end_is_for_all_or_for_none() -> None:
         ends, members = together(3, 30, act)
         assert len(set(ends)) == 1, ends
         assert len({each.reason for each in members}) == 1
+
+
+def _train_in_parts(agreement: StopAgreement, rank: int, chance: random.Random, asks_at: int) -> list[int]:
+    """Take steps with parts, fewer on some ranks, until all stop; return what was begun, step by step."""
+    begun, count = [0], 0
+
+    def may(is_allowed: bool) -> bool:
+        nonlocal count
+        count += is_allowed
+        if count == asks_at:
+            agreement.ask(f"signal {rank}")
+        return is_allowed
+
+    while True:
+        if not may(agreement.begin_step()):
+            return begun
+        begun.append(0)
+        for _ in range(chance.randrange(4)):
+            if not may(agreement.begin_part()):
+                return begun
+            begun[-1] += 1
+            time.sleep(chance.random() / 500)
+        if not may(agreement.end_parts()):
+            return begun
+        begun[-1] = -1  # all of them
+
+
+def test_steps_in_parts() -> None:
+    """Ranks have different numbers of parts; all stop in the same step, in the middle of it or at its end."""
+    for repetition in range(40):
+        store = dist.HashStore()
+        members = [member(rank, 3, store) for rank in range(3)]
+        ends: list[list[int]] = [[]] * 3
+
+        def run(rank: int, number: int = repetition, each: Any = members, into: Any = ends) -> None:
+            asks_at = 10 + number if rank == number % 3 else -1
+            into[rank] = _train_in_parts(each[rank], rank, random.Random(number * 3 + rank), asks_at)
+            each[rank].close()
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len({(len(begun), begun[-1] == -1) for begun in ends}) == 1, ends
 
 
 def test_the_first_reason_is_everybodys() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,13 @@ class EndAt(Callback):
 
 
 def run(
-    folder: Path, loader: Any, seed: int, end_at: float = math.inf, every: int | None = 1, **options: Any
+    folder: Path,
+    loader: Any,
+    seed: int,
+    end_at: float = math.inf,
+    every: int | None = 1,
+    net: Net | None = None,
+    **options: Any,
 ) -> tuple[Trainer, Net]:
     """Train for three epochs, from the last checkpoint on if there is one."""
     seed_everything(seed)
@@ -100,7 +108,7 @@ def run(
     callbacks = [EarlyStopping("val_loss", patience=99), EndAt(end_at), saving]
     options = {"val_check_interval": 2, "max_epochs": 3, **options}
     train = trainer(folder, enable_checkpointing=True, callbacks=callbacks, **options)
-    net = Net()
+    net = Net() if net is None else net
     train.fit(net, loader, DataLoader(Noisy(), batch_size=8), ckpt_path="last")
     return train, net
 
@@ -217,3 +225,34 @@ def test_length_that_is_wrong(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigurationError, match="has a length of 7 batches, but it ended after 5"):
         run(tmp_path, DataLoader(Noisy(), batch_sampler=TooLong()), 7)
+
+
+class Signalled(Net):
+    """Draws random numbers in its validation, and gets a SIGTERM in the third batch of one."""
+
+    validations = 0
+    left_at = -1
+    batches = 0
+
+    def on_validation_start(self) -> None:
+        self.validations += 1
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.rand(1)
+        self.batches += 1
+        if self.validations == self.left_at and batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("left_at", [1, 4])
+def test_a_validation_that_a_signal_cuts_is_begun_again(left_at: int, tmp_path: Path) -> None:
+    """It is left at its next batch; who goes on repeats it whole, and ends like the undisturbed run."""
+    whole = everything(*run(tmp_path / "whole", loader(), 7, net=Signalled()))
+    net = Signalled()
+    net.left_at = left_at
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path / "parts", loader(), 7, net=net)
+    assert caught.value.code == 143
+    assert net.batches == (left_at - 1) * math.ceil(SAMPLES / 8) + 3
+    assert everything(*run(tmp_path / "parts", loader(), 8, net=Signalled())) == whole
