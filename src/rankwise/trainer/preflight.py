@@ -97,13 +97,13 @@ def facts_of_loaders(phase: str, loaders: list[Any], is_dealt_out: bool) -> dict
 
 
 def agreed_order_seeds(trainer: Trainer, loaders: list[Any]) -> list[int]:
-    """Return for each loader what its order depends on: rank 0's generator, where there is one, or the seed.
+    """Return for each loader what its order depends on: its generator's seed, the first rank's; or the run's.
 
     Collective: every rank must call this, after the loaders' facts were compared.
     """
     own = [order_seed(loader) if trainer.use_distributed_sampler else None for loader in loaders]
     if any(seed is not None for seed in own):
-        own = trainer.strategy.broadcast(own)
+        own = trainer.strategy.all_gather_object(own)[0]  # of those that share out the data
     return [trainer.seed if seed is None else seed for seed in own]
 
 
