@@ -54,6 +54,7 @@ USERS = {
         "items",
         "loader",
         "loss",
+        "loss_of",
         "make_state",
         "model",
         "module",
