@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
+import os
+import signal
+import socket
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from rankwise.errors import LaunchRefusedError
+from rankwise.errors import LaunchRefusedError, ProcessGroupError
+from rankwise.launchers.script import ScriptLauncher, script_place
+from rankwise.launchers.seat import MeetingPoint
+from rankwise.ranks import RankInfo
 from rankwise.strategies import DDPStrategy
+from rankwise.strategies._nodes import local_seats
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.process.helpers import ddp, module_runner
 
@@ -227,6 +238,57 @@ def test_later_launches_use_the_same_processes(kinds: tuple[str, ...], run_scrip
     assert sorted(line for line in lines if line.startswith("end")) == ["end 0", "end 1"]
 
 
+@pytest.fixture
+def sleeping() -> DDPStrategy:
+    """Return a strategy whose other rank never says a word."""
+    return ddp("popen", command=["sleep", "60"], grace_period_s=0.1)
+
+
+def test_a_start_that_fails_leaves_nothing(sleeping: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was started but cannot be watched is ended; a failed start keeps no descriptor."""
+
+    def no_descriptor(pid: int) -> int:
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", no_descriptor)
+        with pytest.raises(OSError, match="no descriptor is left"):
+            sleeping.launch(never)
+    assert script_place() is None
+    gc.collect()
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(FileNotFoundError):
+        ddp("popen", command=["/no/such/command"]).launch(never)
+    gc.collect()
+    assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_a_meeting_that_fails_is_forgotten() -> None:
+    """Where the nodes' address is taken, the next launch tries again, and names the same cause."""
+    seats = local_seats(RankInfo(0, 0, 0, 2, 1, 2))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        meeting = MeetingPoint(("127.0.0.1", taken.getsockname()[1]), hosts=True)
+        launcher = ScriptLauncher(
+            seats, grace_period_s=1, init_timeout=timedelta(seconds=5), command=["false"], meeting=meeting
+        )
+        for _ in range(2):
+            with pytest.raises(ProcessGroupError, match="in use"):
+                launcher.launch(never, {}, "tcp")
+            assert script_place() is None
+
+
+def test_ctrl_c_before_rank_zero_begins(sleeping: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt after the job began, and before rank 0 could report anything, ends it all the same."""
+
+    def interrupt(*args: object, **options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(signal, "set_wakeup_fd", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sleeping.launch(never)
+    assert script_place() is None
+
+
 VALUES = """
 import sys
 import torch
@@ -318,6 +380,33 @@ def test_a_failure_after_the_last_job_is_one(
     assert result.returncode == expected, result
     assert text in result.stderr
     assert result.stderr.count("Traceback (most recent call last)") == ("raise" in code)
+
+
+def test_ctrl_c_at_the_end_of_the_script_is_told(run_script: ScriptRunner) -> None:
+    """A main script that waits at its end for a sibling, and is interrupted, ends at once and with 130."""
+    code = "import atexit; atexit.register(print, 'ends', flush=True); time.sleep(60 * strategy.global_rank)"
+    running = run_script.start(AFTER.format(code=code))
+    running.wait_for("ends")
+    time.sleep(0.2)
+    running.send_signal_to_group(signal.SIGINT)
+    result = running.finish(timeout=10)
+    assert result.returncode == 130, result
+    assert "KeyboardInterrupt" in result.stderr
+
+
+def test_what_the_script_forks_between_jobs_is_its_own(run_script: ScriptRunner) -> None:
+    """A process that the main script forks after a job may outlive it; a job's own leave with it."""
+    code = """if strategy.global_rank == 0 and os.fork() == 0:
+        main = os.getppid()
+        while os.getppid() == main:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        open("outlived", "w").close()
+        os._exit(0)
+    """
+    result = run_script(AFTER.format(code=code))
+    assert result.returncode == 0, result
+    assert (run_script.folder / "outlived").exists()
 
 
 def test_a_script_without_a_launch_starts_nothing(run_script: ScriptRunner) -> None:

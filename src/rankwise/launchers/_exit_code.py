@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -22,8 +23,10 @@ _FAILURE = 1
 _HOSTS = ("_pytest", "IPython", "ipykernel", "code", "bdb", "doctest", "unittest")
 
 
-def exit_code_of(error: WorkerError) -> int:
-    """Return what a shell says of the worker that failed; never 0."""
+def exit_code_of(error: BaseException) -> int:
+    """Return what a shell says of the worker that failed, or of what else ended the script; never 0."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
     if isinstance(error, WorkerKilledError):
         return 128 + error.signal_number
     if isinstance(error, WorkerExitedError):

@@ -40,6 +40,11 @@ class Member:
         except OSError:
             return False
 
+    def has_left(self, job: int) -> bool:
+        """Whether the rank is at work no more: its process has ended, or its job in the main process."""
+        is_idle = self.process is None and (self.has_failed or self.jobs_done >= job)
+        return self.has_ended or is_idle
+
     def whereabouts(self) -> str:
         """Return what the rank was last doing, and since when, in a line."""
         name = f"global_rank={self.ranks.global_rank}"

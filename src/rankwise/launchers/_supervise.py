@@ -275,6 +275,9 @@ class Supervisor:
         if not data:
             if member.sock in self._selector.get_map():
                 self._selector.unregister(member.sock)
+                if member.process is None:  # rank 0, in the main process, has given up
+                    member.has_ended = True
+                    self._stop_all()
             return
         for kind, payload in member.reader.feed(data):
             self._receive(member, kind, payload)
@@ -366,7 +369,7 @@ class Supervisor:
         if self._settled.is_set():
             return
         if self._ending.has_begun:
-            if all(self._has_left(member) for member in self._members):
+            if all(member.has_left(self._job) for member in self._members):
                 self._settle()
         elif self._is_done() and (not self._has_to_exit or self.all_ended()):
             self._settle()
@@ -374,9 +377,6 @@ class Supervisor:
     def _is_done(self) -> bool:
         """Whether the work is done; how long a process may then take to leave, `EndWatch` knows."""
         return self._job > 0 and all(member.jobs_done >= self._job for member in self._members)
-
-    def _has_left(self, member: Member) -> bool:
-        return member.has_ended if member.process else member.has_failed or member.jobs_done >= self._job
 
     def _settle(self) -> None:
         self._timers.clear()

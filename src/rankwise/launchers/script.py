@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import final
 
@@ -91,28 +91,43 @@ class ScriptLauncher(Launcher):
         """
         mine = inherited_seat()
         if mine is not None:
-            _check_same(mine.ranks.local_world_size, len(self._seats))
+            self._check_fits(mine.ranks, mine.address, rendezvous)
             return _run_in_worker(mine, entry, self._watch_options[-1])
-        return self._group(rendezvous).run(entry)
+        group = self._new_group(rendezvous) if _group is None else _group
+        self._check_fits(group.seats[0], group.address, rendezvous)
+        return group.run(entry)
 
     def close(self) -> None:
         """The re-run scripts go on to the next job, and end with this process."""
 
-    def _group(self, rendezvous: str) -> _ScriptGroup:
+    def _new_group(self, rendezvous: str) -> _ScriptGroup:
         global _group
-        if _group is None:
-            command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
-            _group = _ScriptGroup(self._seats, Supervisor(*self._watch_options))
-            _group.meet(self._meeting, rendezvous, self._init_timeout)
-            _group.start(command, directory)
-        _check_same(len(_group.seats), len(self._seats))
-        if rendezvous == "tcp" and _group.address is None:
+        command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
+        group = _ScriptGroup(self._seats, Supervisor(*self._watch_options))
+        try:
+            group.meet(self._meeting, rendezvous, self._init_timeout)
+            group.start(command, directory)
+            _group = group
+        except BaseException:
+            group.end()
+            raise
+        return group
+
+    def _check_fits(self, existing: RankInfo, address: tuple[str, int] | None, rendezvous: str) -> None:
+        """Refuse what the processes of this script cannot do; each of them comes to the same answer."""
+        if existing.local_world_size != len(self._seats):
+            raise LaunchRefusedError(
+                message=f"This script already runs as {existing.local_world_size} processes; "
+                f"it cannot go on as {len(self._seats)}.",
+                remedy=f"use devices={existing.local_world_size} for every strategy of the script; "
+                'strategy="single_device" runs in each of its processes by itself.',
+            )
+        if rendezvous == "tcp" and address is None:
             raise LaunchRefusedError(
                 message="rendezvous='tcp' was asked for, but this script's processes meet privately.",
                 facts="init_process_group=False and NCCL need one too.",
                 remedy='pass rendezvous="tcp" to the first strategy of the script.',
             )
-        return _group
 
 
 def can_rerun() -> bool:
@@ -138,15 +153,6 @@ def script_place() -> RankInfo | None:
     if mine is not None:
         return mine.ranks
     return None if _group is None else _group.seats[0]
-
-
-def _check_same(existing: int, asked: int) -> None:
-    if existing != asked:
-        raise LaunchRefusedError(
-            message=f"This script already runs as {existing} processes; it cannot go on as {asked}.",
-            remedy=f"use devices={existing} for every strategy of the script; "
-            'strategy="single_device" runs in each of its processes by itself.',
-        )
 
 
 # ---------------------------------------------------------------------------------------- the main process
@@ -182,21 +188,16 @@ class _ScriptGroup:
 
     def start(self, command: list[str], directory: str) -> None:
         """Start the other ranks, and watch them from here on until this process ends."""
-        _at_fork.tie_children_to_this_process()
-        try:
-            with interrupts_blocked():
-                for ranks in self.seats[1:]:
-                    self._start_one(ranks, command, directory)
-        except BaseException:
-            self._end()
-            raise
+        with interrupts_blocked():
+            for ranks in self.seats[1:]:
+                self._start_one(ranks, command, directory)
         self._supervisor.start()
         atexit.register(self._finish_script)
 
     def run(self, entry: Entry) -> dict[int, Any]:
         """Run one job; return every local rank's value."""
         if error := self._supervisor.error():
-            self._end()
+            self.end()
             raise error
         self._jobs += 1
         ranks = self.seats[0]
@@ -209,10 +210,10 @@ class _ScriptGroup:
             job=self._jobs,
             on_stop=self._drop_store,
         )
-        self._supervisor.begin_job(until_exit=False)
         self._is_in_job = True
         try:
-            with self._supervisor.hearing_signals(), pulse_written_to(self._pulses[ranks.global_rank]):
+            self._supervisor.begin_job(until_exit=False)
+            with self._in_job(ranks):
                 value = seat.occupy(entry, finish=lambda _: self._channel.send(Kind.DONE))
                 self._supervisor.wait_job()
             values = {ranks.global_rank: value, **self._other_values()}
@@ -230,23 +231,36 @@ class _ScriptGroup:
         self._supervisor.release()
         return values
 
+    @contextmanager
+    def _in_job(self, ranks: RankInfo) -> Iterator[None]:
+        """Be rank 0 in the block: hear signals, tell how far it is, and take along what it forks."""
+        pulse = self._pulses[ranks.global_rank]
+        with self._supervisor.hearing_signals(), pulse_written_to(pulse), _at_fork.children_tied():
+            yield
+
     def _start_one(self, ranks: RankInfo, command: list[str], directory: str) -> None:
-        ours, theirs = socket.socketpair()
         values = self._values[ranks.global_rank] = create_memory_file()
         pulse = self._new_pulse(ranks)
-        descriptors = (theirs.fileno(), values, self._pulses[ranks.global_rank])
-        named = dict(zip(("channel", "value_descriptor", "pulse_descriptor"), descriptors, strict=True))
-        seat = describe_seat(ranks, self.address, self._run_id, **named)
-        variables = torchrun_variables(ranks, self.address, self._run_id)
-        lifeline = Lifeline()
-        popen = subprocess.Popen(
-            command,
-            cwd=directory,
-            env={**os.environ, **variables, SEAT_VARIABLE: seat},
-            pass_fds=(*descriptors, lifeline.worker_end),
-        )
+        with ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            undo.callback(theirs.close)
+            descriptors = (theirs.fileno(), values, self._pulses[ranks.global_rank])
+            named = dict(zip(("channel", "value_descriptor", "pulse_descriptor"), descriptors, strict=True))
+            variables = torchrun_variables(ranks, self.address, self._run_id)
+            seat = describe_seat(ranks, self.address, self._run_id, **named)
+            lifeline = Lifeline()
+            undo.callback(lifeline.close)
+            popen = subprocess.Popen(
+                command,
+                cwd=directory,
+                env={**os.environ, **variables, SEAT_VARIABLE: seat},
+                pass_fds=(*descriptors, lifeline.worker_end),
+            )
+            undo.callback(_kill, popen)
+            self._supervisor.add(ranks, ours, PopenProcess(popen, lifeline), pulse)
+            undo.pop_all()
         theirs.close()
-        self._supervisor.add(ranks, ours, PopenProcess(popen, lifeline), pulse)
 
     def _new_pulse(self, ranks: RankInfo) -> PulseReader:
         descriptor = self._pulses[ranks.global_rank] = create_memory_file()
@@ -263,17 +277,21 @@ class _ScriptGroup:
 
     def _first_failure(self, error: BaseException) -> BaseException:
         """Return what to raise for a job that failed here or elsewhere, with every other process gone."""
-        self._end()
+        self.end()
         if self._supervisor.was_interrupted or isinstance(error, KeyboardInterrupt):
             return KeyboardInterrupt()
         if self._supervisor.ended_by is not None:
             return SystemExit(128 + self._supervisor.ended_by)
         return self._supervisor.error() or error
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the other processes, and let go of everything."""
         global _group
         _group = None
         atexit.unregister(self._finish_script)
+        with suppress(OSError):  # the other side was first
+            # Rank 0, which is here, has left, also where it was interrupted before it could say so.
+            self._mine.shutdown(socket.SHUT_RDWR)
         try:
             self._supervisor.end_all()
         finally:
@@ -298,11 +316,16 @@ class _ScriptGroup:
             self._supervisor.begin_exit()
             try:
                 self._supervisor.wait_job()
-            except WorkerError as error:
-                say(f"{type(error).__name__}: {error}\n", _LAST_WORDS_S)
-                self._end()
-                leave(exit_code_of(error))
-        self._end()
+            except BaseException as error:  # noqa: BLE001  here it would be printed, and the exit code be 0
+                self._leave_for(error)
+        self.end()
+
+    def _leave_for(self, error: BaseException) -> NoReturn:
+        try:
+            _show(error)
+            self.end()
+        finally:
+            leave(exit_code_of(error))
 
 
 _group: _ScriptGroup | None = None
@@ -335,6 +358,18 @@ def _run_in_worker(mine: InheritedSeat, entry: Entry, timeout_s: float | None) -
         # search what is left for garbage, which with torch loaded takes most of a second.
         gc.freeze()
         raise SystemExit(1) from None
+
+
+def _show(error: BaseException) -> None:
+    if isinstance(error, WorkerError):  # its own traceback says more than ours
+        say(f"{type(error).__name__}: {error}\n", _LAST_WORDS_S)
+    else:
+        say("".join(traceback.format_exception(error)), _LAST_WORDS_S)
+
+
+def _kill(popen: subprocess.Popen[bytes]) -> None:
+    popen.kill()
+    popen.wait()
 
 
 def _nothing() -> None:
