@@ -238,6 +238,49 @@ def test_later_launches_use_the_same_processes(kinds: tuple[str, ...], run_scrip
     assert sorted(line for line in lines if line.startswith("end")) == ["end 0", "end 1"]
 
 
+ONE_AFTER_ANOTHER = """
+import sys
+import rankwise
+from rankwise import StrategyRegistry
+from rankwise.errors import LaunchRefusedError, WorkerError
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
+def job(strategy, number, has_to_fail):
+    strategy.barrier()
+    say("launch", number, "on", strategy.global_rank)
+    if has_to_fail and strategy.global_rank == 1:
+        raise ValueError("as it was told")
+
+for number, name in enumerate(sys.argv[1:]):
+    strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)
+    try:
+        strategy.launch(job, number, number == 0 and name == "ddp")
+    except WorkerError:
+        say("failed", number)
+    except LaunchRefusedError as error:
+        say("refused", number, error)
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("ddp", "ddp", "auto"), pytest.param(("ddp_fork", "ddp"), marks=pytest.mark.soak)],
+    ids=["after a failure", "after a fork"],
+)
+def test_a_launch_that_no_rerun_comes_to_is_refused(names: tuple[str, ...], run_script: ScriptRunner) -> None:
+    """A script that is run again would join an earlier launch in it: said before it is; "auto" forks then."""
+    result = run_script(ONE_AFTER_ANOTHER, *names)
+    assert result.returncode == 0, result
+    met = sorted(line for line in result.stdout.splitlines() if line.startswith("launch"))
+    numbers = (0, 2) if "auto" in names else (0,)
+    assert met == [f"launch {number} on {rank}" for number in numbers for rank in (0, 1)], result
+    assert "refused 1" in result.stdout
+    assert "it would come to an earlier one first" in result.stdout
+
+
 @pytest.fixture
 def sleeping() -> DDPStrategy:
     """Return a strategy whose other rank never says a word."""

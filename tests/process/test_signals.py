@@ -45,9 +45,15 @@ JOB = """
 
     if __name__ == "__main__":
         start_method, what, launches, cleaning, grace = sys.argv[1:]
+        # Under "popen" a launch after a failed one has to be told what to run: all of them do the same here.
+        command = [sys.executable, *sys.argv] if start_method == "popen" else None
         for number in range(int(launches)):
             strategy = DDPStrategy(
-                start_method=start_method, accelerator="cpu", devices=2, grace_period_s=float(grace)
+                start_method=start_method,
+                accelerator="cpu",
+                devices=2,
+                grace_period_s=float(grace),
+                command=command,
             )
             try:
                 strategy.launch(job, what, float(cleaning))

@@ -23,6 +23,7 @@ from typing_extensions import final
 
 from rankwise.errors import WorkerError
 from rankwise.launchers import _at_fork
+from rankwise.launchers._launches import note_launch
 from rankwise.launchers._leave import leave
 from rankwise.launchers._memory_file import pack, unpack
 from rankwise.launchers._pickling import pack_or_explain
@@ -108,6 +109,7 @@ class ElasticLauncher(Launcher):
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, watch, start again, bring back; see `Launcher.launch`."""
+        note_launch()
         refuse_where_impossible(self._start_method)
         started_s = time.monotonic()
         with ExitStack() as cleanup:

@@ -27,6 +27,7 @@ from rankwise.errors import LaunchRefusedError
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._dynamo import import_dynamo
+from rankwise.launchers._launches import note_launch
 from rankwise.launchers._leave import leave
 from rankwise.launchers._lifeline import Lifeline
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
@@ -109,6 +110,7 @@ class MultiprocessLauncher(Launcher):
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, bring back; see `Launcher.launch`."""
+        note_launch()
         refuse_where_impossible(self._start_method)
         with ExitStack() as cleanup:
             with _one_at_a_time:

@@ -25,6 +25,7 @@ from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._command import rerun_command
 from rankwise.launchers._exit_code import exit_code_of
 from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherited_seat
+from rankwise.launchers._launches import launches_begun, note_launch
 from rankwise.launchers._leave import leave
 from rankwise.launchers._lifeline import Lifeline
 from rankwise.launchers._main_process import wait_until_over
@@ -59,7 +60,7 @@ class ScriptLauncher(Launcher):
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
         stall_warning_s: after how long in one phase a rank is reported that others wait for.
         teardown_timeout_s: how long a rank's teardown may take; None for as long as it likes.
-        command: what to run instead of this process's own command line.
+        command: what to run instead of this process's own command line; its first launch must be this one.
         meeting: where the nodes of the job meet; None for a job on one node.
     """
 
@@ -89,20 +90,23 @@ class ScriptLauncher(Launcher):
         In the main process the values of the other ranks come along where they can be pickled; in the others
         each has its own.
         """
+        earlier = note_launch()
         mine = inherited_seat()
         if mine is not None:
             self._check_fits(mine.ranks, mine.address, rendezvous)
             return _run_in_worker(mine, entry, self._watch_options[-1])
-        group = self._new_group(rendezvous) if _group is None else _group
+        group = self._new_group(earlier, rendezvous) if _group is None else _group
         self._check_fits(group.seats[0], group.address, rendezvous)
         return group.run(entry)
 
     def close(self) -> None:
         """The re-run scripts go on to the next job, and end with this process."""
 
-    def _new_group(self, rendezvous: str) -> _ScriptGroup:
+    def _new_group(self, earlier: int, rendezvous: str) -> _ScriptGroup:
         global _group
         command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
+        if earlier and self._command is None:
+            raise _leads_elsewhere(earlier)
         group = _ScriptGroup(self._seats, Supervisor(*self._watch_options))
         try:
             group.meet(self._meeting, rendezvous, self._init_timeout)
@@ -130,10 +134,21 @@ class ScriptLauncher(Launcher):
             )
 
 
+def _leads_elsewhere(earlier: int) -> LaunchRefusedError:
+    return LaunchRefusedError(
+        message='strategy="ddp" cannot run the script again for this launch: '
+        "it would come to an earlier one first.",
+        facts=f"{earlier} of the script's launches came before, of another strategy or ended by a failure.",
+        remedy='use strategy="ddp_spawn" or "ddp_fork" there: their processes are told what to run.',
+    )
+
+
 def can_rerun() -> bool:
-    """Whether running this process's command again runs the same script again."""
-    if inherited_seat() is not None:
+    """Whether running this process's command again leads to the launch that comes next."""
+    if script_place() is not None:
         return True
+    if launches_begun() > 0:
+        return False
     try:
         rerun_command()
     except LaunchRefusedError:

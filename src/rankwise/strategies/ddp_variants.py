@@ -31,7 +31,8 @@ class DDPForkStrategy(DDPStrategy):
 class AutoStrategy(DDPStrategy):
     """One process where one is enough, DDP where several devices or processes are there.
 
-    The script is run again where it can be; in a notebook or shell this process is forked.
+    The script is run again where that leads here; else, in a notebook or shell or after a launch that failed,
+    this process is forked.
     """
 
     def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
