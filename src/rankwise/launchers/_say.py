@@ -28,8 +28,12 @@ def say(text: str, patience_s: float = _PATIENCE_S) -> None:
         if _writing.is_alive():
             return
     _writing = thread = threading.Thread(target=_write, args=(text,), name="rankwise-says", daemon=True)
-    thread.start()
-    thread.join(patience_s)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12 starts none while exit hooks run
+        _write(text)
+    else:
+        thread.join(patience_s)
 
 
 def _write(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 import time
 
 import pytest
@@ -28,6 +29,19 @@ def test_nobody_to_tell(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPa
         stream.close()
     monkeypatch.setattr(sys, "stderr", stream)
     say("words\n")
+
+
+def test_no_thread_starts_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a program ends, Python 3.12 starts no thread: the words are written without one."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    say("words\n")
+    assert stream.getvalue() == "words\n"
 
 
 def test_a_reader_that_does_not_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
