@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class FaultRunner:
             left = [processes.describe(process) for process in _living(main.pid, folder)]
         finally:
             processes.kill(_living(main.pid, folder))
-        exit_code = self._hear()
+            exit_code = self._hear()  # the next job's comes after it
         left += police.settle([shared_memory], timeout_s=0.5)
         left += files_left(folder)
         told, problem = word_of(fault)
@@ -134,17 +134,20 @@ class FaultRunner:
         A suspended main process may go on once it is alone.
         """
         stamp = Path(fault.folder, "stamp")
-        ranks_gone_at = main_seen_at = started
+        ranks_gone_at, main_seen_at = 0.0, started
+        helpers: set[psutil.Process] = set()
         while (now := time.monotonic()) < started + _MOST_S:
-            alive = _processes_of(main.pid)
-            if list(_ranks_among(alive, main)) or not stamp.exists():
+            alive = set(_processes_of(main.pid))
+            helpers |= {process for process in alive - helpers if _is_helper_of(main, process)}
+            if main in alive:
+                main_seen_at = now
+            if alive - helpers - {main} or not stamp.exists():
                 ranks_gone_at = 0.0
             elif ranks_gone_at == 0:
                 ranks_gone_at = now
             elif _is_suspended(fault):
-                os.kill(main.pid, signal.SIGCONT)
-            if main in alive:
-                main_seen_at = now
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    main.send_signal(signal.SIGCONT)
             if not alive or now > main_seen_at + outlives_s:
                 return ranks_gone_at or now, now
             time.sleep(_POLL_S)
@@ -200,7 +203,7 @@ def late(cell: Cell, outcome: Outcome) -> list[str]:
     return found + ([f"main took {leaving_s:.2f} s to leave"] if leaving_s > EXIT_S else [])
 
 
-@contextmanager
+@contextlib.contextmanager
 def fault_runner(folder: Path) -> Iterator[FaultRunner]:
     """Have a runner in the block."""
     runner = FaultRunner(folder)
@@ -236,13 +239,10 @@ def _living(session_id: int, folder: Path) -> list[psutil.Process]:
     return processes.wait_until_gone(of_job, timeout_s=0)
 
 
-def _ranks_among(alive: list[psutil.Process], main: psutil.Process) -> Iterator[psutil.Process]:
-    """Yield a job's processes but for main, and for the helpers that end with it."""
-    for process in alive:
-        try:
-            is_helper = any(code in argument for code in processes.SERVICES for argument in process.cmdline())
-            is_forked_by_helper = is_helper and process.parent() != main
-        except psutil.Error:
-            continue
-        if process != main and (not is_helper or is_forked_by_helper):
-            yield process
+def _is_helper_of(main: psutil.Process, process: psutil.Process) -> bool:
+    """Tell whether main has started it to start ranks or to clear up; what it forks itself are ranks."""
+    try:
+        is_service = any(code in argument for code in processes.SERVICES for argument in process.cmdline())
+        return is_service and process.parent() == main
+    except psutil.Error:
+        return False
