@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cluster
 
 TIMEOUT_S = 8
 SCRIPT = f"""
-import os, sys, time
+import os, signal, sys, time
 import torch
 from torch.utils.data import DataLoader
 from rankwise.strategies import DDPStrategy
@@ -36,6 +36,12 @@ def work(strategy, what):
     for step in range(0 if what in ("end", "late") else 100_000):
         if what == "raise" and step == 5 and strategy.global_rank == 3:
             raise ValueError("boom on purpose")
+        if what == "kill" and step == 5 and strategy.global_rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "apart" and step == 5:
+            if strategy.global_rank == 0:
+                raise ValueError("boom on purpose")
+            time.sleep(60)
         if what == "hang" and step == 5 and strategy.global_rank == 3:
             time.sleep(60)
         strategy.all_reduce(own)
@@ -110,6 +116,29 @@ def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRun
         assert result.returncode == 1, results
         assert "Worker global_rank=3 (local_rank=1, node_rank=1" in result.stderr, results
         assert "raised ValueError: boom on purpose" in result.stderr, results
+
+
+@pytest.mark.parametrize("method", ["popen", "fork"])
+def test_a_kill_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
+    """A rank that cannot say what ended it is named by its launching process, on the other node too."""
+    results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "kill")]
+    for result in results:
+        assert result.returncode == 137, results
+        assert "Worker global_rank=3 (local_rank=1, node_rank=1, host 'hostb', pid" in result.stderr, results
+        assert "was killed by SIGKILL" in result.stderr, results
+
+
+@pytest.mark.parametrize("method", ["popen", "fork"])
+def test_who_is_in_no_collective_hears_too(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
+    """Where rank 0 fails, and the store with it, the ranks of the other node that sleep are stopped by it."""
+    results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "apart")]
+    for result in results:
+        assert result.returncode == 1, results
+        assert "Worker global_rank=0 (local_rank=0, node_rank=0, host 'hosta', pid" in result.stderr, results
+        assert "raised ValueError: boom on purpose" in result.stderr, results
+        assert "the same on" not in result.stderr, results
+    left = [float(result.stdout.rpartition("left at ")[2]) for result in results]
+    assert abs(left[0] - left[1]) < 10, results  # and not after the 60 s for which they would sleep
 
 
 def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     IN_LOOP = 8  # worker: from here on I stop at a boundary, if asked ("1"); no longer ("0")
     REQUEST = 9  # supervisor: the main process was told by this signal (its number) to stop
     STOPPED = 10  # worker: as DONE, but training has stopped for this signal (its number)
+    ELSEWHERE = 11  # worker: a rank of another node has failed; its record, as JSON
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from typing_extensions import final
 
@@ -18,14 +18,18 @@ class Failures:
 
     Args:
         members: all local ranks; the list is the supervisor's.
+        on_failure: called with each.
 
     Attributes:
         stopped: the global ranks that were told to stop after the first failure.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(
+        self, members: Sequence[Member], on_failure: Callable[[FailureRecord], None] | None = None
+    ) -> None:
         self.stopped: list[int] = []
         self._members = members
+        self._on_failure = on_failure
         self._records: list[FailureRecord] = []
         self._started_s = time.monotonic()
         self._missing: tuple[int, ...] = ()
@@ -36,7 +40,11 @@ class Failures:
 
     def add(self, record: FailureRecord) -> None:
         """Take one more; of the first that is a timeout, note who was not there, and where everybody is."""
+        if any(record.is_same_failure(other) for other in self._records):
+            return  # of another node, of which several ranks here have heard
         self._records.append(record)
+        if self._on_failure is not None:
+            self._on_failure(record)
         if record.is_timeout and not self._last_seen:
             others = [each for each in self._members if each.ranks.global_rank != record.global_rank]
             others = [each for each in others if not each.has_ended]

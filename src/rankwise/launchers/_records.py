@@ -127,6 +127,10 @@ class FailureRecord:
         """Whether this rank waited in vain for others, in a collective or at the store."""
         return self.exception_type in _WAITING_TYPES and bool(_TIMEOUT.search(self.exception_message))
 
+    def is_same_failure(self, other: FailureRecord) -> bool:
+        """Whether both are of the same end of the same process, told twice."""
+        return dataclasses.replace(self, at_s=other.at_s) == other
+
     def _is_like(self, other: FailureRecord) -> bool:
         return bool(self.traceback_text) and self.traceback_text == other.traceback_text
 

@@ -9,7 +9,7 @@ import selectors
 import signal
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 from typing_extensions import final
@@ -46,6 +46,7 @@ class Supervisor:
         stall_warning_s: after how long in one phase a rank is reported that others wait for.
         teardown_timeout_s: how long a rank's teardown may take, or a checkpoint that it writes when it is to
             leave; None for as long as it likes.
+        on_failure: called in the supervisor's thread with each failure, for those elsewhere.
 
     A job is `begin_job`, then `wait_job`. All state is touched by the supervisor's thread alone; the public
     methods hand it their wishes.
@@ -57,6 +58,7 @@ class Supervisor:
         stop_signals: Iterable[int] = (signal.SIGTERM,),
         stall_warning_s: float = 60.0,
         teardown_timeout_s: float | None = None,
+        on_failure: Callable[[FailureRecord], None] | None = None,
     ) -> None:
         self._stop_signals = frozenset(stop_signals)
         self._ending_signals = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
@@ -66,7 +68,7 @@ class Supervisor:
         _at_fork.close_in_child(self._selector)
         self._members: list[Member] = []
         self._table = StoreTable()
-        self._failures = Failures(self._members)
+        self._failures = Failures(self._members, on_failure)
         stalls = StallWatch(self._members, stall_warning_s)
         self._timers = Timers(stalls, EndWatch(self._members, teardown_timeout_s, self._on_failure))
         self._ending = Ending(
@@ -295,8 +297,8 @@ class Supervisor:
             member.jobs_done += 1
             self._stopped_by = int(payload)
             self._check()
-        elif kind is Kind.FAILURE:
-            member.has_failed = True
+        elif kind in (Kind.FAILURE, Kind.ELSEWHERE):
+            member.has_failed |= kind is Kind.FAILURE
             self._on_failure(FailureRecord.from_json(payload))
         elif kind is Kind.STORE_REQUEST:
             request_id, request = split_id(payload)

@@ -32,6 +32,7 @@ from rankwise.launchers._leave import leave
 from rankwise.launchers._lifeline import Lifeline
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._openmp import pause_openmp
+from rankwise.launchers._other_nodes import OtherNodes
 from rankwise.launchers._pickling import pack_or_explain
 from rankwise.launchers._processes import MultiprocessingProcess
 from rankwise.launchers._signals import (
@@ -115,7 +116,9 @@ class MultiprocessLauncher(Launcher):
         with ExitStack() as cleanup:
             with _one_at_a_time:
                 job = self._prepare(entry, described, rendezvous, cleanup)
-            supervisor = Supervisor(*self._watch_options)
+            other_nodes = OtherNodes(self._meeting, self._seats[0], job.number)
+            cleanup.callback(other_nodes.wait_until_told)
+            supervisor = Supervisor(*self._watch_options, other_nodes.tell)
             values = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._seats}
             pulses = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._seats}
             with _ending_everything(supervisor):

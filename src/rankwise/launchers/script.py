@@ -30,6 +30,7 @@ from rankwise.launchers._leave import leave
 from rankwise.launchers._lifeline import Lifeline
 from rankwise.launchers._main_process import wait_until_over
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
+from rankwise.launchers._other_nodes import OtherNodes
 from rankwise.launchers._processes import PopenProcess
 from rankwise.launchers._say import say
 from rankwise.launchers._signals import StoppedBySignal, interrupts_blocked
@@ -107,7 +108,9 @@ class ScriptLauncher(Launcher):
         command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
         if earlier and self._command is None:
             raise _leads_elsewhere(earlier)
-        group = _ScriptGroup(self._seats, Supervisor(*self._watch_options))
+        other_nodes = OtherNodes(self._meeting, self._seats[0])
+        supervisor = Supervisor(*self._watch_options, other_nodes.tell)
+        group = _ScriptGroup(self._seats, supervisor, other_nodes)
         try:
             group.meet(self._meeting, rendezvous, self._init_timeout)
             group.start(command, directory)
@@ -177,9 +180,10 @@ def script_place() -> RankInfo | None:
 class _ScriptGroup:
     """The processes that run one script together; lives until the script ends or one of them fails."""
 
-    def __init__(self, seats: tuple[RankInfo, ...], supervisor: Supervisor) -> None:
+    def __init__(self, seats: tuple[RankInfo, ...], supervisor: Supervisor, other_nodes: OtherNodes) -> None:
         self.seats = seats
         self._supervisor = supervisor
+        self._other_nodes = other_nodes
         self._store: Store | None = None
         self.address: tuple[str, int] | None = None
         self._run_id = f"rankwise-{os.getpid()}"
@@ -214,7 +218,7 @@ class _ScriptGroup:
         if error := self._supervisor.error():
             self.end()
             raise error
-        self._jobs += 1
+        self._jobs = self._other_nodes.job = self._jobs + 1
         ranks = self.seats[0]
         variables = torchrun_variables(ranks, self.address, self._run_id)
         seat = Seat(
@@ -315,6 +319,7 @@ class _ScriptGroup:
             self._channel.close()
             for descriptor in (*self._values.values(), *self._pulses.values()):
                 os.close(descriptor)
+            self._other_nodes.wait_until_told()
             if self.address is not None:
                 forget_store(self.address)
             self._drop_store()

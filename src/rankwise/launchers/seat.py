@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from rankwise.process_group.last_words import LastWords
     from rankwise.process_group.meeting import Place
 
-__all__ = ["Entry", "MeetingPoint", "Seat", "torchrun_variables"]
+__all__ = ["Entry", "MeetingPoint", "Seat", "store_of_job", "torchrun_variables"]
 
 Entry = Callable[["Seat"], Any]
 
@@ -113,13 +115,26 @@ class Seat:
         store, mine = self._of_this_job(self._store), places[self.ranks.global_rank]
         self.last_words = LastWords(store, places, mine)
         open_listener = partial(self.open_another, store, timeout)
-        answering = Whereabouts(store, open_listener, mine, shows_stacks=self.channel is None)
+        on_failure = partial(self._hear_of_failure, self.last_words)
+        answering = Whereabouts(
+            store, open_listener, mine, on_failure=on_failure, shows_stacks=self.channel is None
+        )
         answering.start()
         try:
             yield
         finally:
             answering.close()
+            if self.hosts_store:
+                self.last_words.wait_until_heard()
             self.last_words = None
+
+    def _hear_of_failure(self, last_words: LastWords, text: bytes) -> None:
+        """Keep the record of the rank that failed first; the supervisor sees those of this node itself."""
+        last_words.note(text)
+        record = FailureRecord.from_json(text)
+        if self.channel is not None and record.node_rank != self.ranks.node_rank:
+            record = dataclasses.replace(record, at_s=time.monotonic())  # each node has a clock of its own
+            self.channel.send(Kind.ELSEWHERE, record.to_json())
 
     def open_another(self, store: Store, timeout: timedelta) -> Store:
         """Return the job's store once more, where a thread that waits in it would hold up others."""
@@ -130,11 +145,8 @@ class Seat:
         return self._of_this_job(open_another(self.address, timeout))
 
     def _of_this_job(self, store: Store) -> Store:
-        from torch.distributed import PrefixStore
-
         # torchrun's store outlives a restart, and with it the keys of the ranks that failed.
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"start{start}/job{self.job}", store)
+        return store_of_job(store, self.job, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
     def report_failure(self, error: BaseException, record: FailureRecord | None = None) -> None:
         """Tell the supervisor what ended this rank's work; only the first report counts.
@@ -178,6 +190,13 @@ class Seat:
         if self.on_stop is not None:
             self.on_stop()
         block.interrupt()
+
+
+def store_of_job(store: Store, job: int, start: str = "0") -> Store:
+    """Return what a store has for one job, in one start of it."""
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"start{start}/job{job}", store)
 
 
 def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None, run_id: str) -> dict[str, str]:

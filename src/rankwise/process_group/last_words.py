@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,15 +14,23 @@ from typing_extensions import final
 
 from rankwise.errors import NodesLostError
 from rankwise.process_group.meeting import Place
-from rankwise.process_group.whereabouts import Answer, answer_key, ask_all
+from rankwise.process_group.whereabouts import (
+    FAILURE,
+    Answer,
+    answer_key,
+    ask_all,
+    heard_key,
+    wake_all,
+)
 
-__all__ = ["LastWords", "Roll"]
+__all__ = ["LastWords", "Roll", "leave_word", "what_was_left", "wait_until_heard"]
 
-_FAILURE = "failure"
 _COUNT, _ALL_DONE = "done", b"all are done"
 # How long the rank that failed first has to say so, once others feel it, and how long the store may take.
 _PATIENCE = timedelta(seconds=0.7)
 _LIMIT_S = 1.5
+# How long whoever has the store stays, so that the others can read what has failed.
+_LINGER = timedelta(seconds=1)
 # How long a rank that is done waits for those of other nodes, and how often it looks.
 _LONGEST_WAIT = timedelta(minutes=10)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
@@ -59,10 +68,25 @@ class LastWords:
         self._store = store
         self._places = places
         self._mine = mine
+        self._heard: bytes | None = None
 
     def say(self, record: bytes) -> None:
         """Leave this rank's failure for the others, unless one is there already."""
-        self._within_limit(lambda: self._store.compare_set(_FAILURE, "", record.decode()))
+        self._within_limit(lambda: leave_word(self._store, record, len(self._places)))
+
+    def note(self, record: bytes) -> None:
+        """Keep what another rank has left: the store may be gone when this one asks."""
+        self._heard = record
+
+    def wait_until_heard(self) -> None:
+        """Stay until the other ranks have read what has failed, if something has: this rank has the store."""
+
+        def wait() -> None:
+            if what_was_left(self._store) is not None:
+                ranks = {place.global_rank for place in self._places}
+                wait_until_heard(self._store, ranks - {self._mine.global_rank})
+
+        self._within_limit(wait)
 
     def wait_for_the_others(self, patience: timedelta = _LONGEST_WAIT) -> bytes | NodesLostError | None:
         """Say that this rank is done, and wait until all are.
@@ -72,7 +96,7 @@ class LastWords:
             patience; None where all are done, work on, or are gone with the store.
         """
         if not self._within_limit(self._count_me):
-            return None
+            return self._heard
         deadline = time.monotonic() + patience.total_seconds()
         pause_s = _FIRST_PAUSE_S
         heard: list[bytes] = []
@@ -84,15 +108,15 @@ class LastWords:
                 return None if isinstance(answer, Roll) else answer
             time.sleep(pause_s)  # and not in the store, in C++, where no signal is heard
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return None
+        return self._heard
 
     def _count_me(self) -> None:
         if self._store.add(_COUNT, 1) == len(self._places):
-            self._store.compare_set(_FAILURE, "", _ALL_DONE.decode())
+            self._store.compare_set(FAILURE, "", _ALL_DONE.decode())
 
     def _listen(self, heard: list[bytes]) -> None:
-        if self._store.check([_FAILURE]):
-            heard.append(bytes(self._store.get(_FAILURE)))
+        if self._store.check([FAILURE]):
+            heard.append(bytes(self._store.get(FAILURE)))
 
     def hear(self, error: BaseException, *, is_timeout: bool = False) -> bytes | NodesLostError | Roll:
         """Find out why a collective failed here with `error`.
@@ -105,6 +129,8 @@ class LastWords:
             The record of the rank that failed first; or which ranks are not to be heard of any more, if whole
             nodes are not or nobody was late; or else what all have answered.
         """
+        if self._heard is not None:
+            return self._heard
         heard: list[bytes | Roll] = []
         if not self._within_limit(lambda: heard.append(self._call_the_roll(is_timeout))):
             # The store is with node 0: from elsewhere that node is away, from there all others are.
@@ -124,8 +150,8 @@ class LastWords:
         self._store.set(answer_key(self._mine.global_rank), Answer.of_this_rank(self._mine))
         ask_all(self._store, len(self._places), "a collective timed out" if is_timeout else "")
         try:
-            self._store.wait([_FAILURE], _PATIENCE)
-            return bytes(self._store.get(_FAILURE))
+            self._store.wait([FAILURE], _PATIENCE)
+            return bytes(self._store.get(FAILURE))
         except dist.DistStoreError:
             return self._roll()
 
@@ -157,3 +183,28 @@ class LastWords:
         thread.start()
         thread.join(_LIMIT_S)
         return done.is_set()
+
+
+def leave_word(store: dist.Store, record: bytes, count: int) -> None:
+    """Leave a failure for all ranks of a job, unless one is there, or all are done; and wake them.
+
+    Args:
+        store: the job's.
+        record: what has failed.
+        count: how many ranks there are.
+    """
+    text = record.decode()
+    if store.compare_set(FAILURE, "", text) == record:
+        wake_all(store, count)
+
+
+def what_was_left(store: dist.Store) -> bytes | None:
+    """Return the record of the rank that failed first, None where none has."""
+    left = bytes(store.get(FAILURE)) if store.check([FAILURE]) else _ALL_DONE
+    return None if left == _ALL_DONE else left
+
+
+def wait_until_heard(store: dist.Store, ranks: Iterable[int]) -> None:
+    """Give ranks the time to read what has failed: without whoever has the store, they no longer could."""
+    with suppress(dist.DistStoreError):
+        store.wait([heard_key(rank) for rank in ranks], _LINGER)

@@ -65,6 +65,15 @@ def hosted_store(timeout: timedelta, address: tuple[str, int]) -> dist.Store:
     return _hosted[address]
 
 
+def hosted_here(address: tuple[str, int]) -> dist.Store:
+    """Return the store that `hosted_store` hosts at an address.
+
+    Raises:
+        KeyError: where it hosts none there, or no longer.
+    """
+    return _hosted[address]
+
+
 def open_store(
     ask: Callable[[bytes, float], bytes] | None,
     address: tuple[str, int] | None,

@@ -1,4 +1,4 @@
-"""Where the ranks are that no supervisor sees: each says so through the store when one of them asks."""
+"""A rank's ear for those that no supervisor sees with it: it says where it is, and hears what has failed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from rankwise.process_group.agreement import wait_long
 from rankwise.process_group.meeting import Place
 from rankwise.process_group.pulse import own_pulse
 
-__all__ = ["Answer", "Whereabouts"]
+__all__ = ["FAILURE", "Answer", "Whereabouts", "answer_key", "ask_all", "heard_key", "wake_all"]
+
+FAILURE = "failure"
+"""The key of the first failure's record."""
 
 _CLOSE_S = 1.0
-_CLOSED = "closed"
+_CLOSED, _FAILED = "closed", "failed"
 _STDERR = 2
 
 
@@ -41,22 +44,32 @@ class Answer:
 
 @final
 class Whereabouts:
-    """This rank's part: a thread that waits in the store until somebody asks, and answers once.
+    """This rank's part: a thread that waits in the store until somebody asks, and answers, or has failed.
+
+    It answers once: after a roll it only waits for a failure.
 
     Args:
         store: the job's.
         open_listener: opens the same store once more, where a thread that waits in it would hold up the
             others; called in that thread.
         mine: this rank's place.
+        on_failure: called in the thread with the record of the rank that failed first, be it this one.
         shows_stacks: whether to write this rank's stacks too, when a collective has timed out.
     """
 
     def __init__(
-        self, store: dist.Store, open_listener: Callable[[], dist.Store], mine: Place, *, shows_stacks: bool
+        self,
+        store: dist.Store,
+        open_listener: Callable[[], dist.Store],
+        mine: Place,
+        *,
+        on_failure: Callable[[bytes], None],
+        shows_stacks: bool,
     ) -> None:
         self._store = store
         self._open_listener = open_listener
         self._mine = mine
+        self._on_failure = on_failure
         self._shows_stacks = shows_stacks
         self._thread = threading.Thread(target=self._listen, name="rankwise-whereabouts", daemon=True)
 
@@ -72,7 +85,8 @@ class Whereabouts:
 
     def _end_thread(self) -> None:
         try:
-            self._store.set(_question(self._mine.global_rank), _CLOSED)
+            for key in _questions(self._mine.global_rank):
+                self._store.set(key, _CLOSED)
         except (RuntimeError, ValueError):
             return  # a store whose host is gone: the thread has left, or will
         self._thread.join(_CLOSE_S)
@@ -80,13 +94,23 @@ class Whereabouts:
     def _listen(self) -> None:
         try:
             store = self._open_listener()
-            wait_long(store, _question(self._mine.global_rank))
-            reason = store.get(_question(self._mine.global_rank)).decode()
-            if reason == _CLOSED:
-                return
-            store.set(answer_key(self._mine.global_rank), Answer.of_this_rank(self._mine))
+            for key in _questions(self._mine.global_rank):
+                wait_long(store, key)
+                word = store.get(key).decode()
+                if word == _FAILED:
+                    self._hear(store)
+                if word in (_FAILED, _CLOSED):
+                    return
+                store.set(answer_key(self._mine.global_rank), Answer.of_this_rank(self._mine))
+                self._show_stacks(word)
         except (RuntimeError, ValueError):
             return  # the store is gone
+
+    def _hear(self, store: dist.Store) -> None:
+        self._on_failure(bytes(store.get(FAILURE)))
+        store.set(heard_key(self._mine.global_rank), "")
+
+    def _show_stacks(self, reason: str) -> None:
         if self._shows_stacks and reason:
             sys.stderr.write(f"rankwise: {reason}; stacks of {self._mine}:\n")
             sys.stderr.flush()
@@ -96,7 +120,14 @@ class Whereabouts:
 def ask_all(store: dist.Store, count: int, reason: str) -> None:
     """Ask every rank where it is; with a reason, also for its stacks."""
     for rank in range(count):
-        store.set(_question(rank), reason)
+        store.set(_questions(rank)[0], reason)
+
+
+def wake_all(store: dist.Store, count: int) -> None:
+    """Let every rank hear of the failure that was left, whether it has answered a roll already or not."""
+    for rank in range(count):
+        for key in _questions(rank):
+            store.set(key, _FAILED)
 
 
 def answer_key(rank: int) -> str:
@@ -104,5 +135,11 @@ def answer_key(rank: int) -> str:
     return f"still/{rank}"
 
 
-def _question(rank: int) -> str:
-    return f"where/{rank}"
+def heard_key(rank: int) -> str:
+    """Return what a rank sets that has heard of the failure."""
+    return f"heard/{rank}"
+
+
+def _questions(rank: int) -> tuple[str, str]:
+    """Return the keys in which a rank waits, one after the other."""
+    return f"where/{rank}", f"then/{rank}"

@@ -1,13 +1,14 @@
-"""The failures of a job: which ranks a timeout names."""
+"""The failures of a job: which ranks a timeout names, and what is told twice."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 
 import pytest
 
-from rankwise.errors import WorkerTimedOutError
+from rankwise.errors import WorkerRaisedError, WorkerTimedOutError
 from rankwise.launchers._failures import Failures
 from rankwise.launchers._member import Member
 from rankwise.launchers._memory_file import create_memory_file
@@ -46,3 +47,15 @@ def test_who_is_missing(
     assert isinstance(error, WorkerTimedOutError)
     assert error.missing == missing
     assert "step 3, backward" in error.last_seen[0]
+
+
+def test_a_failure_that_several_ranks_have_heard_of(members: list[Member]) -> None:
+    """What comes from another node by way of two ranks is one failure, and told on once."""
+    told: list[FailureRecord] = []
+    failures = Failures(members, told.append)
+    record = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="ValueError", traceback_text="there")
+    for at_s in (1.0, 1.5):
+        failures.add(dataclasses.replace(record, at_s=at_s))
+    error = failures.error()
+    assert isinstance(error, WorkerRaisedError)
+    assert (error.global_rank, error.alike, told) == (3, (), [record])

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from rankwise.errors import NodesLostError
-from rankwise.process_group.last_words import LastWords, Roll
+from rankwise.process_group.last_words import LastWords, Roll, leave_word, what_was_left
 from rankwise.process_group.meeting import Place
 from rankwise.process_group.pulse import NO_FILE, beat, own_pulse, pulse_written_to, waiting_in
-from rankwise.process_group.whereabouts import Answer, Whereabouts, answer_key
+from rankwise.process_group.whereabouts import Answer, Whereabouts, answer_key, heard_key
 
 PLACES = [Place(rank, rank % 2, rank // 2, 4, "ab"[rank // 2], 100 + rank) for rank in range(4)]
 ECHO = RuntimeError("Connection closed by peer")
+
+
+class Gone:
+    """A store that is with a node which is not there any more."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError("Connection reset by peer")
+
+
+def gone() -> Any:
+    return Gone()
+
+
+def listener(
+    store: dist.Store,
+    mine: Place,
+    heard: Callable[[bytes], None] = lambda record: None,
+    *,
+    shows_stacks: bool = False,
+) -> Whereabouts:
+    """Return a rank's part; not started."""
+    return Whereabouts(store, lambda: store, mine, on_failure=heard, shows_stacks=shows_stacks)
 
 
 def test_the_first_failure_is_heard() -> None:
@@ -81,22 +105,56 @@ def test_who_is_done_leaves_those_alone_that_work_on() -> None:
 
 def test_a_store_that_is_gone_means_the_other_node() -> None:
     """The store is with node 0: if it does not answer, each side misses the other."""
-
-    class Gone:
-        def __getattr__(self, name: str) -> object:
-            raise RuntimeError("Connection reset by peer")
-
     for mine, others in ((PLACES[2], PLACES[:2]), (PLACES[0], PLACES[2:])):
-        heard = LastWords(Gone(), PLACES, mine).hear(ECHO)  # type: ignore[arg-type]  # no store any more
+        heard = LastWords(gone(), PLACES, mine).hear(ECHO)
         assert isinstance(heard, NodesLostError)
-        assert LastWords(Gone(), PLACES, mine).wait_for_the_others() is None  # type: ignore[arg-type]  # as above
+        assert LastWords(gone(), PLACES, mine).wait_for_the_others() is None
         assert heard.lost == tuple(str(place) for place in others)
+
+
+@pytest.mark.parametrize("was_asked", [False, True], ids=["at_once", "after_a_roll"])
+def test_a_failure_wakes_every_rank(was_asked: bool) -> None:
+    """A rank that is in no collective hears what was left, and knows it when the store is gone."""
+    store = dist.HashStore()
+    last_words = LastWords(store, PLACES, PLACES[2])
+    ear = listener(store, PLACES[2], last_words.note)
+    ear.start()
+    if was_asked:
+        assert isinstance(LastWords(store, PLACES, PLACES[1]).hear(ECHO), NodesLostError)
+    LastWords(store, PLACES, PLACES[0]).say(b"the first")
+    store.wait([heard_key(2)], timedelta(seconds=5))
+    ear.close()
+    last_words._store = gone()
+    assert last_words.hear(ECHO) == last_words.wait_for_the_others() == b"the first"
+
+
+def test_who_has_the_store_stays_until_the_others_have_heard() -> None:
+    """It waits for who has not, but not for ever; and not at all where nothing has failed."""
+    store = dist.HashStore()
+    host = LastWords(store, PLACES[:2], PLACES[0])
+    began = time.monotonic()
+    host.wait_until_heard()
+    leave_word(store, b"the first", 0)
+    store.set(heard_key(1), "")
+    host.wait_until_heard()
+    assert time.monotonic() - began < 0.9
+    LastWords(store, PLACES[:3], PLACES[0]).wait_until_heard()
+    assert 0.9 < time.monotonic() - began < 10
+
+
+def test_a_job_that_is_done_does_not_fail_any_more() -> None:
+    """What ends after all ranks are done wakes nobody."""
+    store = dist.HashStore()
+    assert LastWords(store, PLACES[:1], PLACES[0]).wait_for_the_others() is None
+    leave_word(store, b"too late", 1)
+    assert what_was_left(store) is None
+    assert not store.check(["where/0"])
 
 
 def test_a_rank_that_is_late_says_where_it_is() -> None:
     """After a timeout the ranks that are there answer: who does not wait is missing; where, and how long."""
     store = dist.HashStore()
-    late = Whereabouts(store, lambda: store, PLACES[1], shows_stacks=False)
+    late = listener(store, PLACES[1])
     with pulse_written_to(NO_FILE):
         beat("data loading", step=7)
         late.start()
@@ -134,13 +192,13 @@ def test_a_collective_that_failed_is_where_a_rank_was() -> None:
 def test_stacks_are_shown_on_request(capfd: pytest.CaptureFixture[str]) -> None:
     """A timeout elsewhere makes a rank that no supervisor sees write its stacks; closing it does not."""
     store = dist.HashStore()
-    asked = Whereabouts(store, lambda: store, PLACES[1], shows_stacks=True)
+    asked = listener(store, PLACES[1], shows_stacks=True)
     asked.start()
     LastWords(store, PLACES[:2], PLACES[0]).hear(ECHO, is_timeout=True)
     asked.close()
     assert f"a collective timed out; stacks of {PLACES[1]}" in (text := capfd.readouterr().err)
     assert "test_stacks_are_shown_on_request" in text
-    closed = Whereabouts(store, lambda: store, PLACES[2], shows_stacks=True)
+    closed = listener(store, PLACES[2], shows_stacks=True)
     closed.start()
     closed.close()
     assert capfd.readouterr().err == ""

@@ -1,0 +1,85 @@
+"""What a node's launching process tells the other nodes: which of its ranks ended without a word."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from typing_extensions import final
+
+from rankwise.launchers._records import FailureRecord
+from rankwise.launchers.seat import MeetingPoint, store_of_job
+from rankwise.ranks import RankInfo
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_LIMIT = timedelta(seconds=5)
+
+
+@final
+class OtherNodes:
+    """Tell the ranks of other nodes of an end that no rank could tell them: by a signal, or `os._exit`.
+
+    Args:
+        meeting: where the nodes of the job meet; None for a job on one node, which has nobody to tell.
+        ranks: those of this node's first process.
+
+    Attributes:
+        job: counts the jobs that meet there, as the seats do.
+    """
+
+    def __init__(self, meeting: MeetingPoint | None, ranks: RankInfo, job: int = 1) -> None:
+        self.job = job
+        self._meeting = meeting
+        self._ranks = ranks
+        self._telling: threading.Thread | None = None
+
+    def tell(self, record: FailureRecord) -> None:
+        """Leave a record in the job's store, in a thread: the store may be out of reach."""
+        if self._meeting is None or self._telling is not None or record.exit_status is None:
+            return
+        self._telling = threading.Thread(
+            target=self._tell, args=(record,), name="rankwise-other-nodes", daemon=True
+        )
+        self._telling.start()
+
+    def wait_until_told(self) -> None:
+        """Give what is being told the time to arrive; and where the store is here, to be read."""
+        if self._telling is not None:
+            self._telling.join(_LIMIT.total_seconds())
+        if self._meeting is not None and self._meeting.hosts:
+            _in_reach(self._wait_until_heard)
+
+    def _tell(self, record: FailureRecord) -> None:
+        from rankwise.process_group.last_words import leave_word
+
+        _in_reach(lambda: leave_word(self._store(), record.to_json(), self._ranks.world_size))
+
+    def _wait_until_heard(self) -> None:
+        from rankwise.process_group.last_words import wait_until_heard, what_was_left
+
+        store = self._store()
+        if (left := what_was_left(store)) is not None:
+            nodes = {self._ranks.node_rank, FailureRecord.from_json(left).node_rank}
+            size = self._ranks.local_world_size
+            everyone = range(self._ranks.world_size)
+            wait_until_heard(store, [rank for rank in everyone if rank // size not in nodes])
+
+    def _store(self) -> Store:
+        from rankwise.process_group.rendezvous import hosted_here, open_another
+
+        if self._meeting is None:
+            raise ValueError("a job on one node has no other nodes")
+        address = self._meeting.address
+        store = hosted_here(address) if self._meeting.hosts else open_another(address, _LIMIT)
+        return store_of_job(store, self.job)
+
+
+def _in_reach(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:  # noqa: BLE001  a store that is gone, or never was: nobody is left to tell
+        return

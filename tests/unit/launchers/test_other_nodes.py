@@ -1,0 +1,68 @@
+"""What a node's launching process tells the ranks of other nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from rankwise.launchers._other_nodes import OtherNodes
+from rankwise.launchers._records import FailureRecord
+from rankwise.launchers.seat import MeetingPoint, store_of_job
+from rankwise.process_group.last_words import what_was_left
+from rankwise.process_group.rendezvous import forget_store, hosted_store
+from rankwise.process_group.whereabouts import heard_key
+from rankwise.ranks import RankInfo
+from tests.helpers.ports import free_port
+
+RANKS = [RankInfo(2 * node, 0, node, 4, 2, 2) for node in range(2)]
+KILLED = FailureRecord(3, 1, 1, 100, at_s=1.0, exit_status=-9)
+
+
+@pytest.fixture
+def address() -> Iterator[tuple[str, int]]:
+    """Let this process be node 0, which hosts the store."""
+    address = ("127.0.0.1", free_port())
+    hosted_store(timedelta(seconds=5), address)
+    yield address
+    forget_store(address)
+
+
+def test_an_end_without_a_word_is_told(address: tuple[str, int]) -> None:
+    """From another node, over its own connection: how a rank ended; in its job, and no other."""
+    second = OtherNodes(MeetingPoint(address, hosts=False), RANKS[1], job=2)
+    second.tell(FailureRecord(2, 0, 1, 99, at_s=1.0, exception_type="ValueError"))  # which it says itself
+    second.tell(KILLED)
+    second.wait_until_told()
+    store = hosted_store(timedelta(seconds=5), address)
+    left = what_was_left(store_of_job(store, 2))
+    assert left is not None
+    assert FailureRecord.from_json(left) == KILLED
+    assert what_was_left(store_of_job(store, 1)) is None
+
+
+def test_the_host_stays_until_the_other_nodes_have_heard(address: tuple[str, int]) -> None:
+    """But it waits for no rank of a node that has failed itself, nor where nothing has."""
+    host = OtherNodes(MeetingPoint(address, hosts=True), RANKS[0])
+    store = store_of_job(hosted_store(timedelta(seconds=5), address), 1)
+    began = time.monotonic()
+    host.wait_until_told()
+    store.set("failure", KILLED.to_json().decode())
+    host.wait_until_told()
+    assert time.monotonic() - began < 0.9
+    host.job = 2
+    host.tell(FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=3))
+    host.wait_until_told()
+    assert 0.9 < time.monotonic() - began < 10
+    store = store_of_job(hosted_store(timedelta(seconds=5), address), 2)
+    assert not store.check([heard_key(2)])
+
+
+def test_nobody_there() -> None:
+    """A store that is gone keeps nobody, and neither does a job on one node."""
+    for meeting in (None, MeetingPoint(("127.0.0.1", free_port()), hosts=True)):
+        alone = OtherNodes(meeting, RANKS[0])
+        alone.tell(KILLED)
+        alone.wait_until_told()
