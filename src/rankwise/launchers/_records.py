@@ -27,30 +27,28 @@ from rankwise.errors import (
 from rankwise.process_group.echoes import is_echo
 from rankwise.ranks import RankInfo
 
-# How gloo, NCCL and the sockets below them say that somebody else has gone.
-_CONSEQUENCE_TEXTS = (
-    "closed by peer",
-    "reset by peer",
-    "broken pipe",
-    "connection refused",
-    "remote process exited",
-    "store: ",
-    "socket closed",
-    "rank_zero_first() failed on",
+# As what torch raises the words of gloo, NCCL and the stores; these very types, none that derives from them.
+_TORCHS_TYPES = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+# How they say that somebody else has gone. In an error of another type the same words are the user's own: a
+# web service may refuse a connection, too.
+_CONSEQUENCE_TYPES = (*_TORCHS_TYPES, "RankZeroFailedError")
+_CONSEQUENCE = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited|socket closed"
+    r"|store: \w+ of .* had no answer in|rank_zero_first\(\) failed on",
+    re.IGNORECASE | re.DOTALL,
 )
-# How they say that somebody else did not come in time; a user's own timeout is of another type.
-_WAITING_TYPES = (
-    "RuntimeError",
-    "DistBackendError",
-    "DistStoreError",
-    "RendezvousTimeoutError",
-    "StopAgreementError",
-    "CollectiveMismatchError",
+# How they say that somebody else did not come in time, and how this package does.
+_TORCHS_TIMEOUT = re.compile(
+    r"timed out waiting \d+ ?ms for|wait timeout after \d+ ?ms|store: \w+ of .* had no answer in"
+    r"|timed out after \d+ seconds waiting for clients",
+    re.IGNORECASE | re.DOTALL,
 )
-_TIMEOUT = re.compile(
-    r"timed? ?out waiting|wait timeout|had no answer in|waited [\d.]+ s for|did not say when|timed out after",
-    re.IGNORECASE,
-)
+_TIMEOUTS = {
+    **dict.fromkeys(_TORCHS_TYPES, _TORCHS_TIMEOUT),
+    "RendezvousTimeoutError": re.compile(r"^Waited [\d.e+]+ s for "),
+    "CollectiveMismatchError": re.compile(r"^Waited [\d.e+]+ s for "),
+    "StopAgreementError": re.compile(r"did not say when"),
+}
 _LINE_LENGTH = 160
 
 
@@ -119,13 +117,14 @@ class FailureRecord:
         """Whether this reads like the echo of another rank's end."""
         if self.exit_status is not None or self.exception_type == "JobStopped":
             return self.exception_type == "JobStopped"
-        text = self.exception_message.lower()
-        return self.is_echo or any(sign in text for sign in _CONSEQUENCE_TEXTS)
+        is_said = self.exception_type in _CONSEQUENCE_TYPES and _CONSEQUENCE.search(self.exception_message)
+        return self.is_echo or bool(is_said)
 
     @property
     def is_timeout(self) -> bool:
         """Whether this rank waited in vain for others, in a collective or at the store."""
-        return self.exception_type in _WAITING_TYPES and bool(_TIMEOUT.search(self.exception_message))
+        wording = _TIMEOUTS.get(self.exception_type)
+        return wording is not None and bool(wording.search(self.exception_message))
 
     def is_same_failure(self, other: FailureRecord) -> bool:
         """Whether both are of the same end of the same process, told twice."""

@@ -7,7 +7,15 @@ import socket
 
 import pytest
 
-from rankwise.errors import WorkerExitedError, WorkerKilledError, WorkerRaisedError
+from rankwise.errors import (
+    CollectiveMismatchError,
+    RankZeroFailedError,
+    RendezvousTimeoutError,
+    StopAgreementError,
+    WorkerExitedError,
+    WorkerKilledError,
+    WorkerRaisedError,
+)
 from rankwise.launchers._records import FailureRecord, first_cause
 from rankwise.process_group.echoes import echo_of
 from rankwise.ranks import RankInfo
@@ -69,11 +77,52 @@ def test_records_survive_the_channel(text: str) -> None:
     ],
 )
 def test_echoes_are_told_apart(message: str) -> None:
-    """What reads like the end of a peer is a consequence, whatever its type."""
+    """What torch says of the end of a peer is a consequence; the same in the user's own errors is not."""
     assert record(message=message, kind="RuntimeError").is_consequence
+    assert record(message=message, kind="DistStoreError").is_consequence
+    assert not record(message=message, kind="ConnectionError").is_consequence
     assert not record(message="loss is nan").is_consequence
     assert record(kind="JobStopped").is_consequence
     assert not exited(0, 1.0, -9).is_consequence
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "expected"),
+    [
+        ("RuntimeError", "[gloo/unbound_buffer.cc:81] Timed out waiting 600ms for recv operation", True),
+        ("DistStoreError", "wait timeout after 2000ms, keys: /default_pg/0//cpu//0/0", True),
+        ("DistStoreError", "Timed out after 2 seconds waiting for clients. 1/2 clients joined.", True),
+        ("DistStoreError", "store: wait of a, b had no answer in 1.5 s", True),
+        ("RuntimeError", "DistStoreError: store: wait of a had no answer in 1.5 s\n\nAt:\n  ...", True),
+        ("RuntimeError", "the upload timed out after 30 s", False),
+        ("RuntimeError", "timed out waiting for the upload", False),
+        ("RuntimeError", "the feature store: no answer", False),
+        ("TimeoutError", "Timed out waiting 600ms for recv operation", False),
+    ],
+)
+def test_timeouts_of_collectives_are_told_apart(kind: str, message: str, expected: bool) -> None:
+    """What waited for other ranks is one; a timeout of the user's own blames no rank."""
+    assert record(kind=kind, message=message).is_timeout is expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RendezvousTimeoutError("the end of the job", 0.4),
+        StopAgreementError((1,), 0.4),
+        CollectiveMismatchError("all ranks", 3, {}, missing={"barrier": (1,)}, timeout_s=2.0),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_our_own_timeouts_are_known(error: Exception) -> None:
+    """Each of our errors that says that others did not come is read as one."""
+    assert of(error).is_timeout
+    assert not of(error).is_consequence
+
+
+def test_a_rank_zero_that_failed_is_an_echo() -> None:
+    """Who waits for rank zero raises its failure, not one of its own."""
+    assert of(RankZeroFailedError(0, "ValueError: x")).is_consequence
 
 
 def test_the_earliest_is_the_cause() -> None:
@@ -84,10 +133,10 @@ def test_the_earliest_is_the_cause() -> None:
 
 def test_an_echo_is_no_cause() -> None:
     """A consequence is passed over although it came first; among consequences the first counts."""
-    echo = record(0, 1.0, "Connection closed by peer")
+    echo = record(0, 1.0, "Connection closed by peer", "RuntimeError")
     assert first_cause([echo, record(1, 2.0)]).global_rank == 1
     assert first_cause([echo, exited(1, 2.0, -9)]).global_rank == 1
-    assert first_cause([record(1, 2.0, "Broken pipe"), echo]).global_rank == 0
+    assert first_cause([record(1, 2.0, "Broken pipe", "RuntimeError"), echo]).global_rank == 0
 
 
 @pytest.mark.parametrize(
