@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from torch._C import _distributed_c10d
@@ -20,16 +19,27 @@ def write_flight_record(global_rank: int) -> str:
     With NCCL torch writes the same by itself. An empty text: nothing is recorded, or this torch cannot say
     it (older ones do not record gloo's collectives).
 
-    Mutates: the file `<prefix><global rank>`, with the prefix that torch's own variables name.
+    Mutates: the file `<prefix><global rank>`, with the prefix that torch's own variables name; without them
+    in torch's folder in the user's cache, where nobody else can have put a link in its place.
     """
     is_on = any(os.environ.get(name, "0").strip() not in ("", "0") for name in _SIZES)
     dump = getattr(_distributed_c10d, "_dump_fr_trace", None)
     if not is_on or dump is None:
         return ""
-    default = str(Path(tempfile.gettempdir(), "rankwise_flight_record_"))
-    path = next((os.environ[name] for name in _PREFIXES if os.environ.get(name)), default) + str(global_rank)
     try:
-        Path(path).write_bytes(dump())
-    except OSError:
+        path = _prefix() + str(global_rank)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(dump())
+    except (OSError, RuntimeError):  # not to be written there; nobody knows where this user's home is
         return ""
     return path
+
+
+def _prefix() -> str:
+    for name in _PREFIXES:
+        if named := os.environ.get(name):
+            return named
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return str(folder / "rankwise_flight_record_")
