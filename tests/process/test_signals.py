@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import sys
 import time
@@ -9,7 +10,9 @@ import time
 import psutil
 import pytest
 
+from rankwise.strategies import Strategy
 from tests.helpers.scripts import RunningScript, ScriptRunner
+from tests.process.helpers import ddp
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -175,3 +178,22 @@ def test_a_handler_of_ones_own_decides(run_script: ScriptRunner) -> None:
     assert result.returncode == 0, result
     assert "own handler\n" in result.stdout
     assert "value" in result.stdout
+
+
+def is_interrupt_blocked() -> None:
+    """Leave with 1 if it is."""
+    sys.exit(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def test_the_users_own_processes_hear_ctrl_c() -> None:
+    """What others start through the forkserver that a launch has started can be interrupted."""
+    ddp("forkserver").launch(_nothing)
+    process = multiprocessing.get_context("forkserver").Process(target=is_interrupt_blocked)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    process.close()
+
+
+def _nothing(strategy: Strategy) -> None:
+    pass

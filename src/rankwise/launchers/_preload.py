@@ -7,8 +7,11 @@ tools that read all modules do, and is left as it is.
 import atexit
 import contextlib
 import gc
+import multiprocessing
+import multiprocessing.util
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -43,6 +46,19 @@ def _folder_of_the_socket() -> Path | None:
                 return Path(address).parent
     return None
 
+
+def hear_interrupts(_: object) -> None:
+    """Let a process that is no rank of ours be interrupted, before it begins with its work.
+
+    The server was started with SIGINT blocked, for the ranks' sake, and hands that on to all that it forks.
+    """
+    if not multiprocessing.current_process().name.startswith("rankwise-"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+with contextlib.suppress(Exception):
+    if _IS_SERVER and signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        multiprocessing.util.register_after_fork(hear_interrupts, hear_interrupts)
 
 with contextlib.suppress(Exception):
     if _IS_SERVER:
