@@ -180,6 +180,29 @@ def test_a_handler_of_ones_own_decides(run_script: ScriptRunner) -> None:
     assert "value" in result.stdout
 
 
+BEGINNING = """
+    import signal, sys
+    from rankwise.strategies import DDPStrategy
+
+    if __name__ == "__mp_main__":
+        print("blocked", signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)
+
+    def job(strategy):
+        print("then", signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)
+
+    if __name__ == "__main__":
+        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_ctrl_c_does_not_disturb_ranks_that_import(start_method: str, run_script: ScriptRunner) -> None:
+    """From its first moment on a rank leaves Ctrl-C to the main process, until it has a handler."""
+    result = run_script(BEGINNING, start_method)
+    assert sorted(result.stdout.splitlines()) == ["blocked True"] * 2 + ["then False"] * 2, result
+
+
 def is_interrupt_blocked() -> None:
     """Leave with 1 if it is."""
     sys.exit(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))

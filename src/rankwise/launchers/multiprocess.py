@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import reduction, util
+from multiprocessing import reduction, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ class MultiprocessLauncher(Launcher):
             values = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._seats}
             pulses = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._seats}
             with _ending_everything(supervisor):
-                with _one_at_a_time, interrupts_blocked():
+                with _one_at_a_time:
                     self._start(job, values, pulses, supervisor)
                 supervisor.start()
                 supervisor.begin_job(until_exit=True)
@@ -167,8 +167,10 @@ class MultiprocessLauncher(Launcher):
         context: Any = multiprocessing.get_context(self._start_method)
         if self._start_method == "forkserver":
             context.set_forkserver_preload([PRELOAD])
+        if self._start_method != "fork":
+            resource_tracker.ensure_running()  # otherwise later: it lets SIGINT through again
         for ranks in self._seats:
-            with ExitStack() as undo:
+            with interrupts_blocked(), ExitStack() as undo:
                 lifeline = Lifeline()
                 undo.callback(lifeline.close)
                 numbers = (values[ranks.global_rank], pulses[ranks.global_rank], lifeline.worker_end)
