@@ -352,6 +352,10 @@ for megabytes in (50, 1):
     if strategy.is_global_zero:
         for rank, (tensor, raw) in strategy.results.items():
             say("big", rank, tensor.numel() >> 18, bool((tensor == rank).all()), len(raw) >> 20)
+try:
+    DDPStrategy(accelerator="cpu", devices=2, rendezvous="tcp").launch(job, 1)
+except LaunchRefusedError as error:
+    say("refused", error)
 value = strategy.launch(lambda s: lambda: f"lambda of {s.global_rank}")
 say("own", strategy.global_rank, value(), sorted(strategy.results))
 try:
@@ -378,6 +382,11 @@ def test_values_that_cannot_travel_stay(values: ScriptResult) -> None:
     """Each rank has its own value, which may be anything; what cannot be pickled stays with it."""
     lines = sorted(line for line in values.stdout.splitlines() if line.startswith("own"))
     assert lines == ["own 0 lambda of 0 [0]", "own 1 lambda of 1 [1]"], values
+
+
+def test_a_port_is_refused_later(values: ScriptResult) -> None:
+    """Processes that meet privately have none: both ranks are told, and meet in the launch after it."""
+    assert values.stdout.count("this script's processes meet privately") == 2
 
 
 def test_another_size_is_refused_later(values: ScriptResult) -> None:

@@ -101,7 +101,8 @@ class DDPStrategy(ComparedCollectives):
             with gloo, where it can be.
         grace_period_s: how long a rank that is told to stop has before it is killed.
         stall_warning: after how long in one phase a rank is reported on stderr that others wait for.
-        command: with `"popen"`, what to run instead of this process's own command line.
+        command: with `"popen"`, what to run instead of this process's own command line; its first launch must
+            be this one.
         sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
         sync_mode: when the gradients of accumulated batches are averaged: `"single_auto_sync"` (in the last
             backward pass), `"multi_auto_sync"` (in each), `"forced_sync"` (after the last, also where ranks
