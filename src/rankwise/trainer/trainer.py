@@ -235,6 +235,9 @@ class Trainer(TrainerFacts):
     ) -> list[dict[str, float]]:
         """Evaluate a module (by default the one of the last stage) on validation data.
 
+        A loader that shuffles stays shuffled; with `drop_last`, or a limit on the number of batches, chance
+        then decides which samples are left out.
+
         Returns:
             What was logged, for each loader; each sample counted once, the same on every rank.
 

@@ -69,19 +69,20 @@ def without_batches(sampler: Any) -> DataLoader[Any]:
     return DataLoader(DATA, batch_size=None, sampler=sampler)
 
 
+WAYS = (as_sampler, in_batch_sampler, without_batches)
+
+
 def read(loader: Any) -> list[Any]:
     """Return a loader's samples."""
     return [index for batch in loader for index in torch.as_tensor(batch).flatten().tolist()]
 
 
-@pytest.mark.parametrize("make", [as_sampler, in_batch_sampler, without_batches])
 @pytest.mark.parametrize("kind", [DistributedSampler, Renamed, Unrepeated])
-def test_evaluation_counts_each_sample_once(make: Any, kind: Any) -> None:
+def test_evaluation_counts_each_sample_once(kind: Any) -> None:
     """Ten samples on three ranks: what a sampler repeats is left out, wherever it is in the loader."""
-    seen = [
-        index for rank in range(3) for index in read(shard_for_evaluation(make(plain(rank, kind)), 3, rank))
-    ]
-    assert sorted(seen) == DATA
+    for make in WAYS:
+        shards = [shard_for_evaluation(make(plain(rank, kind)), 3, rank) for rank in range(3)]
+        assert sorted(index for shard in shards for index in read(shard)) == DATA
 
 
 def test_evaluation_may_be_split_twice() -> None:
@@ -108,12 +109,12 @@ def test_evaluation_refuses_repetitions_that_nobody_knows(loader: Any) -> None:
 
 
 @pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
-@pytest.mark.parametrize("make", [as_sampler, in_batch_sampler, without_batches])
 @pytest.mark.parametrize("place", [(3, 1), (4, 0), (1, 0)])
-def test_another_ranks_part_is_refused(shard: Any, make: Any, place: tuple[int, int]) -> None:
+def test_another_ranks_part_is_refused(shard: Any, place: tuple[int, int]) -> None:
     """A sampler that was made for another rank, or another number of them, leaves data out."""
-    with pytest.raises(UnshardableLoaderError, match="it has part 0 of 3 already, but this rank's is part"):
-        shard(make(plain(0)), *place)
+    for make in WAYS:
+        with pytest.raises(UnshardableLoaderError, match="it has part 0 of 3 already, but this rank's is"):
+            shard(make(plain(0)), *place)
 
 
 def test_a_part_of_ours_is_another_ranks_too() -> None:
@@ -122,17 +123,17 @@ def test_a_part_of_ours_is_another_ranks_too() -> None:
         shard_for_training(shard_for_training(DataLoader(DATA, 2), 2, 0), 2, 1)
 
 
-@pytest.mark.parametrize("make", [as_sampler, in_batch_sampler, without_batches])
 @pytest.mark.parametrize(
     "sampler", [plain(0), plain(2, Renamed), RandomSampler(DATA), DistributedSampler(DATA, 3, 0)]
 )
-def test_prediction_has_the_order_of_the_data(make: Any, sampler: Any) -> None:
+def test_prediction_has_the_order_of_the_data(sampler: Any) -> None:
     """Shuffling and splitting by torch's own samplers give way to it, wherever they are in the loader."""
-    assert read(in_dataset_order(make(sampler))) == DATA
-    size = 1 if make is without_batches else 2
-    parts = [read(shard_for_prediction(make(sampler), 2, rank)) for rank in range(2)]
-    assert parts[0] == [index for index in DATA if index // size % 2 == 0]
-    assert sorted(parts[0] + parts[1]) == DATA
+    for make in WAYS:
+        assert read(in_dataset_order(make(sampler))) == DATA
+        size = 1 if make is without_batches else 2
+        parts = [read(shard_for_prediction(make(sampler), 2, rank)) for rank in range(2)]
+        assert parts[0] == [index for index in DATA if index // size % 2 == 0]
+        assert sorted(parts[0] + parts[1]) == DATA
 
 
 @pytest.mark.parametrize(
