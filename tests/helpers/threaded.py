@@ -44,8 +44,10 @@ def run_ranks(world_size: int, function: Callable[[int], T]) -> list[T]:
             errors.append(error)
             _private.ProcessLocalGroup.exception_handle(error)
 
+    dtype = torch.get_default_dtype()  # one for all threads: those that set and restore it do so in any order
     with variables_set({}):  # torch sets one
         _run_threads(world_size, run)
+    torch.set_default_dtype(dtype)
     sys.excepthook = hook
     for error in errors:
         if not isinstance(error, SystemExit):  # how a rank ends when another has failed
