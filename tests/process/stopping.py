@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from rankwise import Trainer
 from rankwise.callbacks import Callback
+from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.launchers._dynamo import import_dynamo
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
 
@@ -49,6 +50,25 @@ class Slow(Regression):
             print("validating", flush=True)
         time.sleep(self.pause_s)
         super().validation_step(batch, batch_idx)
+
+
+class SlowIO(CheckpointIO):
+    """Takes its time to save."""
+
+    inner = TorchCheckpointIO()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
+        time.sleep(2.5)
+        self.inner.save_checkpoint(checkpoint, path)
+
+    @override
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu") -> dict[str, Any]:
+        return self.inner.load_checkpoint(path, map_location)
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        self.inner.remove_checkpoint(path)
 
 
 class Notes(Callback):
@@ -82,8 +102,10 @@ class Notes(Callback):
 
 
 def train(strategy: str, folder: str, options: str = "") -> None:
-    """Train for very long; `options`: accumulate, validate, validate long, workers, should_stop."""
+    """Train for very long; `options`: accumulate, validate (long), workers, slow saving, should_stop."""
     arguments: dict[str, Any] = {}
+    if options == "slow saving":
+        arguments["plugins"] = SlowIO()
     if options == "accumulate":
         arguments["accumulate_grad_batches"] = 3
     notes = Notes(folder, 7 if options == "should_stop" else None)

@@ -155,6 +155,16 @@ def test_sigterm_under_torchrun(who: str, run_script: ScriptRunner, tmp_path: Pa
     check_end(tmp_path)
 
 
+@pytest.mark.soak
+def test_sigterm_to_an_elastic_agent(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """It comes twice, as from GNU timeout; the ranks have the time that their checkpoint takes."""
+    running = start(run_script, "ddp_elastic", tmp_path, "slow saving")
+    for _ in range(2):
+        running.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    check(running, tmp_path)
+
+
 OUTSIDE = """
     import signal, sys, time
     from rankwise import DDPStrategy

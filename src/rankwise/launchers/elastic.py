@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final
@@ -28,7 +29,7 @@ from rankwise.launchers._leave import leave
 from rankwise.launchers._memory_file import pack, unpack
 from rankwise.launchers._pickling import pack_or_explain
 from rankwise.launchers._records import FailureRecord, first_cause
-from rankwise.launchers._signals import StoppedBySignal, leave_interrupts_to_the_main_process
+from rankwise.launchers._signals import Echoes, StoppedBySignal, leave_interrupts_to_the_main_process
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.multiprocess import (
     PRELOAD,
@@ -49,6 +50,9 @@ __all__ = ["ElasticLauncher", "Nodes"]
 # A rank whose failure reads like the echo of another's leaves that much later, after the other.
 _SETTLE_S = 0.5
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_LEFT_TO_TORCH = signal.SIGQUIT  # some signal must be
+# How long ranks that train have to come to a boundary and save, once told by SIGTERM: as under torchrun.
+_STOP_TIMEOUT_S = 30
 _AGENTS_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 _log = logging.getLogger(__name__)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -83,7 +87,8 @@ class ElasticLauncher(Launcher):
         local_world_size: how many ranks this node has.
         nodes: which agents belong together.
         max_restarts: how many failures are answered with a new start.
-        grace_period_s: how long a rank that is told to stop has before it is killed; whole seconds.
+        grace_period_s: how long a rank that is told to stop has before it is killed; whole seconds, 30 at
+            least, for a checkpoint to be saved.
         init_timeout: how long the agents may take to meet.
     """
 
@@ -183,7 +188,8 @@ class ElasticLauncher(Launcher):
             "monitor_interval": 0.1,
             "start_method": self._start_method,
             "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),  # ranks print where this process does
-            "shutdown_timeout": max(1, math.ceil(self._grace_period_s)),
+            "shutdown_timeout": max(_STOP_TIMEOUT_S, math.ceil(self._grace_period_s)),
+            "signals_to_handle": _LEFT_TO_TORCH.name,
         }
         known = {field.name for field in dataclasses.fields(LaunchConfig)}  # older versions lack the last one
         return LaunchConfig(**{name: value for name, value in options.items() if name in known})
@@ -228,7 +234,7 @@ class _Job:
 
 @contextmanager
 def _signals_of_the_agent() -> Iterator[None]:
-    """Let the agent have its handlers in the block; a signal that ends it is raised as what it means.
+    """Let the agent end its ranks for a signal in the block; it is then raised as what it means.
 
     Mutates: the handlers of SIGTERM, SIGINT, SIGHUP and SIGQUIT, and a variable, restored on exit.
 
@@ -241,10 +247,23 @@ def _signals_of_the_agent() -> Iterator[None]:
     is_main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _AGENT_SIGNALS} if is_main_thread else {}
     variable = os.environ.get(_SIGNALS_VARIABLE)
+    was_interrupted, echoes = False, Echoes()
+
+    def end(signum: int, interrupted: FrameType | None) -> None:
+        nonlocal was_interrupted
+        if signum == signal.SIGINT:
+            was_interrupted = True  # which ranks leave to this process: SIGINT would tell them nothing
+            raise SignalException("interrupted", sigval=signal.SIGKILL)
+        if not echoes.is_echo():
+            raise SignalException(f"signal {signum}", sigval=signal.Signals(signum))
+
     try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN and number != _LEFT_TO_TORCH:
+                signal.signal(number, end)
         yield
     except SignalException as error:
-        if error.sigval is signal.SIGINT:
+        if was_interrupted or error.sigval is signal.SIGINT:  # older versions of torch set their handlers
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.sigval) from None
     finally:
