@@ -63,7 +63,7 @@ def fit(strategy):
 
 if __name__ == "__main__":
     method, what = sys.argv[1:]
-    options = dict(accelerator="cpu", devices=2, num_nodes=2, timeout={TIMEOUT_S})
+    options = dict(accelerator="cpu", devices=2, num_nodes=2, timeout={TIMEOUT_S}, stall_warning=2)
     strategy = DDPStrategy(start_method=method, **options)
     try:
         if what == "fit":
@@ -150,6 +150,7 @@ def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptR
         assert "waited too long for global_rank=3" in result.stderr, results
         assert "global_rank 3 (node 1, host 'hostb', pid" in result.stderr, results
         assert ") was last in running, " in result.stderr, results
+    assert "rankwise: global_rank 3 (node 1, host 'hostb', pid" in results[0].stderr, results[0].stderr
 
 
 @pytest.mark.parametrize(("method", "what"), [("fork", "train"), ("popen", "fit")])

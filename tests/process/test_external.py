@@ -194,20 +194,30 @@ LATE = """
                 time.sleep(6)
             return self.samples[index]
 
-    strategy = DDPStrategy(accelerator="cpu", timeout=2)
+    strategy = DDPStrategy(accelerator="cpu", timeout=2, stall_warning=0.6)
     quiet_trainer(strategy, "auto", max_epochs=1).fit(Regression(), DataLoader(Slow(), batch_size=2))
 """
 
 
 def test_a_timeout_says_where_the_others_are(run_script: ScriptRunner, tmp_path: Path) -> None:
-    """With no supervisor, ranks ask each other: step, phase, host, stacks, torch's flight record."""
+    """With no supervisor, ranks ask each other: step, phase, host, stacks, torch's flight record.
+
+    And rank 0 reports the one that lags while it does.
+    """
     variables = {"TORCH_FR_BUFFER_SIZE": "50", "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "record")}
     waiting, late = _by_hand(run_script, with_tests(variables), LATE)
     assert waiting.returncode == late.returncode == 1
     assert "WorkerTimedOutError: Worker global_rank=0 " in waiting.stderr, waiting
     assert "waited too long for global_rank=1" in waiting.stderr
     host = socket.gethostname()
-    [line] = [line for line in waiting.stderr.splitlines() if " was last in " in line]
+    seen = [line for line in waiting.stderr.splitlines() if " was last in " in line]
+    lags = [line for line in seen if line.startswith("rankwise: global_rank 1 (node 0, ")]
+    assert lags
+    assert all(
+        ") was last in step 2, data loading, " in line.partition(". The others wait")[0] for line in lags
+    )
+    assert "The others wait: global_rank 0" in lags[0]
+    [line] = [line for line in seen if line not in lags]
     assert line.strip().startswith(f"global_rank 1 (node 0, host {host!r}, pid ")
     assert ") was last in step 2, data loading, " in line
     assert "stacks of global_rank 1" in late.stderr

@@ -9,12 +9,9 @@ from typing_extensions import final
 
 from rankwise.launchers._member import Member
 from rankwise.launchers._say import say
-from rankwise.process_group.pulse import Pulse
 
 # How many looks there are in the time after which a rank is reported.
 _LOOKS = 4
-# The phases of a training step.
-_ORDER = ("data loading", "forward", "backward", "optimizer")
 
 
 @final
@@ -59,16 +56,8 @@ def laggards(members: Sequence[Member], after_s: float) -> list[Member]:
         for member, pulse in pulses
         if not pulse.waits
         and pulse.seconds_ago() > after_s
-        and any(_waits_for(other, pulse) for _, other in pulses)
+        and any(other.waits_for(pulse) for _, other in pulses)
     ]
-
-
-def _waits_for(other: Pulse, pulse: Pulse) -> bool:
-    """Whether a rank waits, or has come to where a wrapper makes it wait, beyond where this one is."""
-    if other.waits:
-        return other.step >= pulse.step
-    is_in_step = other.phase in _ORDER and pulse.phase in _ORDER
-    return is_in_step and (other.step, _ORDER.index(other.phase)) > (pulse.step, _ORDER.index(pulse.phase))
 
 
 def joined(members: Iterable[Member]) -> str:

@@ -97,7 +97,9 @@ class Seat:
         return StopAgreement(self.ranks, store, partial(self.open_another, store, timeout), timeout)
 
     @contextmanager
-    def heard_by(self, places: Sequence[Place], timeout: timedelta) -> Iterator[None]:
+    def heard_by(
+        self, places: Sequence[Place], timeout: timedelta, stall_warning: timedelta
+    ) -> Iterator[None]:
         """Be able, in the block, to ask the other ranks where they are and what ends the job; answer them.
 
         On one node the supervisor knows all that, if there is one.
@@ -105,7 +107,9 @@ class Seat:
         Args:
             places: all ranks, by global rank; none where they have not met through the job's store.
             timeout: how long to wait for the store's host.
+            stall_warning: after how long in one phase a rank is reported that others wait for.
         """
+        from rankwise.process_group.lagging import LagWatch
         from rankwise.process_group.last_words import LastWords
         from rankwise.process_group.whereabouts import Whereabouts
 
@@ -119,10 +123,13 @@ class Seat:
         answering = Whereabouts(
             store, open_listener, mine, on_failure=on_failure, shows_stacks=self.channel is None
         )
+        lag_watch = LagWatch(open_listener, places, mine, stall_warning.total_seconds())
         answering.start()
+        lag_watch.start()
         try:
             yield
         finally:
+            lag_watch.close()
             answering.close()
             if self.hosts_store:
                 self.last_words.wait_until_heard()

@@ -32,6 +32,8 @@ __all__ = [
 # The step (-1 for none), the time on the node's monotonic clock, whether it waits for others, the phase.
 _RECORD = struct.Struct("=qd?47s")
 _LENGTH = 47
+# The phases of a training step.
+_ORDER = ("data loading", "forward", "backward", "optimizer")
 # Behind the record, as another thread writes it: whether checkpoints are being written.
 _SAVING = struct.Struct("=?")
 
@@ -140,6 +142,13 @@ class Pulse:
     def waited_at(self, at_s: float) -> bool:
         """Return whether the rank was waiting already at a time of the node's monotonic clock."""
         return self.waits and self.at_s <= at_s
+
+    def waits_for(self, other: Pulse) -> bool:
+        """Whether the rank waits, or has come to where a wrapper makes it wait, beyond where another is."""
+        if self.waits:
+            return self.step >= other.step
+        is_in_step = self.phase in _ORDER and other.phase in _ORDER
+        return is_in_step and (self.step, _ORDER.index(self.phase)) > (other.step, _ORDER.index(other.phase))
 
     def where(self) -> str:
         """Return step and phase for a reader."""

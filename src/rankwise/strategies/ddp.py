@@ -258,7 +258,7 @@ class DDPStrategy(ComparedCollectives):
             limits = {"timeout": self.timeout, "init_timeout": self.init_timeout}
             group = process_group(store, self.ranks, self.process_group_backend, self.root_device, **limits)
             places = self._job.enter_context(group)
-            self._job.enter_context(self.seat.heard_by(places, self.init_timeout))
+            self._job.enter_context(self.seat.heard_by(places, self.init_timeout, self.stall_warning))
             self.seat.limit_store(self.timeout)
             self._job.enter_context(self.collectives_compared(store))
         beat("running")

@@ -1,0 +1,124 @@
+"""Say which rank holds the others up, while it does, where no supervisor sees them all."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch.distributed as dist
+from typing_extensions import final
+
+from rankwise.errors import RankwiseError
+from rankwise.process_group.meeting import Place
+from rankwise.process_group.pulse import Pulse, own_pulse
+
+__all__ = ["LagWatch"]
+
+# How many looks there are in the time after which a rank is reported.
+_LOOKS = 4
+_SHORTEST_S, _LONGEST_S = 0.05, 86400.0  # the latter as poll(2) takes milliseconds in an int
+_MOST_NAMED = 8
+_CLOSE_S = 1.0
+
+
+@final
+class LagWatch:
+    """Every rank writes its pulse into the store now and then; rank zero reads them, and reports who lags.
+
+    Args:
+        open_store: opens the job's store once more, as the others may be waited in; called in a thread.
+        places: all ranks, by global rank.
+        mine: this rank's place.
+        warn_after_s: after how long in one phase a rank lags, if others wait meanwhile.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], dist.Store],
+        places: Sequence[Place],
+        mine: Place,
+        warn_after_s: float,
+    ) -> None:
+        self._open_store = open_store
+        self._interval_s = min(max(warn_after_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
+        self._places = places
+        self._mine = mine
+        self._warn_after_s = warn_after_s
+        self._looks = 0
+        self._seen: dict[Place, tuple[bytes, float]] = {}
+        self._reported: dict[Place, float] = {}
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="rankwise-lag-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look; a job that is over before the first look costs a thread that sleeps."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; leave it to itself where the store does not answer."""
+        self._is_over.set()
+        self._thread.join(_CLOSE_S)
+
+    def _watch(self) -> None:
+        store: dist.Store | None = None
+        try:
+            while not self._is_over.wait(self._interval_s):
+                store = self._open_store() if store is None else store
+                self.look(store)
+        except (RuntimeError, ValueError, RankwiseError):
+            return  # the store is gone
+
+    def look(self, store: dist.Store) -> None:
+        """Write where this rank is; on rank zero, report."""
+        if (pulse := own_pulse()) is not None:
+            self._looks += 1  # a rank that is suspended writes no new text
+            text = json.dumps([self._looks, pulse.step, pulse.seconds_ago(), pulse.waits, pulse.phase])
+            store.set(_key(self._mine), text)
+        if self._mine.global_rank == 0:
+            self._report(self._read(store))
+
+    def _read(self, store: dist.Store) -> dict[Place, Pulse]:
+        pulses = {}
+        for place in self._places:
+            if store.check([_key(place)]):
+                text = bytes(store.get(_key(place)))
+                if self._seen.get(place, (b"", 0.0))[0] != text:
+                    self._seen[place] = (text, time.monotonic())
+                _, step, ago_s, waits, phase = json.loads(text)
+                # Each node has a clock of its own.
+                pulses[place] = Pulse(step, self._seen[place][1] - ago_s, waits, phase)
+        return pulses
+
+    def _report(self, pulses: Mapping[Place, Pulse]) -> None:
+        lagging = [place for place, pulse in pulses.items() if self._lags(pulse, pulses)]
+        others = [_line(place, pulse) for place, pulse in pulses.items() if place not in lagging]
+        more = "" if len(others) <= _MOST_NAMED else f"; and {len(others) - _MOST_NAMED} more"
+        now_s = time.monotonic()
+        for place in lagging:
+            if now_s - self._reported.get(place, -self._warn_after_s) >= self._warn_after_s:
+                self._reported[place] = now_s
+                waiting = "; ".join(others[:_MOST_NAMED])
+                _say(f"rankwise: {_line(place, pulses[place])}. The others wait: {waiting}{more}.\n")
+
+    def _lags(self, pulse: Pulse, pulses: Mapping[Place, Pulse]) -> bool:
+        is_late = not pulse.waits and pulse.seconds_ago() > self._warn_after_s
+        return is_late and any(other.waits_for(pulse) for other in pulses.values())
+
+
+def _key(place: Place) -> str:
+    return f"pulse/{place.global_rank}"
+
+
+def _line(place: Place, pulse: Pulse) -> str:
+    return f"{place} was last in {pulse.where()}, {pulse.seconds_ago():.0f} s ago"
+
+
+def _say(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        return  # a stderr that is closed, or that nobody reads, or none

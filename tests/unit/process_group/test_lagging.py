@@ -1,0 +1,54 @@
+"""Ranks that no supervisor sees together: who holds the others up is reported by rank zero."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch.distributed as dist
+
+from rankwise.process_group.lagging import LagWatch
+from rankwise.process_group.meeting import Place
+from rankwise.process_group.pulse import NO_FILE, beat, pulse_written_to
+
+PLACES = [Place(rank, 0, rank, 2, "ab"[rank], 100 + rank) for rank in range(2)]
+
+
+def test_who_lags_is_reported_while_it_does(capfd: pytest.CaptureFixture[str]) -> None:
+    """With place and phase, once in each such time, by rank zero alone; and no more when it goes on."""
+    store = dist.HashStore()
+    watches = [LagWatch(lambda: store, PLACES, place, 0.4) for place in PLACES]
+    with pulse_written_to(NO_FILE):
+        beat("data loading", step=7)
+        watches[1].look(store)
+        beat("backward", step=7, waits=True)
+        watches[0].look(store)
+        time.sleep(0.5)
+        watches[0].look(store)
+        watches[0].look(store)
+        [line] = capfd.readouterr().err.splitlines()
+        assert line.startswith(
+            "rankwise: global_rank 1 (node 1, host 'b', pid 101) was last in step 7, data loading"
+        )
+        assert (
+            "The others wait: global_rank 0 (node 0, host 'a', pid 100) was last in step 7, backward" in line
+        )
+        beat("backward", step=7, waits=True)
+        watches[1].look(store)
+        watches[0].look(store)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_writes_nothing_new_is_where_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    """One that is suspended ages by rank zero's clock; one that nobody waits for is let alone."""
+    store = dist.HashStore()
+    store.set("pulse/1", json.dumps([1, 3, 0.0, False, "forward"]))
+    watch = LagWatch(lambda: store, PLACES, PLACES[0], 0.2)
+    with pulse_written_to(NO_FILE):
+        for waits in (False, True):
+            beat("barrier" if waits else "running", step=3, waits=waits)
+            watch.look(store)
+            time.sleep(0.3)
+            watch.look(store)
+            assert ("rankwise: global_rank 1 (node 1" in capfd.readouterr().err) is waits
