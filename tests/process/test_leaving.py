@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -44,10 +45,12 @@ def test_a_rank_that_does_not_leave(
     """Nobody is killed in silence: at `timeout` it is an error that names the rank and shows its stacks."""
     monkeypatch.setattr(_ends, "LEAST_TO_LEAVE_S", 1.0)
     with pytest.raises(WorkerTimedOutError, match="the end of the job") as caught:
-        ddp("fork", timeout=1.0).launch(leave_a_thread, 60, str(tmp_path / "uploaded"))
+        ddp("fork", timeout=1.0, stall_warning=0.4).launch(leave_a_thread, 60, str(tmp_path / "uploaded"))
     assert (caught.value.global_rank, caught.value.missing) == (0, (1,))
     assert caught.value.last_seen[0].startswith("global_rank=1 was last in leaving")
-    assert "in upload" in capfd.readouterr().err.partition("stacks of global_rank=1")[2]
+    stderr = capfd.readouterr().err
+    assert re.search(r"global_rank=1 was last in leaving, . s ago\. The main process waits for it", stderr)
+    assert "in upload" in stderr.partition("stacks of global_rank=1")[2]
 
 
 LONGER = """

@@ -28,6 +28,12 @@ class StallWatch:
         self._warn_after_s = warn_after_s
         self._next_look_s = time.monotonic() + warn_after_s / _LOOKS
         self._reported: dict[int, float] = {}
+        self._leaving_since_s: float | None = None
+
+    def expect_exit(self) -> None:
+        """Report, from now on, who has not left yet: the work is done, and the main process waits."""
+        if self._leaving_since_s is None:
+            self._leaving_since_s = time.monotonic()
 
     def time_left(self) -> float | None:
         """Return the seconds until the next look; None for a rank that is alone."""
@@ -39,13 +45,21 @@ class StallWatch:
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + self._warn_after_s / _LOOKS
+        if self._leaving_since_s is not None:
+            if now_s - self._leaving_since_s >= self._warn_after_s:
+                self._report(_still_there(self._members), "The main process waits for it to leave.")
+            return
         lagging = laggards(self._members, self._warn_after_s)
-        for member in lagging:
+        others = [other for other in self._members if other not in lagging]
+        self._report(lagging, f"The others wait: {joined(others)}.")
+
+    def _report(self, members: Sequence[Member], who_waits: str) -> None:
+        now_s = time.monotonic()
+        for member in members:
             rank = member.ranks.global_rank
             if now_s - self._reported.get(rank, 0.0) >= self._warn_after_s:
                 self._reported[rank] = now_s
-                others = [other for other in self._members if other not in lagging]
-                say(f"rankwise: {member.whereabouts()}. The others wait: {joined(others)}.\n")
+                say(f"rankwise: {member.whereabouts()}. {who_waits}\n")
 
 
 def laggards(members: Sequence[Member], after_s: float) -> list[Member]:
@@ -58,6 +72,10 @@ def laggards(members: Sequence[Member], after_s: float) -> list[Member]:
         and pulse.seconds_ago() > after_s
         and any(other.waits_for(pulse) for _, other in pulses)
     ]
+
+
+def _still_there(members: Sequence[Member]) -> list[Member]:
+    return [member for member in members if member.process is not None and not member.has_ended]
 
 
 def joined(members: Iterable[Member]) -> str:

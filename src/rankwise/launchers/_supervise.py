@@ -69,8 +69,8 @@ class Supervisor:
         self._members: list[Member] = []
         self._table = StoreTable()
         self._failures = Failures(self._members, on_failure)
-        stalls = StallWatch(self._members, stall_warning_s)
-        self._timers = Timers(stalls, EndWatch(self._members, teardown_timeout_s, self._on_failure))
+        self._stalls = StallWatch(self._members, stall_warning_s)
+        self._timers = Timers(self._stalls, EndWatch(self._members, teardown_timeout_s, self._on_failure))
         self._ending = Ending(
             self._members, self._failures, self._timers, self._send, grace_period_s, teardown_timeout_s
         )
@@ -373,8 +373,11 @@ class Supervisor:
         if self._ending.has_begun:
             if all(member.has_left(self._job) for member in self._members):
                 self._settle()
-        elif self._is_done() and (not self._has_to_exit or self.all_ended()):
-            self._settle()
+        elif self._is_done():
+            if not self._has_to_exit or self.all_ended():
+                self._settle()
+            else:
+                self._stalls.expect_exit()
 
     def _is_done(self) -> bool:
         """Whether the work is done; how long a process may then take to leave, `EndWatch` knows."""
