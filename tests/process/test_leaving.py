@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from rankwise.errors import WorkerRaisedError, WorkerTimedOutError
 from rankwise.launchers import _ends
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import ddp
+from tests.process.helpers import ddp, with_tests
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -131,6 +132,7 @@ def test_a_failure_does_not_cut_a_checkpoint(
     assert "the job ends when global_rank=0 has written its checkpoint" in capfd.readouterr().err
 
 
+@pytest.mark.soak
 def test_a_checkpoint_that_is_never_written(tmp_path: Path) -> None:
     """That wait ends with `timeout`."""
     strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(60)), grace_period_s=0.2, timeout=1.0)
@@ -139,3 +141,37 @@ def test_a_checkpoint_that_is_never_written(tmp_path: Path) -> None:
         strategy.launch(save_and_fail, 0, str(tmp_path / "x.ckpt"))
     assert 1 < time.monotonic() - began < 10
     assert list(tmp_path.iterdir()) == []
+
+
+WRITING = """
+    import sys, time
+    from rankwise import DDPStrategy
+    from rankwise.checkpoint import AsyncCheckpointIO
+    from tests.process.test_leaving import Slow
+
+    def job(strategy):
+        strategy.save_checkpoint({"step": 7}, sys.argv[2])
+        print("busy", flush=True)
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        slow = AsyncCheckpointIO(Slow(float(sys.argv[1])))
+        arguments = {"accelerator": "cpu", "devices": 2, "grace_period_s": 0.1}
+        DDPStrategy(start_method="fork", checkpoint_io=slow, **arguments).launch(job)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("presses", [1, 2])
+def test_only_a_second_ctrl_c_cuts_a_checkpoint(presses: int, run_script: ScriptRunner) -> None:
+    """The first lets the thread write; who presses again does not wait for it."""
+    path = run_script.folder / "x.ckpt"
+    running = run_script.start(WRITING, "3" if presses == 1 else "50", str(path), env=with_tests())
+    running.wait_for("busy", count=2)
+    for _ in range(presses):
+        running.send_signal_to_group(signal.SIGINT)
+        time.sleep(1)
+    result = running.finish(timeout=20)
+    assert result.returncode == -signal.SIGINT, result
+    assert "has written its checkpoint" in result.stderr
+    assert path.exists() is (presses == 1)
