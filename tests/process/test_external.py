@@ -212,11 +212,11 @@ def test_a_timeout_says_where_the_others_are(run_script: ScriptRunner, tmp_path:
     host = socket.gethostname()
     seen = [line for line in waiting.stderr.splitlines() if " was last in " in line]
     lags = [line for line in seen if line.startswith("rankwise: global_rank 1 (node 0, ")]
-    assert lags
-    assert all(
-        ") was last in step 2, data loading, " in line.partition(". The others wait")[0] for line in lags
-    )
-    assert "The others wait: global_rank 0" in lags[0]
+    late_there = [
+        line for line in lags if ") was last in step 2, data loading, " in line.partition(". The others")[0]
+    ]
+    assert late_there, lags  # before it, a slow start may have been reported
+    assert "The others wait: global_rank 0" in late_there[0]
     [line] = [line for line in seen if line not in lags]
     assert line.strip().startswith(f"global_rank 1 (node 0, host {host!r}, pid ")
     assert ") was last in step 2, data loading, " in line
