@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ class Faults(callbacks.Callback):  # type: ignore[misc] # either's
         else:
             JOB.come("while saving", 1, trainer.global_step - 1)
 
-    def on_fit_end(self, trainer: Any, module: Any) -> None:
-        JOB.come("at teardown", trainer.global_rank)
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        if sys.exc_info()[0] is None:
+            JOB.come("at teardown", trainer.global_rank)
 
 
 class Strategy(strategies.DDPStrategy):  # type: ignore[misc] # either's

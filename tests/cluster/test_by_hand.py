@@ -50,6 +50,14 @@ def work(strategy, what):
             say("stepping")
     return total
 
+class FailsEarly(DDPStrategy):
+    def setup_environment(self):
+        if self.global_rank == 3:
+            if sys.argv[2] == "raise early":
+                raise ValueError("boom on purpose")
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().setup_environment()
+
 class Stepping(Regression):
     def training_step(self, batch, batch_idx):
         if batch_idx == 5:
@@ -64,7 +72,7 @@ def fit(strategy):
 if __name__ == "__main__":
     method, what = sys.argv[1:]
     options = dict(accelerator="cpu", devices=2, num_nodes=2, timeout={TIMEOUT_S}, stall_warning=2)
-    strategy = DDPStrategy(start_method=method, **options)
+    strategy = (FailsEarly if "early" in what else DDPStrategy)(start_method=method, **options)
     try:
         if what == "fit":
             fit(strategy)
@@ -139,6 +147,19 @@ def test_who_is_in_no_collective_hears_too(hosts: TwoHosts, run_script: ScriptRu
         assert "the same on" not in result.stderr, results
     left = [float(result.stdout.rpartition("left at ")[2]) for result in results]
     assert abs(left[0] - left[1]) < 10, results  # and not after the 60 s for which they would sleep
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "code"), [("popen", "kill early", 137), ("fork", "raise early", 1)]
+)
+def test_who_waits_for_the_group_hears_too(
+    method: str, what: str, code: int, hosts: TwoHosts, run_script: ScriptRunner
+) -> None:
+    """A rank that fails before there is a group does not keep the other node until `init_timeout`."""
+    results = [each.finish(timeout=60) for each in start(hosts, run_script, method, what)]
+    for result in results:
+        assert result.returncode == code, results
+        assert "Worker global_rank=3 (local_rank=1, node_rank=1, host 'hostb', pid" in result.stderr, results
 
 
 def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,14 @@ import pytest
 import torch
 
 from rankwise.callbacks import Callback
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import WorkerKilledError, WorkerRaisedError
 from rankwise.strategies import DDPElasticStrategy, Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 from tests.process.killing import PHASES, killing, train_slowly
 from tests.process.resume_tasks import everything, train
+from tests.process.test_leaving import Slow
 
 
 def elastic(max_restarts: int = 3, **arguments: Any) -> DDPElasticStrategy:
@@ -101,12 +106,56 @@ def test_training_goes_on(kills: int, tmp_path: Path) -> None:
         assert {phase for _, phase in killer.died} == set(PHASES)
 
 
+def test_what_a_thread_writes_outlives_the_agents_signal(tmp_path: Path) -> None:
+    """Where one rank is killed torch's agent signals the other, which is leaving and still has to write."""
+    strategy = elastic(0, checkpoint_io=AsyncCheckpointIO(Slow(1.5)))
+    with pytest.raises(WorkerKilledError, match="global_rank=1"):
+        train(strategy, tmp_path, seed=3, max_epochs=1, kill=KillAfter((1, 2)), ckpt_path=None)
+    newest = max(tmp_path.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    assert TorchCheckpointIO().load_checkpoint(newest)["global_step"] == 1
+
+
 def test_checkpoint_of_an_earlier_run_is_none_of_ours(tmp_path: Path) -> None:
     """A restart before this run has saved anything begins at the beginning, whatever lies in the folder."""
     whole = train(elastic(0), tmp_path / "whole", seed=3, max_epochs=1)
     train(elastic(0), tmp_path / "used", seed=4, max_epochs=1)
     again = train(elastic(1), tmp_path / "used", seed=3, max_epochs=1, kill=KillAfter((0, 1)), ckpt_path=None)
     assert everything(again) == everything(whole)
+
+
+class Damage(KillAfter):
+    """Before the kill, flips a byte in the middle of the last checkpoint."""
+
+    def __init__(self, path: Path, *plan: tuple[int, int]) -> None:
+        super().__init__(*plan)
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if restart_count() == 0 and trainer.is_global_zero and self.path.exists():
+            content = bytearray(self.path.read_bytes())
+            content[len(content) // 2] ^= 0xFF
+            self.path.write_bytes(content)
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    """Return the file to which ranks, too, log when they look for a checkpoint."""
+    handler = logging.FileHandler(tmp_path / "log")
+    logger = logging.getLogger("rankwise.trainer.restarts")
+    logger.addHandler(handler)
+    yield tmp_path / "log"
+    logger.removeHandler(handler)
+    handler.close()
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, log: Path) -> None:
+    """A restart goes on without it, as if it were not there, and says why."""
+    whole = train(elastic(0), tmp_path / "whole", seed=3, max_epochs=1)
+    damage = Damage(tmp_path / "used" / "last.ckpt", (0, 2))
+    again = train(elastic(1), tmp_path / "used", seed=3, max_epochs=1, kill=damage, ckpt_path=None)
+    assert everything(again) == everything(whole)
+    assert re.search(r"last\.ckpt is passed over, as it does not load: ", log.read_text())
 
 
 AGENT = """

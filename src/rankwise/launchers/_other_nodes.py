@@ -1,4 +1,4 @@
-"""What a node's launching process tells the other nodes: which of its ranks ended without a word."""
+"""What a node's launching process tells the other nodes: which of its ranks ended unheard by them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _LIMIT = timedelta(seconds=5)
 
 @final
 class OtherNodes:
-    """Tell the ranks of other nodes of an end that no rank could tell them: by a signal, or `os._exit`.
+    """Tell the ranks of other nodes of an end that no rank could tell them.
+
+    Which ended by a signal, or `os._exit`; or in whatever way before it had met them.
 
     Args:
         meeting: where the nodes of the job meet; None for a job on one node, which has nobody to tell.
@@ -39,7 +41,7 @@ class OtherNodes:
 
     def tell(self, record: FailureRecord) -> None:
         """Leave a record in the job's store, in a thread: the store may be out of reach."""
-        if self._meeting is None or self._telling is not None or record.exit_status is None:
+        if self._meeting is None or self._telling is not None or not self._has_to_tell(record):
             return
         self._telling = threading.Thread(
             target=self._tell, args=(record,), name="rankwise-other-nodes", daemon=True
@@ -52,6 +54,11 @@ class OtherNodes:
             self._telling.join(_LIMIT.total_seconds())
         if self._meeting is not None and self._meeting.hosts:
             _in_reach(self._wait_until_heard)
+
+    def _has_to_tell(self, record: FailureRecord) -> bool:
+        is_ours = record.node_rank == self._ranks.node_rank
+        is_cause = not (record.is_consequence or record.is_timeout)
+        return is_ours and is_cause and (record.exit_status is not None or not record.has_met)
 
     def _tell(self, record: FailureRecord) -> None:
         from rankwise.process_group.last_words import leave_word

@@ -40,7 +40,8 @@ _CONSEQUENCE = re.compile(
 # How they say that somebody else did not come in time, and how this package does.
 _TORCHS_TIMEOUT = re.compile(
     r"timed out waiting \d+ ?ms for|wait timeout after \d+ ?ms|store: \w+ of .* had no answer in"
-    r"|timed out after \d+ seconds waiting for clients",
+    r"|timed out after \d+ seconds waiting for clients|failed to pass monitoredBarrier in \d+ ms"
+    r"|ran for \d+ milliseconds before timing out",
     re.IGNORECASE | re.DOTALL,
 )
 _TIMEOUTS = {
@@ -75,6 +76,7 @@ class FailureRecord:
     last_seen: tuple[str, ...] = ()  # and where each is
     notes: tuple[str, ...] = ()  # what else a reader may look at
     is_echo: bool = False
+    has_met: bool = True  # whether this rank could tell those of other nodes itself
     host: str = field(default_factory=socket.gethostname)  # a record is made on the node of its rank
 
     @classmethod

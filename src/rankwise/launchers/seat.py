@@ -166,6 +166,7 @@ class Seat:
             return  # no failure: every rank stops, at the same step
         if self.channel is not None and not self._has_reported:
             record = FailureRecord.of_exception(self.ranks, error) if record is None else record
+            record = dataclasses.replace(record, has_met=self.last_words is not None)
             self.channel.send(Kind.FAILURE, record.to_json())
             self._has_reported = True  # not before: what a signal handler raises meanwhile is reported then
 

@@ -12,15 +12,8 @@ import torch.distributed as dist
 from typing_extensions import final
 
 from rankwise.errors import NodesLostError
-from rankwise.process_group.meeting import Place
-from rankwise.process_group.whereabouts import (
-    FAILURE,
-    Answer,
-    answer_key,
-    ask_all,
-    heard_key,
-    wake_all,
-)
+from rankwise.process_group.meeting import FAILURE, Place, heard_key
+from rankwise.process_group.whereabouts import Answer, answer_key, ask_all, wake_all
 
 __all__ = ["LastWords", "Roll", "leave_word", "what_was_left", "wait_until_heard"]
 

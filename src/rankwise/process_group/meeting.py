@@ -18,10 +18,28 @@ from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.process_group.private_store import PrivateStore
 from rankwise.ranks import RankInfo
 
-__all__ = ["Place", "meet", "place_of"]
+__all__ = ["FAILURE", "FailedElsewhere", "Place", "heard_key", "meet", "place_of"]
+
+FAILURE = "failure"
+"""The key of the first failure's record."""
+
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _ANSWER_S = 1.0  # in which a store says what it has
+
+
+@final
+class FailedElsewhere(Exception):
+    """A rank of another node has failed, before this one came to need it or after it was done; its record."""
+
+    def __init__(self, record: bytes) -> None:
+        super().__init__("a rank of another node has failed")
+        self.record = record
+
+
+def heard_key(rank: int) -> str:
+    """Return what a rank sets that has heard of the failure."""
+    return f"heard/{rank}"
 
 
 @final
@@ -67,6 +85,7 @@ def meet(store: dist.Store, mine: Place, timeout: timedelta) -> tuple[Place, ...
         ProcessGroupError: on every rank, when two ranks are the same or have the same device, or believe in
             different worlds.
         RendezvousTimeoutError: when not all came in time; names those that did not.
+        FailedElsewhere: when the process that started one of them has left word that it failed.
     """
     arrival = store.add("arrived", 1)
     if arrival > mine.world_size:
@@ -121,8 +140,7 @@ def _places_so_far(store: dist.Store, count: int) -> list[Place]:
 
 def _wait_for_the_last(store: dist.Store, mine: Place, timeout: timedelta) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
-    is_here = _private_wait if _is_private(store) else _tcp_wait
-    if is_here(store, deadline):
+    if _private_wait(store, deadline) if _is_private(store) else _tcp_wait(store, mine, deadline):
         return
     if not _answers(store):
         waiting_for = "the process that has the store, which answers nobody: it hangs, or is suspended"
@@ -143,10 +161,13 @@ def _private_wait(store: dist.Store, deadline: float) -> bool:
     return True
 
 
-def _tcp_wait(store: dist.Store, deadline: float) -> bool:
+def _tcp_wait(store: dist.Store, mine: Place, deadline: float) -> bool:
     """Ask again and again, as a wait in a TCP store is in C++, where no signal is heard."""
     pause_s = _FIRST_PAUSE_S
     while not store.check(["met"]):
+        if store.check([FAILURE]):
+            store.set(heard_key(mine.global_rank), "")
+            raise FailedElsewhere(bytes(store.get(FAILURE)))
         if time.monotonic() >= deadline:
             return False
         time.sleep(pause_s)

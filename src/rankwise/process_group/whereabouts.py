@@ -12,13 +12,10 @@ import torch.distributed as dist
 from typing_extensions import final
 
 from rankwise.process_group.agreement import wait_long
-from rankwise.process_group.meeting import Place
+from rankwise.process_group.meeting import FAILURE, Place, heard_key
 from rankwise.process_group.pulse import own_pulse
 
-__all__ = ["FAILURE", "Answer", "Whereabouts", "answer_key", "ask_all", "heard_key", "wake_all"]
-
-FAILURE = "failure"
-"""The key of the first failure's record."""
+__all__ = ["Answer", "Whereabouts", "answer_key", "ask_all", "wake_all"]
 
 _CLOSE_S = 1.0
 _CLOSED, _FAILED = "closed", "failed"
@@ -133,11 +130,6 @@ def wake_all(store: dist.Store, count: int) -> None:
 def answer_key(rank: int) -> str:
     """Return where a rank's answer is."""
     return f"still/{rank}"
-
-
-def heard_key(rank: int) -> str:
-    """Return what a rank sets that has heard of the failure."""
-    return f"heard/{rank}"
 
 
 def _questions(rank: int) -> tuple[str, str]:

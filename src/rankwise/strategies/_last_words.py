@@ -5,22 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from typing_extensions import final
-
 from rankwise.errors import NodesLostError
 from rankwise.launchers._records import FailureRecord
 from rankwise.process_group.flight_recorder import write_flight_record
 from rankwise.process_group.last_words import LastWords, Roll
+from rankwise.process_group.meeting import FailedElsewhere
 from rankwise.ranks import RankInfo
-
-
-@final
-class FailedElsewhere(Exception):
-    """A rank of another node has failed after this one was done; holds that one's record."""
-
-    def __init__(self, record: bytes) -> None:
-        super().__init__("a rank of another node has failed")
-        self.record = record
 
 
 def wait_for_other_nodes(last_words: LastWords | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["checkpoint_after_restart", "current_run_id"]
 
+_log = logging.getLogger(__name__)
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 
@@ -41,7 +43,8 @@ def _newest(trainer: Trainer) -> str | None:
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
             checkpoint = trainer.strategy.load_checkpoint(path)
-        except CheckpointError:
+        except CheckpointError as error:
+            _log.warning("The checkpoint %s is passed over, as it does not load: %s", path, error)
             continue
         if checkpoint.get("run_id") == current_run_id():
             return str(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,8 +13,8 @@ from rankwise.launchers._other_nodes import OtherNodes
 from rankwise.launchers._records import FailureRecord
 from rankwise.launchers.seat import MeetingPoint, store_of_job
 from rankwise.process_group.last_words import what_was_left
+from rankwise.process_group.meeting import heard_key
 from rankwise.process_group.rendezvous import forget_store, hosted_store
-from rankwise.process_group.whereabouts import heard_key
 from rankwise.ranks import RankInfo
 from tests.helpers.ports import free_port
 
@@ -41,6 +42,31 @@ def test_an_end_without_a_word_is_told(address: tuple[str, int]) -> None:
     assert left is not None
     assert FailureRecord.from_json(left) == KILLED
     assert what_was_left(store_of_job(store, 1)) is None
+
+
+RAISED = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="RuntimeError", has_met=False)
+
+
+@pytest.mark.parametrize(
+    ("record", "is_told"),
+    [
+        (RAISED, True),
+        (dataclasses.replace(RAISED, has_met=True), False),
+        (dataclasses.replace(RAISED, node_rank=0), False),
+        (dataclasses.replace(RAISED, exception_message="Connection closed by peer"), False),
+        (dataclasses.replace(RAISED, exception_message="Timed out waiting 600ms for recv"), False),
+    ],
+    ids=["before it met them", "after", "of another node", "an echo", "waited in vain"],
+)
+def test_an_exception_is_told_where_its_rank_cannot(
+    record: FailureRecord, is_told: bool, address: tuple[str, int]
+) -> None:
+    """What ended a rank of this node before it could tell others, and no consequence of another's end."""
+    node = OtherNodes(MeetingPoint(address, hosts=False), RANKS[1])
+    node.tell(record)
+    node.wait_until_told()
+    left = what_was_left(store_of_job(hosted_store(timedelta(seconds=5), address), 1))
+    assert (left is not None) is is_told
 
 
 def test_the_host_stays_until_the_other_nodes_have_heard(address: tuple[str, int]) -> None:

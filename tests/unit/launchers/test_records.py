@@ -94,6 +94,8 @@ def test_echoes_are_told_apart(message: str) -> None:
         ("DistStoreError", "Timed out after 2 seconds waiting for clients. 1/2 clients joined.", True),
         ("DistStoreError", "store: wait of a, b had no answer in 1.5 s", True),
         ("RuntimeError", "DistStoreError: store: wait of a had no answer in 1.5 s\n\nAt:\n  ...", True),
+        ("RuntimeError", "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 2000 ms", True),
+        ("DistBackendError", "WorkNCCL(SeqNum=7) ran for 600015 milliseconds before timing out.", True),
         ("RuntimeError", "the upload timed out after 30 s", False),
         ("RuntimeError", "timed out waiting for the upload", False),
         ("RuntimeError", "the feature store: no answer", False),

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from rankwise.errors import NodesLostError
 from rankwise.process_group.last_words import LastWords, Roll, leave_word, what_was_left
-from rankwise.process_group.meeting import Place
+from rankwise.process_group.meeting import Place, heard_key
 from rankwise.process_group.pulse import NO_FILE, beat, own_pulse, pulse_written_to, waiting_in
-from rankwise.process_group.whereabouts import Answer, Whereabouts, answer_key, heard_key
+from rankwise.process_group.whereabouts import Answer, Whereabouts, answer_key
 
 PLACES = [Place(rank, rank % 2, rank // 2, 4, "ab"[rank // 2], 100 + rank) for rank in range(4)]
 ECHO = RuntimeError("Connection closed by peer")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
-from rankwise.process_group.meeting import Place, meet, place_of
+from rankwise.process_group.meeting import FAILURE, FailedElsewhere, Place, heard_key, meet, place_of
 from rankwise.process_group.private_store import PrivateStore, StoreTable
 from rankwise.ranks import RankInfo
 
@@ -40,6 +40,16 @@ def test_every_rank_learns_of_all() -> None:
     """Each comes back with all places, by global rank, whatever the order of arrival."""
     places = [place(2, 3), place(0, 3), place(1, 3)]
     assert meeting_of(places) == [tuple(sorted(places, key=lambda one: one.global_rank))] * 3
+
+
+def test_who_waits_hears_of_a_failure() -> None:
+    """A rank that cannot come any more keeps nobody waiting; that it was heard is left in its turn."""
+    store = dist.HashStore()
+    store.set(FAILURE, "the record")
+    with pytest.raises(FailedElsewhere) as caught:
+        meet(store, place(1), 20 * SECOND)
+    assert caught.value.record == b"the record"
+    assert store.check([heard_key(1)])
 
 
 @pytest.mark.parametrize(
