@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-BASE = frozenset({"errors", "ranks", "named_options", "_start"})
+BASE = frozenset({"errors", "ranks", "named_options", "_say", "_start"})
 LEGS = frozenset(
     {
         "callbacks",
@@ -28,6 +28,7 @@ PARTS = BASE | LEGS | {"seed", "strategies", "registry", "trainer"}
 EVERYTHING = PARTS | {"", "doctor", "testing", "integrations", "__main__"}
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
+    "_say": frozenset(),
     "_start": frozenset(),
     "errors": frozenset(),
     "ranks": frozenset({"errors"}),

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import final
 
+from rankwise._say import say
 from rankwise.launchers._channel import Kind
 from rankwise.launchers._failures import Failures
 from rankwise.launchers._member import Member
-from rankwise.launchers._say import say
 from rankwise.launchers._timers import Timers
 
 # How often, at most, to look whether a checkpoint has been written.

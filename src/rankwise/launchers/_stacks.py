@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from rankwise._say import say
 from rankwise.launchers._member import Member
-from rankwise.launchers._say import say
 
 STACKS_SIGNAL = signal.SIGUSR2
 _STDERR = 2

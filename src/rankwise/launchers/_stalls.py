@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from typing_extensions import final
 
+from rankwise._say import say
 from rankwise.launchers._member import Member
-from rankwise.launchers._say import say
 
 # How many looks there are in the time after which a rank is reported.
 _LOOKS = 4

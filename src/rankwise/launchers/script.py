@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import final
 
+from rankwise._say import say
 from rankwise._start import SEAT_VARIABLE
 from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers import _at_fork
@@ -32,7 +33,6 @@ from rankwise.launchers._main_process import wait_until_over
 from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._other_nodes import OtherNodes
 from rankwise.launchers._processes import PopenProcess
-from rankwise.launchers._say import say
 from rankwise.launchers._signals import StoppedBySignal, interrupts_blocked
 from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher

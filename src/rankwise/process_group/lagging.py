@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 from typing_extensions import final
 
+from rankwise._say import say
 from rankwise.errors import RankwiseError
 from rankwise.process_group.meeting import Place
 from rankwise.process_group.pulse import Pulse, own_pulse
@@ -101,7 +101,7 @@ class LagWatch:
             if now_s - self._reported.get(place, -self._warn_after_s) >= self._warn_after_s:
                 self._reported[place] = now_s
                 waiting = "; ".join(others[:_MOST_NAMED])
-                _say(f"rankwise: {_line(place, pulses[place])}. The others wait: {waiting}{more}.\n")
+                say(f"rankwise: {_line(place, pulses[place])}. The others wait: {waiting}{more}.\n")
 
     def _lags(self, pulse: Pulse, pulses: Mapping[Place, Pulse]) -> bool:
         is_late = not pulse.waits and pulse.seconds_ago() > self._warn_after_s
@@ -114,11 +114,3 @@ def _key(place: Place) -> str:
 
 def _line(place: Place, pulse: Pulse) -> str:
     return f"{place} was last in {pulse.where()}, {pulse.seconds_ago():.0f} s ago"
-
-
-def _say(text: str) -> None:
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):
-        return  # a stderr that is closed, or that nobody reads, or none

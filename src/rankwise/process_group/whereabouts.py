@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import sys
 import threading
 from collections.abc import Callable
 
 import torch.distributed as dist
 from typing_extensions import final
 
+from rankwise._say import say
 from rankwise.process_group.agreement import wait_long
 from rankwise.process_group.meeting import FAILURE, Place, heard_key
 from rankwise.process_group.pulse import own_pulse
@@ -109,8 +109,7 @@ class Whereabouts:
 
     def _show_stacks(self, reason: str) -> None:
         if self._shows_stacks and reason:
-            sys.stderr.write(f"rankwise: {reason}; stacks of {self._mine}:\n")
-            sys.stderr.flush()
+            say(f"rankwise: {reason}; stacks of {self._mine}:\n")
             faulthandler.dump_traceback(_STDERR, all_threads=True)
 
 

@@ -1,4 +1,4 @@
-"""What the supervisor says on stderr: it neither fails by it nor waits for the reader."""
+"""What is said on stderr: nobody fails by it, nor waits for the reader."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import time
 
 import pytest
 
-from rankwise.launchers._member import Member
-from rankwise.launchers._say import say
-from rankwise.launchers._stacks import dump_stacks
+from rankwise._say import say
 
 
 class Gone(io.StringIO):
@@ -64,11 +62,3 @@ def test_a_reader_that_does_not_keep_up(monkeypatch: pytest.MonkeyPatch) -> None
         say("the third\n")
         text += pipe.read1()
     assert text.replace(b"\0", b"") == b"the first\nthe third\n"
-
-
-def test_the_own_stacks(members: list[Member], capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank that is this process shows its stacks there too."""
-    dump_stacks(members[:1], "a reason")
-    title, _, stacks = capsys.readouterr().err.partition("\n")
-    assert title == "rankwise: a reason; stacks of global_rank=0 (this process):"
-    assert "in test_the_own_stacks" in stacks
