@@ -187,6 +187,26 @@ def test_nobody_outlives_the_agent(how: signal.Signals, code: int, run_script: S
     assert running.finish(timeout=20, leftover_grace_s=1.0).returncode == code
 
 
+AFTER_DDP = """
+    from rankwise.strategies import DDPElasticStrategy, DDPStrategy
+
+    def work(strategy):
+        print("at work", flush=True)
+
+    if __name__ == "__main__":
+        DDPStrategy(accelerator="cpu", devices=2).launch(work)
+        DDPElasticStrategy(accelerator="cpu", devices=2).launch(work)
+"""
+
+
+def test_not_in_every_process_of_a_script(run_script: ScriptRunner) -> None:
+    """After a job of "ddp" each process of the script would be an agent of its own: refused."""
+    result = run_script(AFTER_DDP)
+    assert result.returncode == 1, result
+    assert result.stdout.count("at work") == 2, result
+    assert "LaunchRefusedError: ddp_elastic cannot start anybody" in result.stderr, result
+
+
 SCRIPT = """
     import sys, torch
     from tests.process.resume_tasks import everything, train

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from rankwise.environments import ClusterEnvironment
-from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.errors import ConfigurationError, InvalidArgumentError, LaunchRefusedError
 from rankwise.launchers import Launcher
 from rankwise.launchers.elastic import ElasticLauncher, Nodes
+from rankwise.launchers.script import script_ranks
 from rankwise.strategies._nodes import own_address
 from rankwise.strategies.ddp import DDPStrategy
 
@@ -70,6 +71,13 @@ class DDPElasticStrategy(DDPStrategy):
     def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
         if environment.creates_processes_externally:
             return super()._create_launcher(environment)
+        if (existing := script_ranks()) is not None:
+            raise LaunchRefusedError(
+                message=f"ddp_elastic cannot start anybody: this script runs as {existing} processes "
+                'already, under strategy "ddp", and each of them would start ranks of its own.',
+                remedy='use "ddp_spawn" or "ddp_fork" before it; for a script as a whole: '
+                "torchrun --max-restarts=3 train.py",
+            )
         return ElasticLauncher(
             self.start_method,
             self.local_world_size,
