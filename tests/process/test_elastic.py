@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,24 @@ def test_what_a_thread_writes_outlives_the_agents_signal(tmp_path: Path) -> None
         train(strategy, tmp_path, seed=3, max_epochs=1, kill=KillAfter((1, 2)), ckpt_path=None)
     newest = max(tmp_path.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     assert TorchCheckpointIO().load_checkpoint(newest)["global_step"] == 1
+
+
+def save_and_work(strategy: Strategy, path: str) -> None:
+    """Let a thread of rank 0 begin to write, and rank 1 be killed."""
+    strategy.save_checkpoint({"step": 7}, path)
+    if strategy.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_so_does_what_no_trainer_has_saved(tmp_path: Path) -> None:
+    """The rank that is told to end while it works ends as soon as its thread has written."""
+    began = time.monotonic()
+    with pytest.raises(WorkerKilledError, match="global_rank=1"):
+        strategy = elastic(0, checkpoint_io=AsyncCheckpointIO(Slow(1.5)))
+        strategy.launch(save_and_work, str(tmp_path / "x.ckpt"))
+    assert TorchCheckpointIO().load_checkpoint(tmp_path / "x.ckpt") == {"step": 7}
+    assert time.monotonic() - began < 20  # and not after the 30 s that torch's agent has patience
 
 
 def test_checkpoint_of_an_earlier_run_is_none_of_ours(tmp_path: Path) -> None:

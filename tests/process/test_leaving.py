@@ -175,3 +175,32 @@ def test_only_a_second_ctrl_c_cuts_a_checkpoint(presses: int, run_script: Script
     assert result.returncode == -signal.SIGINT, result
     assert "has written its checkpoint" in result.stderr
     assert path.exists() is (presses == 1)
+
+
+ALONE = """
+    import sys, time
+    from rankwise.checkpoint import AsyncCheckpointIO
+    from rankwise.strategies import SingleDeviceStrategy
+    from tests.process.test_leaving import Slow
+
+    def job(strategy):
+        strategy.save_checkpoint({"step": 7}, sys.argv[2])
+        print("busy", flush=True)
+        time.sleep(60)
+
+    slow = AsyncCheckpointIO(Slow(float(sys.argv[1])))
+    SingleDeviceStrategy(accelerator="cpu", checkpoint_io=slow).launch(job)
+"""
+
+
+@pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_sigterm_waits_for_a_checkpoint_once(signals: int, run_script: ScriptRunner) -> None:
+    """A rank that nobody supervises ends when its thread has written; at once where the signal comes again."""
+    path = run_script.folder / "x.ckpt"
+    running = run_script.start(ALONE, "1" if signals == 1 else "50", str(path), env=with_tests())
+    running.wait_for("busy")
+    for _ in range(signals):
+        running.send_signal(signal.SIGTERM)
+        time.sleep(2.1 * (signals - 1))
+    assert running.finish(timeout=20).returncode == -signal.SIGTERM
+    assert path.exists() is (signals == 1)

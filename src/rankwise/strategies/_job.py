@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import final
 
 from rankwise.launchers.seat import Seat
-from rankwise.process_group.pulse import TEARDOWN, beat, say_saving
+from rankwise.process_group.pulse import TEARDOWN, beat
 from rankwise.strategies._last_words import wait_for_other_nodes, with_the_cause
+from rankwise.strategies._late_end import ending_once_saved
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +33,10 @@ class RankEntry:
     def __call__(self, seat: Seat) -> Any:
         """Run as the rank that `seat` says."""
         self.strategy.take_seat(seat)
-        self.strategy.checkpoint_io.tell_when_saving(say_saving)
+        with ending_once_saved(self.strategy.checkpoint_io):
+            return self._run(seat)
+
+    def _run(self, seat: Seat) -> Any:
         try:
             self.strategy.setup_environment()
             value = self.function(self.strategy, *self.args, **self.kwargs)

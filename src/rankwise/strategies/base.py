@@ -287,10 +287,6 @@ class Strategy(AroundModule, Gradients, Saving):
         if self.root_device.type == "cuda":
             torch.cuda.set_device(self.root_device)
 
-    def call_at_end(self, function: Callable[[], object]) -> None:
-        """Call a function when this rank's job is torn down, once its checkpoints are written."""
-        self._job.callback(function)
-
     def teardown(self) -> None:
         """Leave this process as it was before `setup_environment`."""
         try:

@@ -41,7 +41,6 @@ class Stopping:
         self._caught: int | None = None
         self._echoes = Echoes()
         self._cleanup = ExitStack()
-        self._hearing = ExitStack()
 
     def __enter__(self) -> Self:
         strategy = self._trainer.strategy
@@ -52,7 +51,7 @@ class Stopping:
         if channel is not None:
             channel.call_on_request(self._ask)
             self._cleanup.callback(channel.call_on_request, None)
-        self._hearing.enter_context(handled(self._signals(), self._catch))
+        self._cleanup.enter_context(handled(self._signals(), self._catch))
         return self
 
     def __exit__(
@@ -61,11 +60,6 @@ class Stopping:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception):
-            # torch's agent sends SIGTERM to all others once a rank has failed; they are leaving as it is, and
-            # what a thread of theirs still writes must be there.
-            self._trainer.strategy.call_at_end(self._hearing.pop_all().close)
-        self._hearing.close()
         self._cleanup.close()
         if kind is None and self._caught is not None:  # it came after the last boundary
             raise SystemExit(128 + self._caught)
