@@ -195,7 +195,7 @@ ALONE = """
 
 @pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_sigterm_waits_for_a_checkpoint_once(signals: int, run_script: ScriptRunner) -> None:
-    """A rank that nobody supervises ends when its thread has written; at once where the signal comes again."""
+    """A rank that nobody supervises ends when its thread has written, and at once for a second one."""
     path = run_script.folder / "x.ckpt"
     running = run_script.start(ALONE, "1" if signals == 1 else "50", str(path), env=with_tests())
     running.wait_for("busy")
