@@ -147,8 +147,16 @@ class ModelCheckpoint(MonitoringCallback):
         if self.save_top_k:
             self._save_ranked(trainer)
         if self.save_last:
-            self.last_model_path = str(Path(self.dirpath or "") / "last.ckpt")
+            self.last_model_path = self._path("last")
             trainer.save_checkpoint(self.last_model_path)
+
+    def _path(self, name: str) -> str:
+        return str(Path(self.dirpath or "") / f"{name}.ckpt")
+
+    @property
+    def _paths_in_use(self) -> set[str]:
+        """The paths that are this callback's, also of files that a thread has yet to write."""
+        return {*self.best_k_models, *([self._path("last")] if self.save_last else [])}
 
     def _save_ranked(self, trainer: Trainer) -> None:
         score = self._agreed_score(trainer)
@@ -195,11 +203,14 @@ class ModelCheckpoint(MonitoringCallback):
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
         }
-        folder, stem = Path(self.dirpath or ""), _filled_in(self.filename, values)
+        stem = _filled_in(self.filename, values)
         names = itertools.chain([stem], (f"{stem}-v{version}" for version in itertools.count(1)))
         is_full = len(self.best_k_models) == self.save_top_k
-        for path in (str(folder / f"{name}.ckpt") for name in names):
-            if not Path(path).exists() or (is_full and path == self.kth_best_model_path):
+        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        taken = {path for saving in savers for path in saving._paths_in_use}
+        for path in map(self._path, names):
+            is_free = path not in taken and not Path(path).exists()
+            if is_free or (is_full and path == self.kth_best_model_path):
                 break
         return path
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from rankwise.callbacks import ModelCheckpoint
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -98,6 +101,40 @@ def test_other_runs_files_are_left(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "model")
     assert fit(tmp_path, saving, 1, 1) == ["model-v1.ckpt", "model.ckpt"]
     assert (tmp_path / "model.ckpt").read_text() == "precious"
+
+
+class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
+    """Takes its time."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
+        time.sleep(0.2)
+        super().save_checkpoint(checkpoint, path)
+
+
+def test_files_that_a_thread_has_yet_to_write_are_left(tmp_path: Path) -> None:
+    """A worse checkpoint does not take the name of a better one that is still waiting to be written."""
+    saving = ModelCheckpoint(tmp_path, "best", monitor="score", mode="max", save_top_k=2)
+    plugin = AsyncCheckpointIO(SlowIO())
+    assert fit(tmp_path, saving, 9, 1, plugins=plugin) == ["best-v1.ckpt", "best.ckpt"]
+    assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] == 0
+
+
+def test_files_of_another_callback_are_left(tmp_path: Path) -> None:
+    """Two callbacks that save under one name in one folder at once get a file each."""
+    savings = [ModelCheckpoint(tmp_path, "best", monitor="score", mode=mode) for mode in ("max", "min")]
+    plugin = AsyncCheckpointIO(SlowIO())
+    train = trainer(tmp_path, callbacks=savings, enable_checkpointing=True, max_epochs=2, plugins=plugin)
+    train.fit(Scripted(9, 1), loader(), loader())
+    best = [TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] for saving in savings]
+    assert best == [0, 1]
+
+
+def test_last_is_no_name_for_the_best(tmp_path: Path) -> None:
+    """With save_last a best checkpoint that is to be called "last", too, gets a version."""
+    saving = ModelCheckpoint(tmp_path, "last", monitor="score", save_last=True)
+    assert fit(tmp_path, saving, 1, 9) == ["last-v1.ckpt", "last.ckpt"]
+    assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] == 0
 
 
 def test_only_validated_epochs_compete(tmp_path: Path) -> None:
