@@ -27,7 +27,8 @@ class AsyncCheckpointIO(CheckpointIO):
     A save copies the tensors, to the CPU, and returns; the copy is what is written. Saves and removals happen
     in the order in which they were asked for. What was asked for is done before a job's processes leave, and
     before the interpreter ends, be it by a failure; a rank that is stopped has the strategy's `timeout` for
-    it. An error is raised by the next call, or by `teardown`.
+    it. An error is raised by the next save or load, or by `teardown`. Until then nothing is removed: what a
+    failed save was to take the place of is the newest that there is.
 
     Args:
         wrapped: what writes; `TorchCheckpointIO` by default.
@@ -57,6 +58,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._owner = os.getpid()
         self._tasks: queue.Queue[Callable[[], None]] = queue.Queue(self.max_pending)
         self._error: BaseException | None = None
+        self._failures = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -64,11 +66,12 @@ class AsyncCheckpointIO(CheckpointIO):
         """Copy `checkpoint` and let the thread write it to `path`.
 
         Raises:
-            CheckpointError: when one before it could not be written.
+            CheckpointError: when one before it could not be written; this one, the newest state, is written
+                nevertheless.
         """
-        self._raise_error()
         kept = _Snapshot().of(checkpoint)
         self._do_later(lambda: self.wrapped.save_checkpoint(kept, path))
+        self._raise_error()
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
         """Return the checkpoint at `path`, once everything is written.
@@ -80,8 +83,12 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.wrapped.load_checkpoint(path, map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Let the thread remove the checkpoint at `path`, after what it has to write before."""
-        self._do_later(lambda: self.wrapped.remove_checkpoint(path))
+        """Let the thread remove the checkpoint at `path`, once what it has to write before is written."""
+        self._leave_to_parent()
+        with self._lock:
+            error, failures = self._error, self._failures
+        if error is None:
+            self._do_later(lambda: self._remove_unless_failed(path, failures))
 
     def tell_when_saving(self, tell: Callable[[bool], None]) -> None:
         """Call `tell` with True when the thread begins to write, and with False when nothing is left."""
@@ -124,10 +131,18 @@ class AsyncCheckpointIO(CheckpointIO):
             try:
                 task()
             except BaseException as error:  # noqa: BLE001  raised by the next call
-                self._error = self._error or error
+                with self._lock:
+                    self._error = self._error or error
+                    self._failures += 1
+
+    def _remove_unless_failed(self, path: str | os.PathLike[str], failures: int) -> None:
+        """Remove, if none has failed since there were `failures`: not even one that was raised meanwhile."""
+        if self._failures == failures:
+            self.wrapped.remove_checkpoint(path)
 
     def _raise_error(self) -> None:
-        error, self._error = self._error, None
+        with self._lock:
+            error, self._error = self._error, None
         if error is not None:
             raise error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 from typing_extensions import override
 
 from rankwise.callbacks import ModelCheckpoint
-from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
-from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -73,6 +74,34 @@ def test_not_a_number_is_no_best(tmp_path: Path) -> None:
     """A NaN gives way to any number."""
     saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score")
     assert fit(tmp_path, saving, float("nan"), 0.5, float("nan")) == ["epoch=1.ckpt"]
+
+
+class FailsSecond(CheckpointIO):
+    """Writes the first and the third checkpoint, but not the second."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        self.count += 1
+        if self.count == 2:
+            raise CheckpointError(path=os.fspath(path), problem="could not be written: no space")
+        TorchCheckpointIO().save_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+        return TorchCheckpointIO().load_checkpoint(path, map_location)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        TorchCheckpointIO().remove_checkpoint(path)
+
+
+@pytest.mark.parametrize("writes", ["at once", "in a thread"])
+def test_a_failed_save_leaves_the_file_before_it(tmp_path: Path, writes: str) -> None:
+    """What a checkpoint that could not be written was to take the place of is not removed."""
+    io = FailsSecond() if writes == "at once" else AsyncCheckpointIO(FailsSecond())
+    with pytest.raises(CheckpointError, match="no space"):
+        fit(tmp_path, ModelCheckpoint(tmp_path), 1, 1, plugins=io)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
 
 
 def test_last(tmp_path: Path) -> None:

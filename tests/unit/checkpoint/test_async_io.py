@@ -35,6 +35,13 @@ class Held(CheckpointIO):
         self.done.append(f"remove {path}")
 
 
+def wait_for(io: AsyncCheckpointIO) -> None:
+    """Wait until its thread has nothing left to do, without being told how it went."""
+    thread = io._thread
+    if thread is not None:
+        thread.join()
+
+
 def test_written_as_it_was(tmp_path: Path) -> None:
     """Training changes tensors while the thread writes: the file holds what they were before."""
     held, weights = Held(), torch.ones(3)
@@ -82,14 +89,73 @@ def test_bounded(tmp_path: Path) -> None:
     assert len(held.done) == 3
 
 
+def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
+    """What a save that failed was to take the place of stays, although its removal was asked for before."""
+    held = Held()
+    io = AsyncCheckpointIO(held)
+    (tmp_path / "file").touch()
+    io.save_checkpoint({}, tmp_path / "file" / "below.ckpt")
+    io.remove_checkpoint("old")
+    held.may_go.set()
+    wait_for(io)
+    io.remove_checkpoint("older")  # nobody has been told of the failure yet
+    with pytest.raises(CheckpointError):
+        io.teardown()
+    io.remove_checkpoint("oldest")
+    io.teardown()
+    assert held.done == [f"save {tmp_path / 'file' / 'below.ckpt'}", "remove oldest"]
+
+
+class HeldTwice(Held):
+    """Fails to write when it is let go, and begins each later one, which it writes as `Held` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_fail = threading.Event()
+        self.has_failed = threading.Event()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        if checkpoint["step"] == 1:
+            self.may_fail.wait(10)
+            raise CheckpointError(path=os.fspath(path), problem="could not be written")
+        self.has_failed.set()
+        super().save_checkpoint(checkpoint, path)
+
+
+def test_a_failure_that_was_told_of_removes_nothing_either(tmp_path: Path) -> None:
+    """A removal that still waits when the failure before it is raised is left out as well."""
+    held = HeldTwice()
+    io = AsyncCheckpointIO(held, max_pending=9)
+    io.save_checkpoint({"step": 1}, tmp_path / "1")
+    io.save_checkpoint({"step": 2}, tmp_path / "2")
+    io.remove_checkpoint("old")
+    held.may_fail.set()
+    assert held.has_failed.wait(10)
+    with pytest.raises(CheckpointError):
+        io.save_checkpoint({"step": 3}, tmp_path / "3")
+    held.may_go.set()
+    io.teardown()
+    assert held.done == [f"save {tmp_path / '2'}", f"save {tmp_path / '3'}"]
+
+
+def test_the_newest_is_written_although_one_before_it_failed(tmp_path: Path) -> None:
+    """The save that tells of an earlier failure is done: a stop's checkpoint is not lost to it."""
+    io = AsyncCheckpointIO()
+    (tmp_path / "file").touch()
+    io.save_checkpoint({}, tmp_path / "file" / "below.ckpt")
+    wait_for(io)
+    with pytest.raises(CheckpointError, match=r"below\.ckpt.*could not be written"):
+        io.save_checkpoint({"step": 2}, tmp_path / "last.ckpt")
+    assert io.load_checkpoint(tmp_path / "last.ckpt") == {"step": 2}
+
+
 @pytest.mark.parametrize("call", ["save", "load", "teardown"])
 def test_error_is_raised_by_the_next_call(call: str, tmp_path: Path) -> None:
     """What could not be written is told once, by whatever comes next; the one after that works again."""
     io = AsyncCheckpointIO()
     (tmp_path / "file").touch()
     io.save_checkpoint({}, tmp_path / "file" / "below.ckpt")
-    if io._thread is not None:
-        io._thread.join()
+    wait_for(io)
     calls = {
         "save": lambda: io.save_checkpoint({}, tmp_path / "x.ckpt"),
         "load": lambda: io.load_checkpoint(tmp_path / "x.ckpt"),
