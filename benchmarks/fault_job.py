@@ -15,6 +15,7 @@ from typing import Any
 VARIABLE = "FAULTS_JOB"
 TIMEOUT_S = 6.0  # of a collective, in the cells that hang; the ranks have twice that to meet
 LONG_S = 120.0
+MAIN_HANGS_S = 8.0  # in code of its own, where it only launches: its ranks need not wait for it
 MESSAGE = "the fault of this benchmark"
 SCRIPTED = ("rankwise ddp", "Lightning ddp")  # the process that the user starts is rank 0
 _FIRST = "before the group"
@@ -101,7 +102,7 @@ class Job:
         if self.how == "exits 3":
             os._exit(3)
         if self.how == "hangs outside a collective":
-            time.sleep(LONG_S)
+            time.sleep(LONG_S if self.rank is not None else MAIN_HANGS_S)
         if self.how == "hangs inside a collective":
             import torch
             import torch.distributed as dist

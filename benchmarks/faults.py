@@ -112,7 +112,11 @@ def watch(
             has_struck = True
             strike(job, main)
         came_at = float(stamp.read_text()) if stamp.exists() else None
-        if is_suspended and came_at is not None and not living():
+        if (
+            is_suspended
+            and came_at is not None
+            and all(processes.is_service(each, main.pid) for each in living())
+        ):
             is_suspended = False
             main.send_signal(signal.SIGCONT)
         if main.poll() is not None and not living():

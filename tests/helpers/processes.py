@@ -24,11 +24,11 @@ SERVICES = (
 """What the command lines of multiprocessing's own helpers hold. They may outlive a test."""
 
 
-def is_service(process: psutil.Process) -> bool:
-    """Tell whether the process is one of multiprocessing's own helpers, rather than forked from one."""
+def is_service(process: psutil.Process, of: int | None = None) -> bool:
+    """Tell whether it is one of multiprocessing's own helpers, of process `of` or this one, and no fork of it."""
     try:
         is_helper = any(code in argument for argument in process.cmdline() for code in SERVICES)
-        return is_helper and bool(process.ppid() == os.getpid())
+        return is_helper and bool(process.ppid() == (os.getpid() if of is None else of))
     except psutil.Error:
         return False
 

@@ -138,7 +138,7 @@ class FaultRunner:
         helpers: set[psutil.Process] = set()
         while (now := time.monotonic()) < started + _MOST_S:
             alive = set(_processes_of(main.pid))
-            helpers |= {process for process in alive - helpers if _is_helper_of(main, process)}
+            helpers |= {process for process in alive - helpers if processes.is_service(process, main.pid)}
             if main in alive:
                 main_seen_at = now
             if alive - helpers - {main} or not stamp.exists():
@@ -237,12 +237,3 @@ def _living(session_id: int, folder: Path) -> list[psutil.Process]:
         return processes.in_session(session_id) | processes.with_marker(marker_of(folder))
 
     return processes.wait_until_gone(of_job, timeout_s=0)
-
-
-def _is_helper_of(main: psutil.Process, process: psutil.Process) -> bool:
-    """Tell whether main has started it to start ranks or to clear up; what it forks itself are ranks."""
-    try:
-        is_service = any(code in argument for code in processes.SERVICES for argument in process.cmdline())
-        return is_service and process.parent() == main
-    except psutil.Error:
-        return False
