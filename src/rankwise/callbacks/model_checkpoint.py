@@ -113,11 +113,6 @@ class ModelCheckpoint(MonitoringCallback):
             for name in _STATE:
                 setattr(self, name, state_dict[name])
 
-    def find_last(self) -> str | None:
-        """Return the path of `last.ckpt`, written by this run or one before it; None if there is none."""
-        path = self.last_model_path or str(Path(self.dirpath or "") / "last.ckpt")
-        return path if Path(path).exists() else None
-
     # ------------------------------------------------------------------ when
 
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:

@@ -21,6 +21,11 @@ class Logger(ABC):
         """The folder that the logger writes to; None if it writes to none."""
         return None
 
+    @property
+    def log_dirs(self) -> list[str]:
+        """The folders of this run and, where each run gets one of its own, of those before it."""
+        return [] if self.log_dir is None else [self.log_dir]
+
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Take metrics that belong to the optimizer step `step`; called on global rank 0 only."""

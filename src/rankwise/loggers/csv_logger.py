@@ -45,6 +45,7 @@ class CSVLogger(Logger):
         self.name = name
         self._root = Path(save_dir).absolute() / name
         self._version = version
+        self._is_version_given = version is not None
         self._flush_every = flush_logs_every_n_steps
         self._lines: list[dict[str, float]] = []
 
@@ -61,6 +62,13 @@ class CSVLogger(Logger):
         """The run's folder."""
         version = self.version
         return str(self._root / (version if isinstance(version, str) else f"version_{version}"))
+
+    @property
+    def log_dirs(self) -> list[str]:
+        """The folders of all runs, where `version` was left open; else this run's alone."""
+        if self._is_version_given:
+            return [self.log_dir]
+        return [str(path) for path in self._root.glob("version_*")]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Take one line; a metric that no line had before becomes a new column."""

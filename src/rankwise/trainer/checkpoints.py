@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,15 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.callbacks import EarlyStopping
 from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.ranks import rank_zero_only
 from rankwise.trainer.progress import Progress
 from rankwise.trainer.rank_state import RankState, gather_rank_states
 from rankwise.trainer.restarts import current_run_id
+from rankwise.trainer.saved_files import (
+    checkpoint_folders,
+    newest_first,
+    saved_files,
+    stop_checkpoint_path,
+)
 
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["find_checkpoint", "make_checkpoint", "restore_loop", "restore_module", "stop_checkpoint_path"]
+__all__ = ["find_checkpoint", "make_checkpoint", "restore_loop", "restore_module"]
+
+_log = logging.getLogger(__name__)
 
 _VERSION = 1
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
@@ -125,9 +135,9 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) 
     """
     if ckpt_path is None or ckpt_path not in ("best", "last"):
         return None if ckpt_path is None else os.fspath(ckpt_path)
-    saving = trainer.checkpoint_callback
     if ckpt_path == "last":
-        return _newest(saving.find_last() if saving is not None else None, stop_checkpoint_path(trainer))
+        return _last(trainer)
+    saving = trainer.checkpoint_callback
     if saving is None or not saving.best_model_path:
         raise ConfigurationError(
             message='ckpt_path="best" finds no checkpoint.',
@@ -137,16 +147,23 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) 
     return saving.best_model_path
 
 
-def _newest(*paths: str | None) -> str | None:
-    existing = [path for path in paths if path is not None and Path(path).exists()]
-    return max(existing, key=lambda path: Path(path).stat().st_mtime_ns, default=None)
+def _last(trainer: Trainer) -> str | None:
+    """Return the newest `last.ckpt` of this trainer's runs, the one that a signal left included."""
+    newest = next(iter(newest_first(saved_files(trainer, "last*.ckpt"))), None)
+    if newest is not None:
+        _announce(logging.INFO, f'ckpt_path="last" is {newest}.')
+        return str(newest)
+    looked_in = [Path(stop_checkpoint_path(trainer)).parent, *checkpoint_folders(trainer)]
+    places = ", ".join(dict.fromkeys(map(str, looked_in)))
+    _announce(
+        logging.WARNING, f'ckpt_path="last" finds no checkpoint, so none is loaded. Looked in {places}.'
+    )
+    return None
 
 
-def stop_checkpoint_path(trainer: Trainer) -> str:
-    """Return where a fit that a signal stops leaves its checkpoint; `ckpt_path="last"` finds it there."""
-    saving = trainer.checkpoint_callback
-    folder = None if saving is None else saving.chosen_dirpath
-    return str(Path(folder or trainer.default_root_dir) / "last.ckpt")
+@rank_zero_only
+def _announce(level: int, text: str) -> None:
+    _log.log(level, text)
 
 
 def _plain(value: Any) -> Any:

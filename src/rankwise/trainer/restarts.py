@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.callbacks import ModelCheckpoint
 from rankwise.errors import CheckpointError
+from rankwise.trainer.saved_files import newest_first, saved_files, savers
 
 if TYPE_CHECKING:
     from rankwise.trainer.trainer import Trainer
@@ -38,9 +38,7 @@ def checkpoint_after_restart(trainer: Trainer) -> tuple[str, dict[str, Any]] | N
 
 def _newest(trainer: Trainer) -> str | None:
     """Return the newest whole checkpoint of this run; an earlier run's, or a damaged one, is passed over."""
-    savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-    found = {path for saving in savers for path in _files(trainer, saving)}
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    for path in newest_first(_files(trainer)):
         try:
             checkpoint = trainer.strategy.load_checkpoint(path)
         except CheckpointError as error:
@@ -51,8 +49,9 @@ def _newest(trainer: Trainer) -> str | None:
     return None
 
 
-def _files(trainer: Trainer, saving: ModelCheckpoint) -> list[Path]:
-    if saving.dirpath is not None:
-        return list(Path(saving.dirpath).glob("*.ckpt"))
-    # The default folder lies in the logger's, which is another one at every start.
-    return list(Path(trainer.default_root_dir).rglob("checkpoints/*.ckpt"))
+def _files(trainer: Trainer) -> set[Path]:
+    found = saved_files(trainer, "*.ckpt")
+    if all(saving.dirpath is not None for saving in savers(trainer)):
+        return found
+    # The default folder lies in the logger's, which may be another one at every start, anywhere below.
+    return found.union(Path(trainer.default_root_dir).rglob("checkpoints/*.ckpt"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Self, final
 
 from rankwise.launchers._signals import Echoes, StoppedBySignal, handled
-from rankwise.trainer.checkpoints import stop_checkpoint_path
+from rankwise.trainer.saved_files import stop_checkpoint_path
 
 if TYPE_CHECKING:
     from rankwise.trainer.trainer import Trainer
