@@ -45,7 +45,8 @@ def all_scenarios(strategy: DDPStrategy) -> dict[str, Any]:
         "existing": existing_group(strategy),
         "first": rank_zero_goes_first(strategy),
         "per_node": rank_zero_goes_first(strategy, local=True),
-        "first_failed": rank_zero_fails(strategy),
+        "first_failed": rank_zero_fails(strategy, OSError("disk full")),
+        "first_failed_oddly": rank_zero_fails(strategy, OSError("no data-\udcff.bin")),
     }
 
 
@@ -254,13 +255,13 @@ def rank_zero_goes_first(strategy: DDPStrategy, local: bool = False) -> list[flo
         return [begun, time.monotonic()]
 
 
-def rank_zero_fails(strategy: DDPStrategy) -> str:
+def rank_zero_fails(strategy: DDPStrategy, problem: Exception) -> str:
     """Return how this rank learns that rank zero failed; the turn after that works again."""
     text = ""
     try:
         with strategy.rank_zero_first():
             if strategy.is_global_zero:
-                raise OSError("disk full")
+                raise problem
     except (OSError, RuntimeError) as error:
         text = f"{type(error).__name__}: {error}"
     with strategy.rank_zero_first():

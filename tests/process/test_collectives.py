@@ -184,6 +184,13 @@ def test_rank_zero_first_tells_failures(ranks: list[dict[str, Any]]) -> None:
         )
 
 
+def test_rank_zero_first_keeps_what_is_no_utf8(ranks: list[dict[str, Any]]) -> None:
+    """A file's name that is no UTF-8 is told as it can be; rank zero's own exception stays as it is."""
+    assert ranks[0]["first_failed_oddly"] == "OSError: no data-\udcff.bin"
+    for result in ranks[1:]:
+        assert r"failed on global_rank 0: OSError: no data-\udcff.bin." in result["first_failed_oddly"]
+
+
 def fail_first(strategy: DDPStrategy) -> None:
     """Fail on rank zero, in its turn."""
     with strategy.rank_zero_first():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from rankwise.errors import InvalidArgumentError, RankZeroFailedError
 from rankwise.process_group._members import is_distributed
+from rankwise.process_group.causes import text_of
 from rankwise.process_group.sections import going_first
 from rankwise.process_group.stores import default_store
 from rankwise.ranks import RankInfo
@@ -77,10 +78,14 @@ def _place(local: bool, ranks: RankInfo | None) -> tuple[bool, str]:
 
 @contextmanager
 def _telling(store: dist.Store, key: str) -> Iterator[None]:
+    rank = dist.get_rank()
     try:
         yield
     except BaseException as error:
-        store.set(key, f"{dist.get_rank()} {type(error).__name__}: {error}")
+        failure = f"{rank} {type(error).__name__}: {text_of(error)}"
+        told = failure.encode(errors="backslashreplace").decode()  # a file's name may be no UTF-8
+        with suppress(Exception):  # a store that is gone, where nobody waits any more
+            store.set(key, told)
         raise
     store.set(key, _DONE)
 

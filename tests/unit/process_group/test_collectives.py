@@ -73,6 +73,31 @@ def test_rank_zero_first_alone() -> None:
     assert done
 
 
+class Gone(torch.distributed.HashStore):
+    """A store that takes nothing any more."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+class Wordless(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise LookupError
+
+
+@pytest.mark.parametrize("store", [Gone(), torch.distributed.HashStore()], ids=["gone", "there"])
+def test_rank_zero_keeps_its_own_failure(store: torch.distributed.Store) -> None:
+    """What is raised in the block goes on, whether or not the others can be told, and how."""
+    try:
+        init_process_group(LocalEnvironment(), device=torch.device("cpu"))
+        with pytest.raises(Wordless), rank_zero_first(store=store):
+            raise Wordless
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that has no distributed package is a RuntimeError that says so."""
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)

@@ -1,0 +1,40 @@
+"""What led to an exception, and what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankwise.process_group.causes import chain_of, text_of
+
+
+def test_a_text_that_cannot_be_had() -> None:
+    """An exception whose `__str__` fails has a text all the same."""
+
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise LookupError
+
+    assert text_of(Wordless()) == "(its text could not be had)"
+    assert text_of(ValueError("text")) == "text"
+
+
+def test_the_chain_is_what_a_traceback_shows() -> None:
+    """What an exception was raised from goes before what was handled, and `from None` ends it."""
+    inner, handled, outer = KeyError("inner"), OSError("handled"), ValueError("outer")
+    with pytest.raises(ValueError, match="outer"):
+        try:
+            raise handled
+        except OSError:
+            raise outer from inner
+    assert chain_of(outer) == [outer, inner]
+    outer.__cause__, outer.__suppress_context__ = None, False
+    assert chain_of(outer) == [outer, handled]
+    outer.__suppress_context__ = True
+    assert chain_of(outer) == [outer]
+
+
+def test_a_chain_in_a_circle_ends() -> None:
+    """Each is there once."""
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert chain_of(first) == [first, second]
