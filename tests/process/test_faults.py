@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -322,6 +323,9 @@ class Unruly(Exception):
         raise RuntimeError("no words")
 
 
+PLAIN = {"unruly": Unruly, "interrupt": KeyboardInterrupt, "empty": ValueError}
+
+
 def fail_oddly(strategy: Strategy, kind: str) -> None:
     if strategy.global_rank == 0:
         strategy.barrier()
@@ -329,12 +333,12 @@ def fail_oddly(strategy: Strategy, kind: str) -> None:
         raise ValueError("x" * 3_000_000)
     if kind == "surrogate":
         raise ValueError("caf\udce9 \ud800")
-    if kind == "unruly":
-        raise Unruly
-    if kind == "interrupt":
-        raise KeyboardInterrupt
-    if kind == "empty":
-        raise ValueError
+    if kind in PLAIN:
+        raise PLAIN[kind]
+    if kind == "no folder":
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+        os.makedirs("checkpoints/last")  # noqa: PTH103  its frame is in "<frozen os>"
     if kind == "local":
 
         class Local(Exception):
@@ -355,13 +359,14 @@ def fail_oddly(strategy: Strategy, kind: str) -> None:
         ("surrogate", "ValueError"),
         ("unruly", "Unruly"),
         ("interrupt", "KeyboardInterrupt"),
+        ("no folder", "FileNotFoundError"),
         ("empty", "ValueError"),
         ("local", "Local"),
         ("chained", "ValueError"),
     ],
 )
 def test_any_exception_is_reported(kind: str, name: str) -> None:
-    """Whatever is raised is named with its rank: long, undecodable, wordless, local or chained."""
+    """Whatever is raised is named with its rank: long, undecodable, wordless, local, chained, nowhere."""
     with pytest.raises(WorkerRaisedError) as caught:
         ddp("fork").launch(fail_oddly, kind)
     assert (caught.value.global_rank, caught.value.exception_type) == (1, name)

@@ -18,6 +18,7 @@ from typing_extensions import final
 
 from rankwise.errors import UnusedParametersError
 from rankwise.gradient_sync.modes import GradientSyncMode
+from rankwise.process_group.causes import text_of
 
 __all__ = ["UnusedWatch", "check_finished", "explain_unused", "reduced_names"]
 
@@ -63,7 +64,7 @@ def explain_unused(
         error: what was raised.
         wrapped: whose reductions they are; found in the error's traceback by default.
     """
-    if not isinstance(error, RuntimeError) or _MESSAGE not in str(error):
+    if not isinstance(error, RuntimeError) or _MESSAGE not in text_of(error):
         return None
     wrapped = _wrapper_in(error.__traceback__) if wrapped is None else wrapped
     if wrapped is None:

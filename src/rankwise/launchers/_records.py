@@ -24,6 +24,7 @@ from rankwise.errors import (
     WorkerRaisedError,
     WorkerTimedOutError,
 )
+from rankwise.process_group.causes import text_of
 from rankwise.process_group.echoes import is_echo
 from rankwise.ranks import RankInfo
 
@@ -82,20 +83,21 @@ class FailureRecord:
     @classmethod
     def of_exception(cls, ranks: RankInfo, error: BaseException) -> FailureRecord:
         """Describe an exception that ended this rank's work; runs in that rank."""
-        code = _exit_code(error)
         return cls(
             **_place(ranks, os.getpid()),
             exception_type=type(error).__name__,
-            exception_message=_text(error),
-            traceback_text=_own_traceback(error),
-            exit_status=code,
+            exception_message=text_of(error),
+            traceback_text=_traceback_of(error),
+            exit_status=_exit_code(error),
             is_echo=is_echo(error),
         )
 
     @classmethod
     def of_waiting(cls, ranks: RankInfo, pid: int, error: Exception) -> FailureRecord:
         """Describe a rank that has waited in vain, and does not know; runs in the supervisor."""
-        return cls(**_place(ranks, pid), exception_type=type(error).__name__, exception_message=_text(error))
+        return cls(
+            **_place(ranks, pid), exception_type=type(error).__name__, exception_message=text_of(error)
+        )
 
     @classmethod
     def of_exit(cls, ranks: RankInfo, pid: int, status: int, phase: str) -> FailureRecord:
@@ -191,13 +193,6 @@ def _place(ranks: RankInfo, pid: int) -> dict[str, Any]:
     }
 
 
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001  an exception's text is anybody's code
-        return "(its text could not be had)"
-
-
 def _exit_code(error: BaseException) -> int | None:
     if not isinstance(error, SystemExit):
         return None
@@ -206,11 +201,21 @@ def _exit_code(error: BaseException) -> int | None:
     return error.code & 0xFF if isinstance(error.code, int) else 1  # what of it comes to be known outside
 
 
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return _own_traceback(error)
+    except Exception:  # noqa: BLE001  sources come from loaders, which are anybody's code
+        lines = ["Traceback (most recent call last):"]
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            lines.append(f'  File "{frame.f_code.co_filename}", line {number}, in {frame.f_code.co_name}')
+        return "\n".join([*lines, f"{type(error).__name__}: {text_of(error)}", ""])
+
+
 def _own_traceback(error: BaseException) -> str:
     """Return the traceback from the user's code on; all of it where none of the user's code is in it."""
     report = traceback.TracebackException.from_exception(error)
     folders = _folders_on_the_way()
-    is_way_in = [str(Path(frame.filename).resolve()).startswith(folders) for frame in report.stack]
+    is_way_in = [_resolved(frame.filename).startswith(folders) for frame in report.stack]
     if not all(is_way_in):
         del report.stack[: is_way_in.index(False)]
     return "".join(report.format())
@@ -218,7 +223,17 @@ def _own_traceback(error: BaseException) -> str:
 
 def _folders_on_the_way() -> tuple[str, ...]:
     """Return where the code lies that leads to the user's: rankwise, and torch where it is loaded."""
-    folders = [Path(__file__).resolve().parents[1]]
+    folders = [Path(_resolved(__file__)).parents[1]]
     if torch := sys.modules.get("torch"):
-        folders.append(Path(str(torch.__file__)).resolve().parent)
+        folders.append(Path(_resolved(str(torch.__file__))).parent)
     return tuple(f"{folder}{os.sep}" for folder in folders)
+
+
+def _resolved(filename: str) -> str:
+    """Return where a file is; its name as it is where it is none ("<string>") or has no place any more."""
+    if filename.startswith("<"):
+        return filename
+    try:
+        return str(Path(filename).resolve())
+    except (OSError, RuntimeError):  # the working directory is gone; links in a circle
+        return filename

@@ -18,4 +18,4 @@ def echo_of(error: E) -> E:
 
 def is_echo(error: BaseException) -> bool:
     """Return whether another rank raised this first."""
-    return bool(getattr(error, _MARK, False))
+    return bool(vars(error).get(_MARK, False))  # and not by an attribute, which may be anybody's code
