@@ -66,10 +66,19 @@ def test_first_cause_when_restarts_are_used_up() -> None:
     assert any("global_rank 0" in line for line in caught.value.consequences)
 
 
+def fail_in_own_words(strategy: Strategy) -> None:
+    """Let rank 1 be killed, and rank 0 make an error of its own of what it sees of that."""
+    try:
+        fail_until(strategy, 9, "killed")
+    except RuntimeError as error:
+        raise ValueError("step failed") from error
+
+
 def test_killed_rank_is_named() -> None:
-    """A rank that was killed says nothing, and is named nevertheless."""
-    with pytest.raises(WorkerKilledError, match=r"global_rank=1 .* was killed by SIGKILL"):
-        elastic(0).launch(fail_until, 9, "killed")
+    """A rank that was killed says nothing, and is named nevertheless; what the other makes of it is told."""
+    with pytest.raises(WorkerKilledError, match=r"global_rank=1 .* was killed by SIGKILL") as caught:
+        elastic(0).launch(fail_in_own_words)
+    assert caught.value.consequences == ("global_rank 0 raised ValueError: step failed",)
 
 
 class KillAfter(Callback):

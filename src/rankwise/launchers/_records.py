@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from typing import Any
 from typing_extensions import final
 
 from rankwise.errors import (
+    RankwiseError,
     WorkerError,
     WorkerExitedError,
     WorkerKilledError,
     WorkerRaisedError,
     WorkerTimedOutError,
 )
-from rankwise.process_group.causes import text_of
+from rankwise.process_group.causes import chain_of, text_of
 from rankwise.process_group.echoes import is_echo
 from rankwise.ranks import RankInfo
 
@@ -32,12 +33,15 @@ from rankwise.ranks import RankInfo
 _TORCHS_TYPES = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 # How they say that somebody else has gone. In an error of another type the same words are the user's own: a
 # web service may refuse a connection, too.
-_CONSEQUENCE_TYPES = (*_TORCHS_TYPES, "RankZeroFailedError")
-_CONSEQUENCE = re.compile(
+_TORCHS_CONSEQUENCE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited|socket closed"
     r"|store: \w+ of .* had no answer in|rank_zero_first\(\) failed on",
     re.IGNORECASE | re.DOTALL,
 )
+_CONSEQUENCES = {
+    **dict.fromkeys((*_TORCHS_TYPES, "RankZeroFailedError"), _TORCHS_CONSEQUENCE),
+    "JobStopped": re.compile(""),
+}
 # How they say that somebody else did not come in time, and how this package does.
 _TORCHS_TIMEOUT = re.compile(
     r"timed out waiting \d+ ?ms for|wait timeout after \d+ ?ms|store: \w+ of .* had no answer in"
@@ -76,20 +80,23 @@ class FailureRecord:
     missing: tuple[int, ...] = ()  # where this rank has asked the others itself: who holds it up
     last_seen: tuple[str, ...] = ()  # and where each is
     notes: tuple[str, ...] = ()  # what else a reader may look at
-    is_echo: bool = False
+    is_echo: bool = False  # another rank has raised it; or user code has wrapped what reads like an echo
+    is_of_timeout: bool = False  # user code has wrapped what reads like a timeout
     has_met: bool = True  # whether this rank could tell those of other nodes itself
     host: str = field(default_factory=socket.gethostname)  # a record is made on the node of its rank
 
     @classmethod
     def of_exception(cls, ranks: RankInfo, error: BaseException) -> FailureRecord:
         """Describe an exception that ended this rank's work; runs in that rank."""
+        led_here = _what_led_to(error)
         return cls(
             **_place(ranks, os.getpid()),
             exception_type=type(error).__name__,
             exception_message=text_of(error),
             traceback_text=_traceback_of(error),
             exit_status=_exit_code(error),
-            is_echo=is_echo(error),
+            is_echo=any(is_echo(link) or _reads_like(_CONSEQUENCES, link) for link in led_here),
+            is_of_timeout=any(_reads_like(_TIMEOUTS, link) for link in led_here),
         )
 
     @classmethod
@@ -119,16 +126,18 @@ class FailureRecord:
     @property
     def is_consequence(self) -> bool:
         """Whether this reads like the echo of another rank's end."""
-        if self.exit_status is not None or self.exception_type == "JobStopped":
-            return self.exception_type == "JobStopped"
-        is_said = self.exception_type in _CONSEQUENCE_TYPES and _CONSEQUENCE.search(self.exception_message)
-        return self.is_echo or bool(is_said)
+        return self.is_echo or _says(_CONSEQUENCES, self.exception_type, self.exception_message)
 
     @property
     def is_timeout(self) -> bool:
         """Whether this rank waited in vain for others, in a collective or at the store."""
-        wording = _TIMEOUTS.get(self.exception_type)
-        return wording is not None and bool(wording.search(self.exception_message))
+        return self.is_of_timeout or _says(_TIMEOUTS, self.exception_type, self.exception_message)
+
+    @property
+    def has_own_words(self) -> bool:
+        """Whether it is user code that speaks here, be it of what another rank's end has led to."""
+        kind, text = self.exception_type, self.exception_message
+        return bool(kind) and not (_says(_CONSEQUENCES, kind, text) or _says(_TIMEOUTS, kind, text))
 
     def is_same_failure(self, other: FailureRecord) -> bool:
         """Whether both are of the same end of the same process, told twice."""
@@ -191,6 +200,22 @@ def _place(ranks: RankInfo, pid: int) -> dict[str, Any]:
         "pid": pid,
         "at_s": time.monotonic(),
     }
+
+
+def _what_led_to(error: BaseException) -> list[BaseException]:
+    """Return an error and what was raised before it; an error of this package knows what it is, without."""
+    chain = chain_of(error)
+    ours = [index for index, link in enumerate(chain) if isinstance(link, RankwiseError)]
+    return chain[: ours[0] + 1] if ours else chain
+
+
+def _reads_like(wording: Mapping[str, re.Pattern[str]], error: BaseException) -> bool:
+    kind = type(error).__name__
+    return kind in wording and _says(wording, kind, text_of(error))
+
+
+def _says(wording: Mapping[str, re.Pattern[str]], kind: str, text: str) -> bool:
+    return kind in wording and bool(wording[kind].search(text))
 
 
 def _exit_code(error: BaseException) -> int | None:

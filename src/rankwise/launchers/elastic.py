@@ -305,8 +305,7 @@ def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> W
                 )
             )
     cause = first_cause(records)
-    others = [record for record in records if record is not cause and record.exception_type]
-    return cause.to_error(started_s, (), others)
+    return cause.to_error(started_s, (), [record for record in records if record is not cause])
 
 
 # ---------------------------------------------------------------------------------------- the worker's side

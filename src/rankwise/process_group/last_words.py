@@ -12,6 +12,7 @@ import torch.distributed as dist
 from typing_extensions import final
 
 from rankwise.errors import NodesLostError
+from rankwise.process_group.causes import text_of
 from rankwise.process_group.meeting import FAILURE, Place, heard_key
 from rankwise.process_group.whereabouts import Answer, answer_key, ask_all, wake_all
 
@@ -131,7 +132,7 @@ class LastWords:
             heard.append(Roll((), (), tuple(lost)))
         [answer] = heard
         if isinstance(answer, Roll) and (self._misses_a_node(answer) or (answer.lost and not is_timeout)):
-            return NodesLostError(tuple(map(str, answer.lost)), str(error))
+            return NodesLostError(tuple(map(str, answer.lost)), f"{type(error).__name__}: {text_of(error)}")
         return answer
 
     def _misses_a_node(self, roll: Roll) -> bool:

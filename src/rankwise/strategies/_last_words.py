@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 
 from rankwise.errors import NodesLostError
@@ -11,6 +12,8 @@ from rankwise.process_group.flight_recorder import write_flight_record
 from rankwise.process_group.last_words import LastWords, Roll
 from rankwise.process_group.meeting import FailedElsewhere
 from rankwise.ranks import RankInfo
+
+_log = logging.getLogger(__name__)
 
 
 def wait_for_other_nodes(last_words: LastWords | None) -> None:
@@ -57,6 +60,8 @@ def _looked_up(
     error: Exception, record: FailureRecord, ranks: RankInfo, last_words: LastWords
 ) -> tuple[BaseException, FailureRecord]:
     heard = last_words.hear(error, is_timeout=record.is_timeout)
+    if not isinstance(heard, Roll) and record.has_own_words:
+        _log.warning("%s: a consequence of what ended the job.", record.line())  # which is raised instead
     if isinstance(heard, NodesLostError):
         return heard, FailureRecord.of_exception(ranks, heard)
     if isinstance(heard, Roll):

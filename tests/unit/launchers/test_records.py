@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,9 @@ from rankwise.errors import (
     WorkerExitedError,
     WorkerKilledError,
     WorkerRaisedError,
+    WorkerTimedOutError,
 )
+from rankwise.launchers._interrupt import JobStopped
 from rankwise.launchers._records import FailureRecord, first_cause
 from rankwise.process_group.echoes import echo_of
 from rankwise.ranks import RankInfo
@@ -204,3 +209,137 @@ def test_what_another_rank_has_raised_first_is_a_consequence() -> None:
     """An exception that a rank raises on another's word is not taken for the cause."""
     assert of(echo_of(ValueError("told"))).is_consequence
     assert not of(ValueError("told")).is_consequence
+
+
+GONE = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:34699")
+LATE = RuntimeError("[gloo/unbound_buffer.cc:81] Timed out waiting 600ms for recv operation to complete")
+
+
+def raised_from(error: BaseException, found: BaseException) -> BaseException:
+    """Return an error that user code raises from what it has caught."""
+    error.__cause__ = found
+    return error
+
+
+def raised_while(error: BaseException, found: BaseException) -> BaseException:
+    """Return an error that comes up while another is handled, as in a `finally` block."""
+    try:
+        try:
+            raise found
+        finally:
+            raise error
+    except BaseException as both:
+        return both
+
+
+@pytest.mark.parametrize("around", [raised_from, raised_while])
+@pytest.mark.parametrize(
+    "found",
+    [GONE, RankZeroFailedError(0, "ValueError: x"), echo_of(ValueError("told")), JobStopped()],
+    ids=["gloo", "rank zero", "told", "stopped"],
+)
+def test_what_wraps_a_consequence_is_one(
+    around: Callable[[BaseException, BaseException], BaseException], found: BaseException
+) -> None:
+    """Whatever user code makes of the end of another rank, it is not the cause; its words are told."""
+    made = of(around(ValueError("step failed"), KeyError("in between")))
+    assert not made.is_consequence
+    made = of(around(ValueError("step failed"), around(KeyError("in between"), found)))
+    assert (made.is_consequence, made.is_timeout, made.has_own_words) == (True, False, True)
+    killed = exited(1, made.at_s + 1, -9)
+    assert first_cause([made, killed]) is killed
+    error = killed.to_error(0.0, (), [made])
+    assert error.consequences == ("global_rank 3 raised ValueError: step failed",)
+
+
+def test_leaving_for_a_consequence_is_one() -> None:
+    """`sys.exit()` in answer to another rank's end."""
+    made = of(raised_while(SystemExit(3), GONE))
+    assert made.is_consequence
+    assert first_cause([made, exited(1, made.at_s + 1, -9)]).exit_status == -9
+    assert not of(SystemExit(3)).is_consequence
+
+
+def test_what_wraps_a_consequence_is_the_cause_where_there_is_no_other() -> None:
+    """The user's own mistake in a `finally` block is told with its traceback."""
+    made = of(raised_while(FileNotFoundError("no such file"), GONE))
+    error = first_cause([made]).to_error(0.0, (), ())
+    assert isinstance(error, WorkerRaisedError)
+    assert (error.exception_type, error.exception_message) == ("FileNotFoundError", "no such file")
+    assert "raise error" in error.traceback_text
+    assert "Connection closed by peer" in error.traceback_text
+
+
+def test_what_wraps_a_timeout_is_one() -> None:
+    """The ranks that did not come are named, in the user's own words, and with the traceback."""
+    made = of(raised_from(ValueError("step failed"), LATE))
+    assert (made.is_timeout, made.is_consequence, made.has_own_words) == (True, False, True)
+    error = made.to_error(0.0, (), (), missing=[1])
+    assert isinstance(error, WorkerTimedOutError)
+    assert "waited too long for global_rank=1: raised ValueError: step failed." in str(error)
+    assert "Timed out waiting 600ms" in error.traceback_text
+
+
+@pytest.mark.parametrize("found", [GONE, LATE], ids=["gone", "late"])
+def test_what_is_none_of_the_error_does_not_count(found: RuntimeError) -> None:
+    """`from None` and an error of this package stand for themselves; a chain may be a circle."""
+    hidden = raised_while(ValueError("hidden"), found)
+    hidden.__suppress_context__ = True
+    mismatch = raised_from(CollectiveMismatchError("all ranks", 3, {}), found)
+    circle = ValueError("a circle")
+    circle.__cause__ = raised_from(KeyError("back"), circle)
+    for error in (hidden, mismatch, circle):
+        made = of(error)
+        assert not made.is_consequence
+        assert not made.is_timeout
+
+
+def run_code(text: str, filename: str, **names: Any) -> BaseException:
+    """Return what a piece of code raises."""
+    try:
+        exec(compile(text, filename, "exec"), names)
+    except Exception as error:
+        return error
+    raise ValueError("the code raised nothing")
+
+
+@pytest.mark.parametrize("filename", ["<string>", "<frozen os>", "a_file.py"])
+def test_a_working_directory_that_is_gone(
+    filename: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's exception is described although relative names lead nowhere any more."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError):
+        Path.cwd()
+    made = of(run_code("raise ValueError('on purpose')", filename))
+    assert made.exception_message == "on purpose"
+    assert "line 1, in <module>" in made.traceback_text
+    monkeypatch.chdir(tmp_path)
+
+
+class NoSource:
+    """A loader that fails when it is asked for a module's source."""
+
+    def get_source(self, name: str) -> str:
+        raise LookupError(name)
+
+
+def test_a_traceback_that_cannot_be_had() -> None:
+    """Type, text and places are told, whatever goes wrong while the lines of source are looked for."""
+    error = run_code("raise ValueError('on purpose')", "odd.py", __name__="odd", __loader__=NoSource())
+    made = of(error)
+    assert (made.exception_type, made.exception_message) == ("ValueError", "on purpose")
+    assert 'File "odd.py", line 1, in <module>\nValueError: on purpose\n' in made.traceback_text
+
+
+def test_an_error_whose_attributes_fail() -> None:
+    """An exception that hands its attributes on to what it has not got is described all the same."""
+
+    class Delegating(Exception):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    assert of(Delegating("text")).exception_message == "text"
