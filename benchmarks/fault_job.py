@@ -103,6 +103,7 @@ class Job:
             os._exit(3)
         if self.how == "hangs outside a collective":
             time.sleep(LONG_S if self.rank is not None else MAIN_HANGS_S)
+            return
         if self.how == "hangs inside a collective":
             import torch
             import torch.distributed as dist

@@ -25,7 +25,7 @@ SERVICES = (
 
 
 def is_service(process: psutil.Process, of: int | None = None) -> bool:
-    """Tell whether it is a helper of multiprocessing's own, of process `of` or of this one, and no fork of it."""
+    """Tell whether it is a helper of multiprocessing's own, of process `of` or of this one; no fork of it."""
     try:
         is_helper = any(code in argument for argument in process.cmdline() for code in SERVICES)
         return is_helper and bool(process.ppid() == (os.getpid() if of is None else of))
