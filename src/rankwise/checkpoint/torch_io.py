@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import secrets
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,13 +42,14 @@ class TorchCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: when it cannot be written; the file that was at `path` is then untouched.
         """
+        handled = sys.exc_info()[1]
         try:
             with _replacing(path) as file:
                 torch.save(checkpoint, file)
         except Exception as error:
             raise CheckpointError(
                 path=os.fspath(path),
-                problem=f"could not be written: {_reason(error)}",
+                problem=f"could not be written: {_reason(error, handled)}",
                 remedy="remove the cause; a file that was at this path before is untouched.",
             ) from error
 
@@ -58,6 +60,7 @@ class TorchCheckpointIO(CheckpointIO):
             CheckpointError: when the file is missing, empty, cut off, of another kind, or holds objects that
                 `weights_only=True` does not load.
         """
+        handled = sys.exc_info()[1]
         try:
             _check_file(Path(path))
             checkpoint = torch.load(path, map_location=map_location, weights_only=True)
@@ -71,7 +74,9 @@ class TorchCheckpointIO(CheckpointIO):
             ) from error
         except Exception as error:
             raise CheckpointError(
-                path=os.fspath(path), problem=f"could not be read: {_reason(error)}", remedy=_USE_ANOTHER
+                path=os.fspath(path),
+                problem=f"could not be read: {_reason(error, handled)}",
+                remedy=_USE_ANOTHER,
             ) from error
         if not isinstance(checkpoint, dict):
             raise CheckpointError(
@@ -191,9 +196,14 @@ def _refused(error: pickle.UnpicklingError) -> str:
     return match[1] if match else "something"
 
 
-def _reason(error: BaseException) -> str:
-    """Return the deepest cause's first line: torch's writer reports a full disk as something else."""
-    while error.__context__ is not None:
+def _reason(error: BaseException, handled: BaseException | None) -> str:
+    """Return the deepest cause's first line: torch's writer reports a full disk as something else.
+
+    Args:
+        error: what was raised.
+        handled: what the caller was handling when it began, which is no cause of it.
+    """
+    while error.__context__ not in (None, handled):
         error = error.__context__
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

@@ -58,6 +58,15 @@ def test_interruption_leaves_the_old_file(path: Path, monkeypatch: pytest.Monkey
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_reason_is_the_saves_own(path: Path) -> None:
+    """Where a checkpoint is saved because of an exception, that one is not taken for why saving fails."""
+    with pytest.raises(CheckpointError, match=r"could not be written: (FileExists|NotADirectory)Error"):
+        try:
+            raise ValueError("the loss is infinite")
+        except ValueError:
+            TorchCheckpointIO().save_checkpoint({}, path / "below.ckpt")
+
+
 def test_link_stays_a_link(path: Path) -> None:
     """A checkpoint written through a symbolic link lands in the link's target."""
     link = path.with_name("last.ckpt")
