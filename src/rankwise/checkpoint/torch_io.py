@@ -18,6 +18,7 @@ import torch
 from torch.serialization import get_crc32_options
 from typing_extensions import final
 
+from rankwise.checkpoint._loadable import check_loadable
 from rankwise.checkpoint.base import CheckpointIO
 from rankwise.errors import CheckpointError
 
@@ -40,12 +41,16 @@ class TorchCheckpointIO(CheckpointIO):
         """Write `checkpoint` to `path`, creating its folder.
 
         Raises:
-            CheckpointError: when it cannot be written; the file that was at `path` is then untouched.
+            CheckpointError: when it cannot be written, or could not be loaded; the file that was at `path` is
+                then untouched.
         """
         handled = sys.exc_info()[1]
         try:
             with _replacing(path) as file:
                 torch.save(checkpoint, file)
+                check_loadable(checkpoint, file, os.fspath(path))
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointError(
                 path=os.fspath(path),
@@ -101,7 +106,7 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     try:
         file = _open_unnamed(target.parent)
         is_named = file is None
-        with temporary.open("xb") if file is None else file as file:
+        with temporary.open("x+b") if file is None else file as file:
             _lock(file)
             yield file
             file.flush()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,9 +171,13 @@ def _plain(value: Any) -> Any:
     """Turn paths and NumPy's numbers, which `weights_only=True` does not load, into strings and numbers."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if type(value) in (dict, list, tuple):
-        if isinstance(value, Mapping):
-            return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (dict, OrderedDict, Counter):
+        plain = copy.copy(value)  # it stays what it is, and keeps its attributes: a state_dict has some
+        plain.clear()
+        for key, item in value.items():
+            plain[_plain(key)] = _plain(item)
+        return plain
+    if type(value) in (list, tuple):
         return type(value)(_plain(item) for item in value)
     return (
         value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value

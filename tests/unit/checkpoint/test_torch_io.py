@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import datetime as dt
+import enum
 import os
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import CheckpointError
+
+
+class Own(torch.Tensor):
+    """A tensor of the user's."""
 
 
 class Hostile:
@@ -65,6 +76,70 @@ def test_reason_is_the_saves_own(path: Path) -> None:
             raise ValueError("the loss is infinite")
         except ValueError:
             TorchCheckpointIO().save_checkpoint({}, path / "below.ckpt")
+
+
+class Colour(enum.Enum):
+    """Not a plain type."""
+
+    RED = 1
+
+
+NOT_LOADED: dict[str, Any] = {
+    "array": np.zeros(3),
+    "member": Colour.RED,
+    "date": dt.date(2020, 1, 2),
+    "range": range(3),
+    "slice": slice(1),
+    "namespace": argparse.Namespace(lr=0.1),
+    "defaultdict": collections.defaultdict(int, a=1),
+    "class": np.float32,
+}
+
+
+@pytest.mark.parametrize("kind", NOT_LOADED)
+def test_what_could_not_be_loaded_is_not_written(path: Path, kind: str) -> None:
+    """It is refused when it is saved, with its place; the file that was there stays."""
+    checkpoint = {"weights": torch.ones(1000), "own": [{"fine": 1}, {kind: NOT_LOADED[kind]}]}
+    with pytest.raises(CheckpointError, match=rf"checkpoint\['own'\]\[1\]\['{kind}'\] \(") as caught:
+        TorchCheckpointIO().save_checkpoint(checkpoint, path)
+    assert caught.value.path == str(path)
+    assert TorchCheckpointIO().load_checkpoint(path)["epoch"] == 3
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_all_that_could_not_be_loaded_is_named(path: Path) -> None:
+    """Keys, what is within a set, and tensors of an own class are found too."""
+    checkpoint = {"a": {Colour.RED: 1}, "b": {Colour.RED}, "c": OrderedDict(d=torch.ones(2).as_subclass(Own))}
+    with pytest.raises(CheckpointError) as caught:
+        TorchCheckpointIO().save_checkpoint(checkpoint, path)
+    where = __name__
+    assert caught.value.problem.endswith(
+        f"the key {Colour.RED!r} of checkpoint['a'] ({where}.Colour), checkpoint['b'] (set), "
+        f"checkpoint['c']['d'] ({where}.Own)"
+    )
+    assert f"{where}.Colour, {where}.Own" in caught.value.remedy
+
+
+def test_what_the_user_trusts_is_written(path: Path) -> None:
+    """Classes that torch has been told are safe are saved and loaded."""
+    with torch.serialization.safe_globals([Colour]):
+        TorchCheckpointIO().save_checkpoint({"colour": Colour.RED}, path)
+        assert TorchCheckpointIO().load_checkpoint(path) == {"colour": Colour.RED}
+
+
+def test_everything_plain_is_written(path: Path) -> None:
+    """What `weights_only=True` loads is not refused, as little as what tensors can be."""
+    checkpoint = {
+        "plain": [None, True, 1, 2**100, 0.5, "text", b"bytes", {1, 2}, (1, (2,))],
+        "ordered": OrderedDict(a=1),
+        "counter": collections.Counter("aab"),
+        "torch": [torch.float32, torch.device("cpu"), torch.Size([1, 2]), nn.Parameter(torch.ones(2))],
+        "sparse": torch.eye(2).to_sparse(),
+        "bfloat16": torch.ones(2, dtype=torch.bfloat16),
+        "state_dict": nn.BatchNorm1d(2).state_dict(),
+    }
+    TorchCheckpointIO().save_checkpoint(checkpoint, path)
+    assert str(TorchCheckpointIO().load_checkpoint(path)) == str(checkpoint)
 
 
 def test_link_stays_a_link(path: Path) -> None:
@@ -163,9 +238,9 @@ class Looks:
         self.folder = folder
         self.seen: list[str] = []
 
-    def __reduce__(self) -> tuple[type[dict[str, int]], tuple[()]]:
+    def __reduce__(self) -> tuple[type[OrderedDict[str, int]], tuple[()]]:
         self.seen.extend(path.name for path in self.folder.iterdir())
-        return dict, ()
+        return OrderedDict, ()
 
 
 def test_what_is_being_written_has_no_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,14 @@ def saved(folder: Path, model: Line, **options: Any) -> str:
 def test_contents(tmp_path: Path) -> None:
     """A checkpoint says where training was, in plain types."""
     model = Line()
-    model.hparams = {"lr": 0.1, "data": Path("here"), "width": np.int64(3)}
+    nested = OrderedDict(widths=Counter({np.int64(1): np.int64(2)}), deep=(OrderedDict(a=[np.float32(0.5)]),))
+    model.hparams = {"lr": 0.1, "data": Path("here"), "width": np.int64(3), "nested": nested}
     checkpoint = TorchCheckpointIO().load_checkpoint(saved(tmp_path, model))
     assert (checkpoint["epoch"], checkpoint["global_step"]) == (1, 4)
     assert list(checkpoint["state_dict"]) == ["layer.weight", "layer.bias"]
-    assert checkpoint["hyper_parameters"] == {"lr": 0.1, "data": "here", "width": 3}
+    assert checkpoint["state_dict"]._metadata.keys() == {"", "layer"}
+    plain = OrderedDict(widths=Counter({1: 2}), deep=(OrderedDict(a=[0.5]),))
+    assert checkpoint["hyper_parameters"] == {"lr": 0.1, "data": "here", "width": 3, "nested": plain}
 
 
 def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
