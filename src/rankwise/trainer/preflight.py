@@ -18,10 +18,19 @@ from rankwise.errors import RankMismatchError
 from rankwise.trainer.loaders import length_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rankwise.strategies import Strategy
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["agreed_order_seeds", "check_ranks_agree", "differences", "facts_of", "facts_of_loaders"]
+__all__ = [
+    "agreed_order_seeds",
+    "check_ranks_agree",
+    "differences",
+    "facts_of",
+    "facts_of_checkpoint",
+    "facts_of_loaders",
+]
 
 _PHASES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 _ORDER = "the order of the parameters"
@@ -78,6 +87,13 @@ def facts_of(module: nn.Module, seed: int | None) -> dict[str, str]:
         **{f"parameter {name!r}": _described(parameter) for name, parameter in parameters.items()},
         _ORDER: ", ".join(parameters),
     }
+
+
+def facts_of_checkpoint(checkpoint: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what is to be the same of what ranks go on from, or evaluate; each has looked for it itself."""
+    known = ("global_step", "epoch", "seed", "run_id")
+    there = "none" if checkpoint is None else ", ".join(f"{name} {checkpoint.get(name)}" for name in known)
+    return {"the checkpoint": there}
 
 
 def facts_of_loaders(phase: str, loaders: list[Any], is_dealt_out: bool) -> dict[str, str]:

@@ -17,7 +17,13 @@ from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loaders import as_list, check_can_be_gathered, share_for
 from rankwise.trainer.module import is_defined, undefined
 from rankwise.trainer.prediction_loop import Gather, PredictionLoop
-from rankwise.trainer.preflight import agreed_order_seeds, check_ranks_agree, facts_of, facts_of_loaders
+from rankwise.trainer.preflight import (
+    agreed_order_seeds,
+    check_ranks_agree,
+    facts_of,
+    facts_of_checkpoint,
+    facts_of_loaders,
+)
 from rankwise.trainer.restarts import checkpoint_after_restart
 from rankwise.trainer.state import CallerState, capture
 from rankwise.trainer.torch_flags import torch_flags_set
@@ -112,6 +118,7 @@ def _prepare(trainer: Trainer, module: TrainingModule, plan: Plan) -> None:
     if plan.stage == "fit" and (found := checkpoint_after_restart(trainer)):
         plan.checkpoint_path, plan.checkpoint = found
         trainer.ckpt_path = plan.checkpoint_path
+    check_ranks_agree(strategy, facts_of_checkpoint(plan.checkpoint))
     trainer.seed = strategy.broadcast(_seed_of(plan))
     for logger, state in zip(
         trainer.loggers, strategy.broadcast([logger.state_dict() for logger in trainer.loggers]), strict=True

@@ -18,9 +18,10 @@ from rankwise.trainer.preflight import (
     check_ranks_agree,
     differences,
     facts_of,
+    facts_of_checkpoint,
     facts_of_loaders,
 )
-from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
+from tests.unit.trainer.helpers import Line, WithSecondRank, loader, samples, trainer, with_second_rank
 
 
 def test_equal_ranks_exchange_a_fingerprint_only() -> None:
@@ -100,6 +101,28 @@ def test_rank_zeros_generator_decides_the_order(tmp_path: Path) -> None:
     assert agreed_order_seeds(train, [own, loader()]) == [order_seed(own), 7]
     train = trainer(tmp_path, use_distributed_sampler=False)
     assert agreed_order_seeds(train, [own]) == [0]
+
+
+def test_what_is_compared_of_a_checkpoint() -> None:
+    """Where a run was, and which one; a file of another program says neither."""
+    assert facts_of_checkpoint(None) == {"the checkpoint": "none"}
+    found = facts_of_checkpoint({"global_step": 4, "epoch": 1, "seed": 7, "run_id": "", "state_dict": {}})
+    assert found == {"the checkpoint": "global_step 4, epoch 1, seed 7, run_id "}
+    assert facts_of_checkpoint({"state_dict": {}})["the checkpoint"].startswith("global_step None")
+
+
+def test_ranks_that_do_not_find_the_same_checkpoint(tmp_path: Path) -> None:
+    """Where nodes have a disk each, "last" may be on one of them alone; the ranks would begin apart."""
+
+    def other(mine: Any) -> Any:
+        return b"another" if isinstance(mine, bytes) else facts_of_checkpoint(None)
+
+    alone = trainer(tmp_path)
+    alone.fit(Line(), loader())
+    alone.save_checkpoint(tmp_path / "last.ckpt")
+    train = trainer(tmp_path, strategy=WithSecondRank(other), devices=2)
+    with pytest.raises(RankMismatchError, match=r"global_step 4, .* on global_rank 0; none on global_rank 1"):
+        train.fit(Line(), loader(), ckpt_path="last")
 
 
 def test_loaders_that_are_dealt_out_have_one_length() -> None:
