@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-BASE = frozenset({"errors", "ranks", "named_options", "_say", "_start"})
+BASE = frozenset({"errors", "ranks", "named_options", "_say", "_start", "_tied"})
 LEGS = frozenset(
     {
         "callbacks",
@@ -30,6 +30,7 @@ EVERYTHING = PARTS | {"", "doctor", "testing", "integrations", "__main__"}
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "_say": frozenset(),
     "_start": frozenset(),
+    "_tied": frozenset(),
     "errors": frozenset(),
     "ranks": frozenset({"errors"}),
     "named_options": frozenset({"errors"}),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
+from rankwise.errors import WorkerKilledError
+from rankwise.strategies import Strategy
+from tests.helpers import processes
 from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import ddp, with_tests
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -58,3 +65,77 @@ def test_a_stuck_worker_ends_with_its_rank(run_script: ScriptRunner) -> None:
     running.wait_for("ended 0", timeout=5)
     psutil.Process(ranks[1]).kill()
     assert "ended -9" in running.finish(timeout=5).stdout
+
+
+# ---------------------------------------------------------------------- workers that are no forks
+
+
+class Busy(Dataset[int]):
+    """Numbers, of which each but the first takes minutes; the worker writes its pid down first."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index > 0:
+            Path(self.folder, f"{os.getpid()}").touch()
+            time.sleep(600)
+        return index
+
+
+def load_and_die(strategy: Strategy, folder: str, method: str) -> None:
+    """Keep a worker per rank busy, and let the last rank be killed."""
+    batches = iter(DataLoader(Busy(folder), num_workers=1, multiprocessing_context=method))
+    next(batches)
+    while len(list(Path(folder).iterdir())) < strategy.world_size:
+        time.sleep(0.05)
+    if strategy.global_rank > 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    next(batches)
+
+
+def alive_after(seconds: float, folder: Path) -> list[psutil.Process]:
+    pids = {int(path.name) for path in folder.iterdir()}
+    assert len(pids) == 2
+    return processes.wait_until_gone(lambda: [p for p in psutil.process_iter() if p.pid in pids], seconds)
+
+
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.soak)])
+def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(method: str, tmp_path: Path) -> None:
+    """The rank that is killed takes its worker along, and so does the one that is then ended."""
+    with pytest.raises(WorkerKilledError, match="global_rank=1"):
+        ddp("fork").launch(load_and_die, str(tmp_path), method)
+    assert not alive_after(2.0, tmp_path)
+
+
+SCRIPT = """
+    import sys
+    from rankwise.errors import WorkerKilledError
+    from tests.process.helpers import ddp
+    from tests.process.test_loader_workers import load_and_die
+
+    if __name__ == "__main__":
+        try:
+            ddp("popen").launch(load_and_die, *sys.argv[1:])
+        except WorkerKilledError:
+            print("killed", flush=True)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_busy_worker_of_a_script_ends_with_its_rank(
+    method: str, tmp_path: Path, run_script: ScriptRunner
+) -> None:
+    """So it is with `"ddp"`, also for the worker of rank 0, which is in the main process."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    environment = with_tests({"PYTEST_CURRENT_TEST": None})  # it imports pytest, but is not run by it
+    running = run_script.start(SCRIPT, str(folder), method, env=environment)
+    running.wait_for("killed", timeout=90)
+    assert not alive_after(2.0, folder)
+    assert running.finish(timeout=5).returncode == 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from typing_extensions import final
 
-from rankwise.launchers import _at_fork
+from rankwise import _tied
 from rankwise.launchers._channel import Kind, RankChannel
 from rankwise.launchers._signals import leave_interrupts_to_the_main_process
 from rankwise.launchers._stacks import write_stacks_on_signal
@@ -72,7 +72,7 @@ def take_seat(description: str) -> None:
     os.set_inheritable(fields["channel"], False)
     os.set_inheritable(fields["value_descriptor"], False)
     os.set_inheritable(fields["pulse_descriptor"], False)
-    _at_fork.tie_children_to_this_process()
+    _tied.tie_children_to_this_process()
     leave_interrupts_to_the_main_process()
     _seat = InheritedSeat(
         ranks=RankInfo(**fields["ranks"]),

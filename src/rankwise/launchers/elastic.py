@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final
 
+from rankwise import _tied
 from rankwise.errors import WorkerError
-from rankwise.launchers import _at_fork
 from rankwise.launchers._launches import note_launch
 from rankwise.launchers._leave import leave
 from rankwise.launchers._memory_file import pack, unpack
@@ -317,7 +317,7 @@ def _work(job: _Job) -> None:
         signal.signal(number, signal.SIG_DFL)
     _leave_with(job.agent_pid)
     leave_interrupts_to_the_main_process()
-    _at_fork.tie_children_to_this_process()
+    _tied.tie_children_to_this_process()
     multiprocessing.set_start_method(job.start_method, force=True)
     if job.environ is not None:
         os.environ.update({**job.environ, **_own_variables()})

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from typing_extensions import final
 
-from rankwise.launchers import _at_fork
+from rankwise import _tied
 from rankwise.launchers._stacks import stacks_on_signal
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.seat import Entry, Seat
@@ -48,7 +48,7 @@ class InlineLauncher(Launcher):
         try:
             with ExitStack() as stack:
                 stack.enter_context(stacks_on_signal())
-                stack.enter_context(_at_fork.children_tied())
+                stack.enter_context(_tied.children_tied())
                 if self._address:
                     stack.enter_context(pulse_written_to(NO_FILE))
                 return {self._ranks.global_rank: entry(seat)}

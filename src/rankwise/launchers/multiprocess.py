@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from typing_extensions import final
 
+from rankwise import _tied
 from rankwise.errors import LaunchRefusedError
 from rankwise.launchers import _at_fork
 from rankwise.launchers._channel import Kind, RankChannel
@@ -285,7 +286,7 @@ def _work(
 ) -> None:
     """Be one rank: the function that every started process runs."""
     leave_interrupts_to_the_main_process()
-    _at_fork.tie_children_to_this_process()
+    _tied.tie_children_to_this_process()
     write_pulse_to(pulse.number)
     write_stacks_on_signal()
     channel = RankChannel(sock, on_lost=_leave_at_once)

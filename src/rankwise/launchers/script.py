@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import final
 
+from rankwise import _tied
 from rankwise._say import say
 from rankwise._start import SEAT_VARIABLE
 from rankwise.errors import LaunchRefusedError, WorkerError
@@ -254,7 +255,7 @@ class _ScriptGroup:
     def _in_job(self, ranks: RankInfo) -> Iterator[None]:
         """Be rank 0 in the block: hear signals, tell how far it is, and take along what it forks."""
         pulse = self._pulses[ranks.global_rank]
-        with self._supervisor.hearing_signals(), pulse_written_to(pulse), _at_fork.children_tied():
+        with self._supervisor.hearing_signals(), pulse_written_to(pulse), _tied.children_tied():
             yield
 
     def _start_one(self, ranks: RankInfo, command: list[str], directory: str) -> None:

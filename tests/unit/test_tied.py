@@ -1,0 +1,23 @@
+"""What ties the processes of a job to their rank, and what is left of it afterwards: nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from rankwise._tied import children_tied
+
+
+def settings() -> dict[str, object]:
+    return dict(vars(multiprocessing.current_process())["_config"])
+
+
+def test_the_caller_keeps_no_tie() -> None:
+    """A `Process` made in the block carries the tie, also in a block within; one made later does not."""
+    before = settings()
+    with children_tied():
+        with children_tied():
+            assert settings().keys() - before.keys() == {"rankwise"}
+        assert "rankwise" in settings()
+        made = multiprocessing.get_context("spawn").Process()
+    assert "rankwise" in vars(made)["_config"]
+    assert settings() == before
