@@ -178,7 +178,7 @@ class FailureRecord:
         if self.exit_status is None:
             facts |= {"exception_type": self.exception_type, "exception_message": self.exception_message}
             if self.is_timeout:
-                facts["missing"] = tuple(sorted({*self.missing, *missing}))
+                facts["missing"] = tuple(sorted({*self.missing, *missing} - {self.global_rank}))
                 facts["last_seen"] = (*(self.last_seen or last_seen), *self.notes)
                 return WorkerTimedOutError(**facts)
             return WorkerRaisedError(**facts)

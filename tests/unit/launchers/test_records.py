@@ -280,6 +280,13 @@ def test_what_wraps_a_timeout_is_one() -> None:
     assert "Timed out waiting 600ms" in error.traceback_text
 
 
+def test_a_rank_does_not_miss_itself() -> None:
+    """Where several waited in vain, what one has missed may be the rank that is named."""
+    error = of(LATE).to_error(0.0, (), (), missing=[1, RANKS.global_rank])
+    assert isinstance(error, WorkerTimedOutError)
+    assert error.missing == (1,)
+
+
 @pytest.mark.parametrize("found", [GONE, LATE], ids=["gone", "late"])
 def test_what_is_none_of_the_error_does_not_count(found: RuntimeError) -> None:
     """`from None` and an error of this package stand for themselves; a chain may be a circle."""
