@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -131,4 +132,4 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         self.job.come("while saving", 0, self.step)
-        return dict, ()
+        return OrderedDict, ()  # which a checkpoint may hold
