@@ -8,6 +8,8 @@ import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from rankwise.callbacks import Callback
@@ -61,6 +63,43 @@ def test_a_rank_that_hangs_in_its_data(how: str, capfd: pytest.CaptureFixture[st
     assert "stacks of global_rank=0" in stderr
     if how == "sleep":
         assert "in __getitem__" in stderr.partition("stacks of global_rank=1")[2]
+
+
+def three_wait(strategy: Any) -> None:
+    """Rank 3 hangs; the others wait in a collective, rank 2 in torch's own."""
+    strategy.barrier()
+    if strategy.global_rank == 3:
+        time.sleep(60)
+    if strategy.global_rank == 2:
+        dist.all_reduce(torch.ones(4))
+    strategy.all_reduce(torch.ones(4))
+
+
+class HangsInRankThree(Callback):
+    """Rank 3 hangs before its third step."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 3 and batch_idx == 2:
+            time.sleep(60)
+
+
+@pytest.mark.parametrize("is_fit", [False, True], ids=["launch", "fit"])
+def test_who_waits_too_is_not_missing(is_fit: bool) -> None:
+    """Of four ranks only the one that hangs is named; the others are seen where they waited."""
+    strategy = ddp("fork", devices=4, timeout=5)
+    with pytest.raises(WorkerTimedOutError) as caught:
+        if is_fit:
+            trainer = quiet_trainer(strategy, 4, max_epochs=1, callbacks=[HangsInRankThree()])
+            trainer.fit(Regression(), DataLoader(dataset(64), batch_size=2))
+        else:
+            strategy.launch(three_wait)
+    error = caught.value
+    assert error.missing == (3,), str(error)
+    assert error.global_rank != 3
+    assert len(error.last_seen) == 3
+    for line in error.last_seen:
+        assert "teardown" not in line
+        assert "finished" not in line
 
 
 class StopsWithoutTheOther(Callback):

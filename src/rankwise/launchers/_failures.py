@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from typing_extensions import final
 
 from rankwise.errors import WorkerError
 from rankwise.launchers._member import Member
 from rankwise.launchers._records import FailureRecord, first_cause
+from rankwise.process_group.pulse import Pulse
+
+# In a collective that has no pulse of its own: how soon a rank that is in it feels that another has given up.
+_AT_ONCE_S = 0.2
 
 
 @final
@@ -32,25 +37,21 @@ class Failures:
         self._on_failure = on_failure
         self._records: list[FailureRecord] = []
         self._started_s = time.monotonic()
-        self._missing: tuple[int, ...] = ()
-        self._last_seen: tuple[str, ...] = ()
+        self._pulses: dict[Member, Pulse] = {}
 
     def __bool__(self) -> bool:
         return bool(self._records)
 
     def add(self, record: FailureRecord) -> None:
-        """Take one more; of the first that is a timeout, note who was not there, and where everybody is."""
+        """Take one more; at the first that is a timeout, note where everybody is."""
         if any(record.is_same_failure(other) for other in self._records):
             return  # of another node, of which several ranks here have heard
         self._records.append(record)
         if self._on_failure is not None:
             self._on_failure(record)
-        if record.is_timeout and not self._last_seen:
-            others = [each for each in self._members if each.ranks.global_rank != record.global_rank]
-            others = [each for each in others if not each.has_ended]
-            missing = [member for member in others if not member.pulse.read().waited_at(record.at_s)]
-            self._missing = tuple(member.ranks.global_rank for member in missing)
-            self._last_seen = tuple(member.whereabouts() for member in others)
+        if record.is_timeout and not self._pulses:
+            # Nobody has been told to stop yet; who has given up just as well brings its pulse along.
+            self._pulses = {each: each.pulse.read() for each in self._members if not each.has_ended}
 
     def reason(self) -> str:
         """Return the first failure in a line; without one, why ranks are told to stop all the same."""
@@ -63,5 +64,35 @@ class Failures:
         cause = first_cause(self._records)
         others = [record for record in self._records if record is not cause and record.exception_type]
         others = [record for record in others if record.exception_type != "JobStopped"]
-        seen = (self._missing, self._last_seen) if cause.is_timeout else ((), ())
-        return cause.to_error(self._started_s, self.stopped, others, *seen)
+        cause = self._of_timeout(cause) if cause.is_timeout else cause
+        return cause.to_error(self._started_s, self.stopped, others)
+
+    def _of_timeout(self, cause: FailureRecord) -> FailureRecord:
+        """Return a timeout's record with who had not come by then, and where each of the others was."""
+        own = {record.global_rank: record for record in self._records if record.is_timeout or record.is_felt}
+        waited = {rank for rank, record in own.items() if _waited_with(cause, record)}
+        missing, last_seen = {*cause.missing} - waited, []
+        for member, pulse in self._pulses_of_others(cause, own):
+            last_seen.append(member.seen_in(pulse, cause.at_s))
+            rank = member.ranks.global_rank
+            has_come = rank in waited if rank in own else pulse.waited_at(cause.at_s)
+            if not has_come:
+                missing.add(rank)
+        seen = cause.last_seen or tuple(last_seen)
+        return dataclasses.replace(cause, missing=tuple(sorted(missing)), last_seen=seen)
+
+    def _pulses_of_others(
+        self, cause: FailureRecord, own: Mapping[int, FailureRecord]
+    ) -> Iterator[tuple[Member, Pulse]]:
+        for member in self._members:
+            record = own.get(member.ranks.global_rank)
+            pulse = self._pulses.get(member) if record is None else record.pulse
+            if record is not cause and pulse is not None:
+                yield member, pulse
+
+
+def _waited_with(cause: FailureRecord, record: FailureRecord) -> bool:
+    """Return whether a rank whose wait has ended was in it when the first one gave up; as far as is known."""
+    if record.pulse is not None and record.pulse.waits:
+        return record.pulse.waited_at(cause.at_s)
+    return record.is_timeout or record.at_s - cause.at_s < _AT_ONCE_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass, field
 
 from typing_extensions import final
@@ -10,7 +11,7 @@ from typing_extensions import final
 from rankwise.errors import WorkerExitedError
 from rankwise.launchers._channel import FrameReader
 from rankwise.launchers._processes import StartedProcess
-from rankwise.process_group.pulse import PulseReader
+from rankwise.process_group.pulse import Pulse, PulseReader
 from rankwise.ranks import RankInfo
 
 
@@ -47,11 +48,14 @@ class Member:
 
     def whereabouts(self) -> str:
         """Return what the rank was last doing, and since when, in a line."""
+        return self.seen_in(self.pulse.read(), time.monotonic())
+
+    def seen_in(self, pulse: Pulse, at_s: float) -> str:
+        """Return where one of the rank's pulses has it, and for how long at a time of the monotonic clock."""
         name = f"global_rank={self.ranks.global_rank}"
-        pulse = self.pulse.read()
         if not self.has_started and not pulse.at_s:
             return f"{name} has not started yet"
-        return f"{name} was last in {pulse.where()}, {pulse.seconds_ago():.0f} s ago"
+        return f"{name} was last in {pulse.where()}, {max(0.0, pulse.seconds_ago(at_s)):.0f} s ago"
 
     def phase(self, is_in_job: bool) -> str:
         """Return, for a rank that has left, when it did."""

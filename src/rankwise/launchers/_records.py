@@ -27,6 +27,8 @@ from rankwise.errors import (
 )
 from rankwise.process_group.causes import chain_of, text_of
 from rankwise.process_group.echoes import is_echo
+from rankwise.process_group.failing import moment_of
+from rankwise.process_group.pulse import Pulse
 from rankwise.ranks import RankInfo
 
 # As what torch raises the words of gloo, NCCL and the stores; these very types, none that derives from them.
@@ -77,20 +79,21 @@ class FailureRecord:
     traceback_text: str = ""
     exit_status: int | None = None
     phase: str = "before it had finished"
-    missing: tuple[int, ...] = ()  # where this rank has asked the others itself: who holds it up
+    missing: tuple[int, ...] = ()  # of one that waited in vain: who held it up
     last_seen: tuple[str, ...] = ()  # and where each is
     notes: tuple[str, ...] = ()  # what else a reader may look at
     is_echo: bool = False  # another rank has raised it; or user code has wrapped what reads like an echo
     is_of_timeout: bool = False  # user code has wrapped what reads like a timeout
+    pulse: Pulse | None = None  # where this rank was itself when it failed
     has_met: bool = True  # whether this rank could tell those of other nodes itself
     host: str = field(default_factory=socket.gethostname)  # a record is made on the node of its rank
 
     @classmethod
     def of_exception(cls, ranks: RankInfo, error: BaseException) -> FailureRecord:
         """Describe an exception that ended this rank's work; runs in that rank."""
-        led_here = _what_led_to(error)
+        moment, led_here = moment_of(error), _what_led_to(error)
         return cls(
-            **_place(ranks, os.getpid()),
+            **_place(ranks, os.getpid()) | {"at_s": moment.at_s, "pulse": moment.pulse},
             exception_type=type(error).__name__,
             exception_message=text_of(error),
             traceback_text=_traceback_of(error),
@@ -117,6 +120,8 @@ class FailureRecord:
         fields: dict[str, Any] = json.loads(payload)
         for name in ("missing", "last_seen", "notes"):
             fields[name] = tuple(fields[name])
+        if fields["pulse"] is not None:
+            fields["pulse"] = Pulse(**fields["pulse"])
         return cls(**fields)
 
     def to_json(self) -> bytes:
@@ -127,6 +132,11 @@ class FailureRecord:
     def is_consequence(self) -> bool:
         """Whether this reads like the echo of another rank's end."""
         return self.is_echo or _says(_CONSEQUENCES, self.exception_type, self.exception_message)
+
+    @property
+    def is_felt(self) -> bool:
+        """Whether another rank's end ended what this rank did with it, and not the supervisor's word."""
+        return self.is_consequence and self.exception_type != "JobStopped"
 
     @property
     def is_timeout(self) -> bool:
@@ -159,8 +169,6 @@ class FailureRecord:
         started_s: float,
         stopped: Sequence[int],
         others: Sequence[FailureRecord],
-        missing: Sequence[int] = (),
-        last_seen: Sequence[str] = (),
     ) -> WorkerError:
         """Build the exception for the caller."""
         facts: dict[str, Any] = {
@@ -178,8 +186,8 @@ class FailureRecord:
         if self.exit_status is None:
             facts |= {"exception_type": self.exception_type, "exception_message": self.exception_message}
             if self.is_timeout:
-                facts["missing"] = tuple(sorted({*self.missing, *missing} - {self.global_rank}))
-                facts["last_seen"] = (*(self.last_seen or last_seen), *self.notes)
+                facts["missing"] = tuple(sorted({*self.missing} - {self.global_rank}))
+                facts["last_seen"] = (*self.last_seen, *self.notes)
                 return WorkerTimedOutError(**facts)
             return WorkerRaisedError(**facts)
         if self.exit_status < 0:

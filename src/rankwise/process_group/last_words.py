@@ -13,6 +13,7 @@ from typing_extensions import final
 
 from rankwise.errors import NodesLostError
 from rankwise.process_group.causes import text_of
+from rankwise.process_group.failing import Moment, moment_of
 from rankwise.process_group.meeting import FAILURE, Place, heard_key
 from rankwise.process_group.whereabouts import Answer, answer_key, ask_all, wake_all
 
@@ -125,7 +126,8 @@ class LastWords:
         if self._heard is not None:
             return self._heard
         heard: list[bytes | Roll] = []
-        if not self._within_limit(lambda: heard.append(self._call_the_roll(is_timeout))):
+        gave_up = moment_of(error) if is_timeout else None
+        if not self._within_limit(lambda: heard.append(self._call_the_roll(gave_up))):
             # The store is with node 0: from elsewhere that node is away, from there all others are.
             is_with_the_store = self._mine.node_rank == 0
             lost = (place for place in self._places if (place.node_rank == 0) != is_with_the_store)
@@ -139,9 +141,9 @@ class LastWords:
         there = {place.node_rank for place in self._places if place not in roll.lost}
         return any(place.node_rank not in there for place in roll.lost)
 
-    def _call_the_roll(self, is_timeout: bool) -> bytes | Roll:
-        self._store.set(answer_key(self._mine.global_rank), Answer.of_this_rank(self._mine))
-        ask_all(self._store, len(self._places), "a collective timed out" if is_timeout else "")
+    def _call_the_roll(self, gave_up: Moment | None) -> bytes | Roll:
+        self._store.set(answer_key(self._mine.global_rank), Answer.of_this_rank(self._mine, gave_up))
+        ask_all(self._store, len(self._places), "" if gave_up is None else "a collective timed out")
         try:
             self._store.wait([FAILURE], _PATIENCE)
             return bytes(self._store.get(FAILURE))

@@ -135,9 +135,9 @@ class Pulse:
     waits: bool
     phase: str
 
-    def seconds_ago(self) -> float:
-        """Return how long the rank has been at it."""
-        return time.monotonic() - self.at_s
+    def seconds_ago(self, now_s: float | None = None) -> float:
+        """Return how long the rank has been at it, or had been at a time of the node's monotonic clock."""
+        return (time.monotonic() if now_s is None else now_s) - self.at_s
 
     def waited_at(self, at_s: float) -> bool:
         """Return whether the rank was waiting already at a time of the node's monotonic clock."""

@@ -12,6 +12,7 @@ from typing_extensions import final
 
 from rankwise._say import say
 from rankwise.process_group.agreement import wait_long
+from rankwise.process_group.failing import Moment
 from rankwise.process_group.meeting import FAILURE, Place, heard_key
 from rankwise.process_group.pulse import own_pulse
 
@@ -30,13 +31,19 @@ class Answer:
         self.waits, self.line = json.loads(text)
 
     @staticmethod
-    def of_this_rank(mine: Place) -> str:
-        """Return the text that another rank makes an answer of."""
-        pulse = own_pulse()
+    def of_this_rank(mine: Place, gave_up: Moment | None = None) -> str:
+        """Return the text that another rank makes an answer of.
+
+        Args:
+            mine: this rank's place.
+            gave_up: when this rank had waited too long itself, if it has.
+        """
+        pulse = own_pulse() if gave_up is None else gave_up.pulse
         seen = (
             "is there" if pulse is None else f"was last in {pulse.where()}, {pulse.seconds_ago():.0f} s ago"
         )
-        return json.dumps([pulse is not None and pulse.waits, f"{mine} {seen}"])
+        waits = gave_up is not None or (pulse is not None and pulse.waits)
+        return json.dumps([waits, f"{mine} {seen}"])
 
 
 @final
@@ -98,7 +105,8 @@ class Whereabouts:
                     self._hear(store)
                 if word in (_FAILED, _CLOSED):
                     return
-                store.set(answer_key(self._mine.global_rank), Answer.of_this_rank(self._mine))
+                # Where it has given up meanwhile, that is its answer.
+                store.compare_set(answer_key(self._mine.global_rank), "", Answer.of_this_rank(self._mine))
                 self._show_stacks(word)
         except (RuntimeError, ValueError):
             return  # the store is gone

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import final
 
+from rankwise.process_group.failing import moment_of
 from rankwise.process_group.pulse import TEARDOWN, beat
 from rankwise.seed import given_seed
 from rankwise.trainer.checkpoints import restore_loop, restore_module
@@ -97,6 +98,7 @@ def run_stage(
             value = _RUNNERS[plan.stage](trainer, model, loaders, plan)
         status = "success"
     except BaseException as error:
+        moment_of(error)  # which it keeps: the hooks take their time
         for callback in trainer.callbacks:
             callback.on_exception(trainer, model, error)
         raise

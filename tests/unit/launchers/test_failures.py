@@ -13,7 +13,9 @@ from rankwise.launchers._failures import Failures
 from rankwise.launchers._member import Member
 from rankwise.launchers._memory_file import create_memory_file
 from rankwise.launchers._records import FailureRecord
-from rankwise.process_group.pulse import PulseReader, beat, pulse_written_to
+from rankwise.process_group.pulse import TEARDOWN, Pulse, PulseReader, beat, pulse_written_to
+
+GAVE_UP = "Timed out waiting 3000ms for recv operation to complete"
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,61 @@ def test_who_is_missing(
     assert isinstance(error, WorkerTimedOutError)
     assert error.missing == missing
     assert "step 3, backward" in error.last_seen[0]
+
+
+def timed_out(rank: int, at_s: float, pulse: Pulse | None = None, text: str = GAVE_UP) -> FailureRecord:
+    return FailureRecord(
+        rank, rank, 0, 1, at_s, exception_type="RuntimeError", exception_message=text, pulse=pulse
+    )
+
+
+@pytest.mark.parametrize(
+    ("pulse", "text", "after_s", "missing"),
+    [
+        (Pulse(-1, 7.0, True, "all_reduce"), GAVE_UP, 0.1, ()),
+        (Pulse(-1, 6.0, False, "running"), GAVE_UP, 0.1, ()),
+        (Pulse(-1, 7.0, True, "all_reduce"), "Connection closed by peer", 0.5, ()),
+        (Pulse(-1, 6.0, False, "running"), "Connection closed by peer", 0.1, ()),
+        (Pulse(-1, 6.0, False, "running"), "Connection closed by peer", 0.5, (1,)),
+        (Pulse(-1, 10.2, True, "all_reduce"), GAVE_UP, 3.2, (1,)),
+    ],
+    ids=[
+        "waited as long",
+        "in torch's own collective",
+        "felt the other give up",
+        "felt it in torch's own",
+        "came too late",
+        "waited later",
+    ],
+)
+def test_who_has_given_up_just_as_well(
+    members: list[Member], pulse: Pulse, text: str, after_s: float, missing: tuple[int, ...]
+) -> None:
+    """Who waited for the same rank is not missing, and is seen where it waited, not where it left to."""
+    descriptor = create_memory_file()
+    members[1].pulse = PulseReader(descriptor)
+    failures = Failures(members)
+    with pulse_written_to(descriptor):
+        beat(TEARDOWN)
+        failures.add(timed_out(0, 10.0))
+    os.close(descriptor)
+    failures.add(timed_out(1, 10.0 + after_s, pulse, text))
+    error = failures.error()
+    assert isinstance(error, WorkerTimedOutError)
+    assert (error.global_rank, error.missing) == (0, missing)
+    assert error.last_seen == (
+        f"global_rank=1 was last in {pulse.phase}, {max(0, 10 - pulse.at_s):.0f} s ago",
+    )
+
+
+def test_the_rank_that_reports_is_not_missing(members: list[Member]) -> None:
+    """Where the first to give up is heard last, it still is not among those that it waited for."""
+    failures = Failures(members)
+    failures.add(timed_out(1, 10.1))
+    failures.add(dataclasses.replace(timed_out(0, 10.0), missing=(1, 3)))
+    error = failures.error()
+    assert isinstance(error, WorkerTimedOutError)
+    assert (error.global_rank, error.missing) == (0, (3,))
 
 
 def test_a_failure_that_several_ranks_have_heard_of(members: list[Member]) -> None:

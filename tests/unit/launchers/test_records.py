@@ -274,7 +274,7 @@ def test_what_wraps_a_timeout_is_one() -> None:
     """The ranks that did not come are named, in the user's own words, and with the traceback."""
     made = of(raised_from(ValueError("step failed"), LATE))
     assert (made.is_timeout, made.is_consequence, made.has_own_words) == (True, False, True)
-    error = made.to_error(0.0, (), (), missing=[1])
+    error = dataclasses.replace(made, missing=(1,)).to_error(0.0, (), ())
     assert isinstance(error, WorkerTimedOutError)
     assert "waited too long for global_rank=1: raised ValueError: step failed." in str(error)
     assert "Timed out waiting 600ms" in error.traceback_text
@@ -282,7 +282,7 @@ def test_what_wraps_a_timeout_is_one() -> None:
 
 def test_a_rank_does_not_miss_itself() -> None:
     """Where several waited in vain, what one has missed may be the rank that is named."""
-    error = of(LATE).to_error(0.0, (), (), missing=[1, RANKS.global_rank])
+    error = dataclasses.replace(of(LATE), missing=(1, RANKS.global_rank)).to_error(0.0, (), ())
     assert isinstance(error, WorkerTimedOutError)
     assert error.missing == (1,)
 

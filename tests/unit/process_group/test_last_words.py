@@ -177,6 +177,20 @@ def test_a_rank_that_waits_too_is_not_missing() -> None:
     assert roll.last_seen[1] == f"{PLACES[2]} does not answer"
 
 
+def test_a_rank_that_has_given_up_too_is_not_missing() -> None:
+    """Its own word counts, be it in a collective that has no pulse, and not what it is asked to say later."""
+    store = dist.HashStore()
+    asked = listener(store, PLACES[1])
+    with pulse_written_to(NO_FILE):
+        beat("running")
+        LastWords(store, PLACES[:2], PLACES[1]).hear(RuntimeError(), is_timeout=True)
+        beat("teardown")
+        asked.start()
+        roll = LastWords(store, PLACES[:2], PLACES[0]).hear(ECHO, is_timeout=True)
+        asked.close()
+    assert roll == Roll((), (f"{PLACES[1]} was last in running, 0 s ago",), ())
+
+
 def test_a_collective_that_failed_is_where_a_rank_was() -> None:
     """Ranks that time out together see each other in the collective still; any other error ends it."""
     with pulse_written_to(NO_FILE):
