@@ -6,9 +6,9 @@ import faulthandler
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 
 from rankwise._say import say
 from rankwise.launchers._member import Member
@@ -53,7 +53,8 @@ def dump_stacks(members: Sequence[Member], reason: str) -> None:
         else:
             say(title)
             process.send_signal(STACKS_SIGNAL)
-            time.sleep(_WRITING_S)
+            if wait([process.fileno()], _WRITING_S):
+                say("  (it has left)\n")
 
 
 def _own_stacks() -> str:
