@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from rankwise.callbacks import Callback
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import WorkerKilledError, WorkerRaisedError
 from rankwise.strategies import DDPElasticStrategy, Strategy
-from tests.helpers.scripts import ScriptRunner
+from tests.helpers.ports import free_port
+from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.process.helpers import with_tests
 from tests.process.killing import PHASES, killing, train_slowly
 from tests.process.resume_tasks import everything, train
@@ -144,10 +145,15 @@ def test_so_does_what_no_trainer_has_saved(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_an_earlier_run_is_none_of_ours(tmp_path: Path) -> None:
-    """A restart before this run has saved anything begins at the beginning, whatever lies in the folder."""
+    """A restart before this run has saved anything begins at the beginning, whatever lies in the folder.
+
+    That the earlier run had the same id makes no difference.
+    """
     whole = train(elastic(0), tmp_path / "whole", seed=3, max_epochs=1)
-    train(elastic(0), tmp_path / "used", seed=4, max_epochs=1)
-    again = train(elastic(1), tmp_path / "used", seed=3, max_epochs=1, kill=KillAfter((0, 1)), ckpt_path=None)
+    train(elastic(0, run_id="both"), tmp_path / "used", seed=4, max_epochs=1)
+    kill = KillAfter((0, 1))
+    strategy = elastic(1, run_id="both")
+    again = train(strategy, tmp_path / "used", seed=3, max_epochs=1, kill=kill, ckpt_path=None)
     assert everything(again) == everything(whole)
 
 
@@ -235,6 +241,7 @@ def test_not_in_every_process_of_a_script(run_script: ScriptRunner) -> None:
     assert "LaunchRefusedError: ddp_elastic cannot start anybody" in result.stderr, result
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SCRIPT = """
     import sys, torch
     from tests.process.resume_tasks import everything, train
@@ -253,9 +260,115 @@ def test_script_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None
     """Torchrun's restarts are picked up too, by strategy "ddp"."""
     whole = train(elastic(0), tmp_path / "whole", seed=3)
     script, out = run_script.write(SCRIPT), tmp_path / "out.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
     result = run_script.command(
         [*command, "--max-restarts=1", str(script), str(tmp_path / "killed"), str(out)], env=with_tests()
     )
     assert result.returncode == 0, result
     assert torch.load(out, weights_only=False) == repr(everything(whole))
+
+
+def torchrun(run_script: ScriptRunner, source: str, *options: str, args: Sequence[object]) -> ScriptResult:
+    script = run_script.write(source)
+    return run_script.command([*TORCHRUN, *options, str(script), *map(str, args)], env=with_tests())
+
+
+ONE_NODE_DIES = """
+    import os, sys, torch
+    from rankwise.callbacks import Callback
+    from rankwise.strategies import DDPStrategy
+    from tests.process.resume_tasks import everything, train
+
+    node, folder, out = sys.argv[1:]
+
+    class Die(Callback):
+        def on_train_start(self, trainer, module):
+            count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            sys.stdout.write(f"count {count} begins at {trainer.global_step}\\n")
+            sys.stdout.flush()
+            self.begun_at = trainer.global_step
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if self.begun_at == 0 and trainer.global_step == 2 and node == "dies":
+                os._exit(3)
+
+    trainer = train(DDPStrategy(accelerator="cpu", timeout=20), folder, seed=3, kill=Die(), ckpt_path=None)
+    if trainer.is_global_zero:
+        torch.save(repr(everything(trainer)), out)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+def test_one_of_two_nodes_fails_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """Only the agent whose rank died counts a restart; the ranks of both go on together, bit for bit."""
+    whole = train(elastic(0), tmp_path / "whole", seed=3)
+    endpoint = f"127.0.0.1:{free_port()}"
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=two nodes"]
+    options += [f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1", "--max-restarts=2"]
+    script, out = str(run_script.write(ONE_NODE_DIES)), tmp_path / "out.pt"
+    folder, alike = str(tmp_path / "killed"), {**with_tests(), "OMP_NUM_THREADS": "1"}
+    nodes = [
+        run_script.start_command([*TORCHRUN, *options, script, node, folder, str(out)], env=alike)
+        for node in ("dies", "stays")
+    ]
+    results = [node.finish(timeout=120) for node in nodes]
+    assert [result.returncode for result in results] == [0, 0], results
+    begun = [re.findall(r"count (\d) begins at (\d+)", result.stdout) for result in results]
+    assert [steps for _, steps in begun[0]] == [steps for _, steps in begun[1]], results
+    assert begun[0][0] == ("0", "0"), results
+    assert int(begun[0][-1][1]) > 0, results
+    assert torch.load(out, weights_only=False) == repr(everything(whole))
+
+
+SAME_ID = """
+    import os, sys
+    from rankwise.callbacks import Callback
+    from tests.process.resume_tasks import train
+
+    folder, seed = sys.argv[1:]
+
+    class Die(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            sys.stdout.write(f"at {trainer.global_step}\\n")
+            sys.stdout.flush()
+            if seed == "3" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os._exit(3)
+
+    train("ddp", folder, seed=int(seed), max_epochs=1, kill=Die(), ckpt_path=None)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_runs_without_an_id_under_torchrun(ranks: int, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """Torchrun calls each "none"; a restart of the second begins anew, and not where the first one ended."""
+    options = [f"--nproc-per-node={ranks}", f"--master-port={free_port()}", "--max-restarts=1"]
+    first, second = (torchrun(run_script, SAME_ID, *options, args=(tmp_path, seed)) for seed in (4, 3))
+    assert (first.returncode, second.returncode) == (0, 0), (first, second)
+    assert second.stdout.count("at 0") > first.stdout.count("at 0") == ranks, (first, second)
+    assert second.stdout.count("at 1") == first.stdout.count("at 1") == ranks, (first, second)
+
+
+OWN_LOOP = """
+    import os
+    import torch.distributed as dist
+    from rankwise.environments import detect_environment
+    from rankwise.process_group import init_process_group
+
+    ranks = init_process_group(detect_environment().environment)
+    dist.barrier()
+    if ranks.global_rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(3)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.soak
+def test_own_loop_under_torchrun(run_script: ScriptRunner) -> None:
+    """`init_process_group` meets again in the store that has the first start's keys."""
+    options = ["--nproc-per-node=2", f"--master-port={free_port()}", "--max-restarts=1"]
+    result = torchrun(run_script, OWN_LOOP, *options, args=())
+    assert result.returncode == 0, result

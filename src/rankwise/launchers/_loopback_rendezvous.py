@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendez
 from typing_extensions import final
 
 from rankwise.process_group.rendezvous import host_store
+from rankwise.process_group.starts import Start
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -31,13 +33,14 @@ class LoopbackRendezvous(RendezvousHandler):
     """A rendezvous of one. torch's own back ends listen on every interface.
 
     Args:
-        parameters: what the launcher was configured with; `on_start` in it is told the number of each start.
+        parameters: what the launcher was configured with; `on_start` in it is told of each start.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
         self._timeout = timedelta(seconds=parameters.get_as_int("timeout", 600) or 600)
-        self._on_start: Callable[[int], None] = parameters.get("on_start", _nothing)
+        self._on_start: Callable[[Start], None] = parameters.get("on_start", _nothing)
+        self._job = f"{self._run_id}/{secrets.token_hex(8)}"  # another job may have the same id
         self._starts = 0
         self._store: Store | None = None
 
@@ -51,7 +54,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Host a new store: a restarted job must not find the keys of the one before."""
-        self._on_start(self._starts)
+        self._on_start(Start(self._starts, self._job))
         self._starts += 1
         self._store, address = host_store(self._timeout)
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(*address))
@@ -73,5 +76,5 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-def _nothing(start: int) -> None:
+def _nothing(start: Start) -> None:
     pass

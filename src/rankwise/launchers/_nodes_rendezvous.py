@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import secrets
 import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -24,6 +26,7 @@ from typing_extensions import final
 
 from rankwise.errors import ProcessGroupError
 from rankwise.process_group.rendezvous import host_store, open_another
+from rankwise.process_group.starts import Start
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -48,8 +51,8 @@ class NodesRendezvous(RendezvousHandler):
     """torch's handler, but that the node of rank 0 hosts a store of its own for each start.
 
     Args:
-        parameters: what the launcher was configured with; `on_start` in it is told the number of each start,
-            which is the same on all nodes; `own_address` says, given the endpoint's host, at which address
+        parameters: what the launcher was configured with; `on_start` in it is told of each start, the same
+            on all nodes; `own_address` says, given the endpoint's host, at which address
             this node listens.
     """
 
@@ -60,7 +63,7 @@ class NodesRendezvous(RendezvousHandler):
         store = self._agents_store(host, port, parameters.get_as_bool("is_host"))
         backend = C10dRendezvousBackend(store, parameters.run_id)
         self._inner: Any = create_handler(store, backend, parameters)
-        self._on_start: Callable[[int], None] = parameters.config["on_start"]
+        self._on_start: Callable[[Start], None] = parameters.config["on_start"]
         self._store: Store | None = None
 
     @property
@@ -77,15 +80,17 @@ class NodesRendezvous(RendezvousHandler):
         info: RendezvousInfo = self._inner.next_rendezvous()
         if info.rank == 0:
             self._open(info.store)
-        host, port, start = json.loads(info.store.get(_MEETING))
-        self._on_start(start)
+        host, port, *start = json.loads(info.store.get(_MEETING))
+        self._on_start(Start(*start))
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(host, port))
 
     def _open(self, meeting: Any) -> None:
         """Host the store of this start, and say where; `meeting` is the agents' own, new for each start."""
         self._store, (host, port) = host_store(self._timeout, (self._own_address(), 0))
-        start = meeting.underlying_store.add(f"rankwise/{self.get_run_id()}/starts", 1) - 1
-        meeting.set(_MEETING, json.dumps([host, port, start]))
+        agents = PrefixStore(f"rankwise/{self.get_run_id()}", meeting.underlying_store)
+        token = agents.compare_set("job", "", secrets.token_hex(8)).decode()  # the first start's
+        job = f"{self.get_run_id()}/{token}"  # another job may have the same id, at another time
+        meeting.set(_MEETING, json.dumps([host, port, agents.add("starts", 1) - 1, job]))
         # What torch's handler waits for on a node that is new in this start.
         meeting.set(RendezvousStoreInfo.MASTER_ADDR_KEY, host)
         meeting.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port))

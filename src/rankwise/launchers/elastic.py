@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from rankwise.launchers.multiprocess import (
     rest_before_fork,
 )
 from rankwise.launchers.seat import Entry, Seat
+from rankwise.process_group.starts import Start, note_start
 from rankwise.ranks import RankInfo
 
 if TYPE_CHECKING:
@@ -209,24 +210,25 @@ class _Job:
     openmp_threads: int | None
     agent_pid: int
     is_alone: bool
-    start: int = 0  # the same on all nodes, where torch's own count is each agent's
+    # The same on all nodes, where torch's own count is each agent's.
+    start: Start = field(default_factory=Start)
 
     def records(self) -> list[FailureRecord]:
         """Return what the ranks of the last start have said of their failures."""
         texts = [os.pread(each.number, os.fstat(each.number).st_size, 0) for each in self.failures]
         return [FailureRecord.from_json(text) for text in texts if text]
 
-    def begin(self, start: int) -> None:
+    def begin(self, start: Start) -> None:
         """Note which start it is; say that all ranks start again, and why; runs in the agent's process."""
         self.start = start
-        if start:
+        if start.number:
             # Where nodes come or go, the ranks that are there are asked to stop, and do.
             records = [each for each in self.records() if each.exception_type != StoppedBySignal.__name__]
             silent = (
                 "a rank ended without a word" if self.is_alone else "nodes came or went, or a rank was killed"
             )
             why = first_cause(records).line() if records else silent
-            _log.warning("All ranks start again (restart %d): %s", start, why)
+            _log.warning("All ranks start again (restart %d): %s", start.number, why)
 
 
 # ---------------------------------------------------------------------------------------- the agent's side
@@ -325,7 +327,8 @@ def _work(job: _Job) -> None:
         import torch
 
         torch.set_num_threads(job.openmp_threads)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.start)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.start.number)
+    note_start(job.start)
     seat = _seat()
     local_rank = seat.ranks.local_rank
     failure = job.failures[local_rank].number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -15,10 +16,13 @@ from rankwise.launchers._stacks import stacks_on_signal
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.seat import Entry, Seat
 from rankwise.process_group.pulse import NO_FILE, pulse_written_to
+from rankwise.process_group.rendezvous import open_store
+from rankwise.process_group.starts import start_at
 from rankwise.ranks import RankInfo
 
 __all__ = ["InlineLauncher"]
 
+_ANSWER = timedelta(seconds=60)
 # One count for the whole process: its jobs meet in the one store of the launcher that started it.
 _jobs = itertools.count(1)
 
@@ -29,22 +33,37 @@ class InlineLauncher(Launcher):
 
     Args:
         ranks: who this process is.
-        address: where the job's store is; None for a process that is alone.
+        address: where the job's store is; None for a process that is alone, but under an elastic agent.
         hosts_store: whether this rank has to host that store.
+        store_outlives: whether it is an elastic agent's, which is there when the ranks start again.
     """
 
     runs_in_caller = True
 
     def __init__(
-        self, ranks: RankInfo, address: tuple[str, int] | None = None, *, hosts_store: bool = False
+        self,
+        ranks: RankInfo,
+        address: tuple[str, int] | None = None,
+        *,
+        hosts_store: bool = False,
+        store_outlives: bool = False,
     ) -> None:
         self._ranks = ranks
-        self._address = address
+        self._address = address if ranks.world_size > 1 else None
+        self._agents_store = address if store_outlives else None
         self._hosts_store = hosts_store
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Call `entry`; a failure is the exception itself, and in torchrun's error file if there is one."""
-        seat = Seat(self._ranks, address=self._address, hosts_store=self._hosts_store, job=next(_jobs))
+        if self._agents_store is not None and self._address is None:
+            _find_start(self._agents_store, self._ranks)
+        seat = Seat(
+            self._ranks,
+            address=self._address,
+            hosts_store=self._hosts_store,
+            store_outlives=self._agents_store is not None,
+            job=next(_jobs),
+        )
         try:
             with ExitStack() as stack:
                 stack.enter_context(stacks_on_signal())
@@ -60,3 +79,9 @@ class InlineLauncher(Launcher):
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+def _find_start(address: tuple[str, int], ranks: RankInfo) -> None:
+    """Learn from the agent's store which start this is; a rank that is alone needs it for nothing else."""
+    store = open_store(None, address, hosts=False, timeout=_ANSWER)
+    start_at(address, store, ranks, _ANSWER)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +50,7 @@ class Seat:
         variables: environment variables that the rank is to see: torchrun's contract.
         address: host and port of the store, or None where it is private (or not needed).
         hosts_store: whether this rank has to host the store itself.
+        store_outlives: whether the store may have the keys of an earlier start, as an elastic agent's has.
         channel: to the supervisor; None where nothing was launched (`inline`).
         on_stop: called from another thread when this rank has to leave, before it is interrupted.
         job: counts the jobs of this group of processes, from 1; keeps their keys apart in the store.
@@ -61,23 +61,29 @@ class Seat:
     variables: Mapping[str, str] = field(default_factory=dict)
     address: tuple[str, int] | None = None
     hosts_store: bool = False
+    store_outlives: bool = False
     channel: RankChannel | None = None
     job: int = 1
     on_stop: Callable[[], None] | None = None
     last_words: LastWords | None = None
     _has_reported: bool = False
+    _start: int = 0
     _store: Store | None = None  # a group uses the store for as long as it lives, but does not keep it
 
     def open_store(self, timeout: timedelta) -> Store:
         """Return the store through which the ranks of this job meet.
 
         Raises:
-            RendezvousTimeoutError: when the host of a TCP store cannot be reached in time.
+            RendezvousTimeoutError: when the host of a TCP store cannot be reached in time; where the store
+                outlives a start, also when not all ranks of this one come in time.
         """
         from rankwise.process_group.rendezvous import open_store
+        from rankwise.process_group.starts import start_at
 
         ask = None if self.channel is None else self.channel.ask_store
         self._store = open_store(ask, self.address, hosts=self.hosts_store, timeout=timeout)
+        if self.store_outlives and self.address is not None:
+            self._start = start_at(self.address, self._store, self.ranks, timeout).number
         return self._of_this_job(self._store)
 
     def limit_store(self, timeout: timedelta) -> None:
@@ -152,8 +158,7 @@ class Seat:
         return self._of_this_job(open_another(self.address, timeout))
 
     def _of_this_job(self, store: Store) -> Store:
-        # torchrun's store outlives a restart, and with it the keys of the ranks that failed.
-        return store_of_job(store, self.job, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return store_of_job(store, self.job, self._start)
 
     def report_failure(self, error: BaseException, record: FailureRecord | None = None) -> None:
         """Tell the supervisor what ended this rank's work; only the first report counts.
@@ -200,7 +205,7 @@ class Seat:
         block.interrupt()
 
 
-def store_of_job(store: Store, job: int, start: str = "0") -> Store:
+def store_of_job(store: Store, job: int, start: int = 0) -> Store:
     """Return what a store has for one job, in one start of it."""
     from torch.distributed import PrefixStore
 

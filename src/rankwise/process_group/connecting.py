@@ -15,6 +15,7 @@ from rankwise.errors import ProcessGroupError
 from rankwise.process_group.backend import check_backend, default_backend
 from rankwise.process_group.group import gloo_on_loopback, join_process_group
 from rankwise.process_group.rendezvous import open_store
+from rankwise.process_group.starts import start_at
 from rankwise.ranks import RankInfo
 
 __all__ = ["init_process_group"]
@@ -94,7 +95,8 @@ def _store_of(environment: Place, ranks: RankInfo, timeout: timedelta) -> dist.S
     host = environment.main_address if is_hosted or not ranks.is_one_node else "127.0.0.1"
     address = (host, environment.main_port)
     store = open_store(None, address, hosts=ranks.is_global_zero and not is_hosted, timeout=timeout)
-    return dist.PrefixStore(f"rankwise/{next(_joins)}", store)
+    start = start_at(address, store, ranks, timeout).number if is_hosted else 0
+    return dist.PrefixStore(f"start{start}/join{next(_joins)}", store)
 
 
 def _device_of(ranks: RankInfo) -> torch.device:

@@ -89,7 +89,7 @@ def meet(store: dist.Store, mine: Place, timeout: timedelta) -> tuple[Place, ...
     """
     arrival = store.add("arrived", 1)
     if arrival > mine.world_size:
-        raise _too_many(mine)
+        raise too_many(mine)
     store.set(f"place/{arrival}", json.dumps(asdict(mine)))
     if arrival == mine.world_size:
         here = _places(store, arrival)
@@ -147,8 +147,8 @@ def _wait_for_the_last(store: dist.Store, mine: Place, timeout: timedelta) -> No
         raise RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds())
     arrived = store.add("arrived", 0)
     if arrived > mine.world_size:
-        raise _too_many(mine)
-    raise _absent(_places_so_far(store, arrived), mine.world_size, timeout)
+        raise too_many(mine)
+    raise absent(_places_so_far(store, arrived), mine.world_size, timeout)
 
 
 def _private_wait(store: dist.Store, deadline: float) -> bool:
@@ -188,7 +188,7 @@ def _is_private(store: dist.Store) -> bool:
     return isinstance(below, PrivateStore)
 
 
-def _too_many(mine: Place) -> ProcessGroupError:
+def too_many(mine: Place) -> ProcessGroupError:
     return ProcessGroupError(
         f"{mine} came to a meeting of {mine.world_size} ranks that are all there: a rank was started twice, "
         "or another job meets at the same address and port.",
@@ -196,7 +196,7 @@ def _too_many(mine: Place) -> ProcessGroupError:
     )
 
 
-def _absent(here: Sequence[Place], world_size: int, timeout: timedelta) -> RendezvousTimeoutError:
+def absent(here: Sequence[Place], world_size: int, timeout: timedelta) -> RendezvousTimeoutError:
     absent = sorted(set(range(world_size)) - {place.global_rank for place in here})
     names = ", ".join(str(rank) for rank in absent[:10]) + (", ..." if len(absent) > 10 else "")
     came = ", ".join(str(place) for place in here[:10])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from rankwise.environments import ClusterEnvironment, NodesEnvironment
+from rankwise.environments import ClusterEnvironment, NodesEnvironment, TorchElasticEnvironment
 from rankwise.environments._route import interface_toward, listening_address, meeting_address
 from rankwise.errors import ConfigurationError, WorldSizeMismatchError
 from rankwise.launchers.inline import InlineLauncher
@@ -88,15 +88,16 @@ def refuse_private_elsewhere(environment: ClusterEnvironment, ranks: RankInfo) -
 
 def inline_launcher(environment: ClusterEnvironment, ranks: RankInfo) -> InlineLauncher:
     """Return the launcher of a process that is its rank already."""
-    if ranks.world_size == 1:
-        return InlineLauncher(ranks)
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if ranks.world_size == 1 and not (is_hosted and isinstance(environment, TorchElasticEnvironment)):
+        return InlineLauncher(ranks)
     hosts = ranks.is_global_zero and not is_hosted
     if is_hosted:
         address = environment.main_address
     else:
         address = LOOPBACK if ranks.is_one_node else _address_of_store(environment, hosts)
-    return InlineLauncher(ranks, (address, environment.main_port), hosts_store=hosts)
+    meeting = (address, environment.main_port)
+    return InlineLauncher(ranks, meeting, hosts_store=hosts, store_outlives=is_hosted)
 
 
 def _address_of_store(environment: ClusterEnvironment, hosts: bool) -> str:

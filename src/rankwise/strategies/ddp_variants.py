@@ -7,8 +7,8 @@ from typing_extensions import final
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.launchers import Launcher
-from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script import can_rerun
+from rankwise.strategies._nodes import inline_launcher
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.ddp import DDPStrategy
 
@@ -37,7 +37,7 @@ class AutoStrategy(DDPStrategy):
 
     def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
         if self.world_size == 1:
-            return InlineLauncher(self.ranks)
+            return inline_launcher(environment, self.ranks)
         if not can_rerun():
             self.start_method = "fork"
         return super()._create_launcher(environment)

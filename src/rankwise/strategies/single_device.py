@@ -10,8 +10,8 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.errors import InvalidArgumentError
 from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
-from rankwise.launchers.inline import InlineLauncher
 from rankwise.ranks import RankInfo
+from rankwise.strategies._nodes import inline_launcher
 from rankwise.strategies.base import Strategy
 
 __all__ = ["SingleDeviceStrategy"]
@@ -52,4 +52,4 @@ class SingleDeviceStrategy(Strategy):
                 expected=f"another: {environment.name} has started {self.world_size} processes",
                 remedy='use strategy="ddp", or start one process.',
             )
-        return InlineLauncher(self.ranks)
+        return inline_launcher(environment, self.ranks)

@@ -13,12 +13,13 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rankwise.errors import ProcessGroupError
 from rankwise.launchers._nodes_rendezvous import NODES, NodesRendezvous
+from rankwise.process_group.starts import Start
 from tests.helpers.ports import free_port
 
 MADE = "made by a rank of the start before"
 
 
-def handler(port: int, starts: list[int], *, is_host: bool | None) -> NodesRendezvous:
+def handler(port: int, starts: list[Start], *, is_host: bool | None) -> NodesRendezvous:
     """Return the agent's part on a node of a job of two to three."""
     parameters = RendezvousParameters(
         NODES,
@@ -48,8 +49,8 @@ def meet(each: NodesRendezvous, met: list[Any], together: threading.Barrier) -> 
 def test_a_node_that_comes_later_meets_those_that_stayed() -> None:
     """All find rank 0's new store, which is empty and on loopback, and agree that it is the second start."""
     port = free_port()
-    counts: list[list[int]] = [[], [], []]
-    handlers = [handler(port, starts, is_host=not number) for number, starts in enumerate(counts)]
+    told: list[list[Start]] = [[], [], []]
+    handlers = [handler(port, starts, is_host=not number) for number, starts in enumerate(told)]
     for size in (2, 3):
         met: list[Any] = []
         together = threading.Barrier(size)
@@ -62,7 +63,8 @@ def test_a_node_that_comes_later_meets_those_that_stayed() -> None:
         assert len({address for _, address, _ in met}) == 1
         assert {host for _, (host, _), _ in met} == {"127.0.0.1"}
         assert not any(is_used for _, _, is_used in met)
-    assert counts == [[0, 1], [0, 1], [1]]
+    assert [[start.number for start in starts] for starts in told] == [[0, 1], [0, 1], [1]]
+    assert len({start.job for starts in told for start in starts}) == 1
     with socket.socket() as elsewhere:  # the agents' own store listens at the endpoint, and nowhere else
         assert elsewhere.connect_ex(("127.0.0.2", port)) == errno.ECONNREFUSED
     for each in reversed(handlers):

@@ -11,9 +11,13 @@ import pytest
 
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.loggers import CSVLogger
+from rankwise.process_group import starts
+from rankwise.process_group.starts import Start
 from rankwise.trainer import Trainer
 from rankwise.trainer.saved_files import newest_first, stop_checkpoint_path
 from tests.unit.trainer.helpers import Line, loader, trainer
+
+JOB = "a job"
 
 
 def fitted(folder: Path, max_epochs: int = 1, **options: Any) -> Trainer:
@@ -77,9 +81,15 @@ def test_another_runs_last(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
+@pytest.fixture(autouse=True)
+def first_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is saved be this job's."""
+    monkeypatch.setattr(starts, "_noted", Start(0, JOB))
+
+
 def restarted(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
     """Fit as after a restart, and return the path of the checkpoint from which that went on."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(starts, "_noted", Start(1, JOB))
     train = trainer(folder, max_epochs=2, **options)
     train.fit(Line(), loader())
     return begun_from(train, folder)
@@ -111,6 +121,18 @@ def test_a_restart_finds_a_loggers_folder_elsewhere(tmp_path: Path, monkeypatch:
         restarted(tmp_path, monkeypatch, **options)
         == "logs/rankwise_logs/version_0/checkpoints/epoch=0-step=4.ckpt"
     )
+
+
+def test_a_restart_of_nobody_knows_which_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where nothing tells its own checkpoints from an earlier job's, it begins anew, and says what would."""
+    monkeypatch.setattr(starts, "_noted", Start(1, ""))
+    stopped(tmp_path)
+    train = trainer(tmp_path)
+    train.fit(Line(), loader())
+    assert train.ckpt_path is None
+    assert "give torchrun a --rdzv-id" in caplog.text
 
 
 def test_newest_first(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""The ranks of one start find one another in a store with the keys of earlier starts; each in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
+from rankwise.process_group.starts import Start, agree_on_start
+from rankwise.ranks import RankInfo
+
+LONG, SHORT = timedelta(seconds=20), timedelta(milliseconds=200)
+
+
+def ranks(rank: int, size: int) -> RankInfo:
+    return RankInfo(rank, rank, 0, size, size, 1)
+
+
+def start(store: dist.Store, size: int, *, pause_s: float = 0.0) -> set[Start]:
+    """Let all ranks of a start agree, rank 0 so much later than the others; return what they believe."""
+    with ThreadPoolExecutor(size) as pool:
+        others = [pool.submit(agree_on_start, store, ranks(rank, size), LONG) for rank in range(1, size)]
+        time.sleep(pause_s)
+        return {agree_on_start(store, ranks(0, size), LONG), *(other.result() for other in others)}
+
+
+def test_all_starts_of_a_job_have_its_name() -> None:
+    """They are counted from 0, and another job's store gives another name."""
+    store = dist.HashStore()
+    starts = [start(store, size) for size in (3, 3, 1, 2)]
+    assert [len(agreed) for agreed in starts] == [1] * 4
+    assert [agreed.pop().number for agreed in starts] == list(range(4))
+    [first], [other] = start(store, 2), start(dist.HashStore(), 2)
+    assert (first.number, other.number) == (4, 0)
+    assert first.job != other.job
+    assert start(store, 2) == {Start(5, first.job)}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_who_comes_before_rank_zero_waits_for_it(size: int) -> None:
+    """What the start before has left, of three ranks that had all met, is taken for nobody's answer."""
+    store = dist.HashStore()
+    start(store, 3)
+    [agreed] = start(store, size, pause_s=0.1)
+    assert agreed.number == 1
+
+
+def test_a_start_that_was_never_complete() -> None:
+    """A rank that comes where one was missing does not complete it: that start's rank 0 is gone."""
+    store = dist.HashStore()
+    with pytest.raises(RendezvousTimeoutError, match=r"global_rank 1 to come .*here are global_rank 0"):
+        agree_on_start(store, ranks(0, 2), SHORT)
+    [agreed] = start(store, 2, pause_s=0.1)
+    assert agreed.number == 1
+
+
+def test_who_does_not_come_is_named() -> None:
+    """Also by a rank other than 0, whether rank 0 is there or not."""
+    store = dist.HashStore()
+    with pytest.raises(RendezvousTimeoutError, match=r"global_rank 0, 2 to come .*here are global_rank 1"):
+        agree_on_start(store, ranks(1, 3), SHORT)
+    failures: list[Future[Start]] = []
+    with ThreadPoolExecutor(2) as pool:
+        failures = [pool.submit(agree_on_start, store, ranks(rank, 3), SHORT) for rank in range(2)]
+    for failure in failures:
+        with pytest.raises(RendezvousTimeoutError, match="global_rank 2 to come"):
+            failure.result()
+
+
+def test_one_too_many() -> None:
+    """A rank that was started twice says so, where the start is complete without it."""
+    store = dist.HashStore()
+    start(store, 2)
+    with pytest.raises(ProcessGroupError, match="a rank was started twice"):
+        agree_on_start(store, ranks(1, 2), SHORT)
+
+
+def test_again_and_again() -> None:
+    """However the ranks of a start come, and with one lost in every other start, no two starts mix."""
+    store = dist.HashStore()
+    for number in range(0, 40, 2):
+        lost = [threading.Thread(target=_comes_in_vain, args=(store, rank)) for rank in (0, 2)]
+        for thread in lost:
+            thread.start()
+        for thread in lost:
+            thread.join()
+        assert {agreed.number for agreed in start(store, 3, pause_s=0.002 * (number % 3))} == {number + 1}
+
+
+def _comes_in_vain(store: dist.Store, rank: int) -> None:
+    with pytest.raises(RendezvousTimeoutError):
+        agree_on_start(store, ranks(rank, 3), timedelta(milliseconds=5))
