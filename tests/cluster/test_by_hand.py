@@ -18,6 +18,7 @@ TIMEOUT_S = 8
 SCRIPT = f"""
 import os, signal, sys, time
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 from rankwise.strategies import DDPStrategy
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
@@ -55,7 +56,9 @@ class FailsEarly(DDPStrategy):
         if self.global_rank == 3:
             if sys.argv[2] == "raise early":
                 raise ValueError("boom on purpose")
-            os.kill(os.getpid(), signal.SIGKILL)
+            if sys.argv[2] == "kill early":
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         super().setup_environment()
 
 class Stepping(Regression):
@@ -71,7 +74,8 @@ def fit(strategy):
 
 if __name__ == "__main__":
     method, what = sys.argv[1:]
-    options = dict(accelerator="cpu", devices=2, num_nodes=2, timeout={TIMEOUT_S}, stall_warning=2)
+    options = dict(accelerator="cpu", devices=2, num_nodes=2, stall_warning=2)
+    options["timeout"] = 50 if what == "early, when all have met" else {TIMEOUT_S}
     strategy = (FailsEarly if "early" in what else DDPStrategy)(start_method=method, **options)
     try:
         if what == "fit":
@@ -150,7 +154,13 @@ def test_who_is_in_no_collective_hears_too(hosts: TwoHosts, run_script: ScriptRu
 
 
 @pytest.mark.parametrize(
-    ("method", "what", "code"), [("popen", "kill early", 137), ("fork", "raise early", 1)]
+    ("method", "what", "code"),
+    [
+        ("popen", "kill early", 137),
+        ("fork", "raise early", 1),
+        ("popen", "early, when all have met", 137),
+        ("fork", "early, when all have met", 137),
+    ],
 )
 def test_who_waits_for_the_group_hears_too(
     method: str, what: str, code: int, hosts: TwoHosts, run_script: ScriptRunner
@@ -160,6 +170,8 @@ def test_who_waits_for_the_group_hears_too(
     for result in results:
         assert result.returncode == code, results
         assert "Worker global_rank=3 (local_rank=1, node_rank=1, host 'hostb', pid" in result.stderr, results
+    left = [float(result.stdout.rpartition("left at ")[2]) for result in results]
+    assert abs(left[0] - left[1]) < 15, results
 
 
 def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:

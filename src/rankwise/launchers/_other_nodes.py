@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _LIMIT = timedelta(seconds=5)
+# How long a process has to leave a job before the store that it hosts goes.
+_GRACE_S = 1.0
 
 
 @final
@@ -54,6 +56,24 @@ class OtherNodes:
             self._telling.join(_LIMIT.total_seconds())
         if self._meeting is not None and self._meeting.hosts:
             _in_reach(self._wait_until_heard)
+
+    def forget_store_soon(self, is_in_job: Callable[[], bool]) -> None:
+        """Let go of the store where it is here, and this process is in its job still: a wait in it ends so.
+
+        Such a wait is in C++ and hears no signal. The ranks of other nodes get the time to read what failed.
+        """
+        if self._meeting is None or not self._meeting.hosts:
+            return
+        letting_go = threading.Timer(_GRACE_S, self._forget_store, (self._meeting.address, is_in_job))
+        letting_go.daemon = True
+        letting_go.start()
+
+    def _forget_store(self, address: tuple[str, int], is_in_job: Callable[[], bool]) -> None:
+        from rankwise.process_group.rendezvous import forget_store
+
+        self.wait_until_told()
+        if is_in_job():
+            forget_store(address)
 
     def _has_to_tell(self, record: FailureRecord) -> bool:
         is_ours = record.node_rank == self._ranks.node_rank

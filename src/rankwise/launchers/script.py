@@ -228,7 +228,7 @@ class _ScriptGroup:
             self.address,
             channel=self._channel,
             job=self._jobs,
-            on_stop=self._drop_store,
+            on_stop=self._end_waits,
         )
         self._is_in_job = True
         try:
@@ -325,8 +325,11 @@ class _ScriptGroup:
                 forget_store(self.address)
             self._drop_store()
 
+    def _end_waits(self) -> None:
+        self._drop_store()  # this process's own wait in it, in C++, hears no signal, but ends with its host
+        self._other_nodes.forget_store_soon(lambda: self._is_in_job)
+
     def _drop_store(self) -> None:
-        # Without its host this process's own wait in the store, which is in C++ and hears no signal, ends.
         self._store = None
 
     def _finish_script(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
@@ -29,10 +29,13 @@ def process_group(
     *,
     timeout: timedelta,
     init_timeout: timedelta | None = None,
+    once_met: Callable[[tuple[Place, ...]], object] = tuple,
 ) -> Iterator[tuple[Place, ...]]:
     """Have the default process group while the block runs; one that existed before is used and left.
 
     Collective: every rank must call this, in the same order.
+
+    Args: those of `join_process_group`.
 
     Yields:
         What each rank knows of itself, by global rank; nothing for a group that existed before.
@@ -42,7 +45,9 @@ def process_group(
         RendezvousTimeoutError: when not all ranks came within `init_timeout`.
     """
     is_ours = not dist.is_initialized()
-    places = join_process_group(store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout)
+    places = join_process_group(
+        store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout, once_met=once_met
+    )
     try:
         yield places
     finally:
@@ -58,6 +63,7 @@ def join_process_group(
     *,
     timeout: timedelta,
     init_timeout: timedelta | None = None,
+    once_met: Callable[[tuple[Place, ...]], object] = tuple,
 ) -> tuple[Place, ...]:
     """Make the default process group, or check that the one which exists is the same.
 
@@ -70,6 +76,8 @@ def join_process_group(
         device: this rank's device; a group on NCCL is bound to it.
         timeout: how long a collective may take.
         init_timeout: how long the ranks may take to meet; None: as long as a collective.
+        once_met: called with what each rank knows of itself, before the group is made: that takes its time,
+            in C++, and another rank may fail meanwhile.
 
     Returns:
         What each rank knows of itself, by global rank; nothing for a group that existed before.
@@ -86,6 +94,7 @@ def join_process_group(
         return ()
     mine = place_of(ranks, backend, device, os.getpid())
     places = meet(store, mine, timeout if init_timeout is None else init_timeout)
+    once_met(places)
     hook = sys.excepthook  # torch wraps it each time and never unwraps it
     groups = _group_count()
     try:

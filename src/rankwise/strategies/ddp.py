@@ -255,10 +255,12 @@ class DDPStrategy(ComparedCollectives):
         if self._is_group_wanted:
             beat("connecting", waits=True)
             store = self.seat.open_store(self.init_timeout)
-            limits = {"timeout": self.timeout, "init_timeout": self.init_timeout}
-            group = process_group(store, self.ranks, self.process_group_backend, self.root_device, **limits)
-            places = self._job.enter_context(group)
-            self._job.enter_context(self.seat.heard_by(places, self.init_timeout, self.stall_warning))
+            options: dict[str, Any] = {"timeout": self.timeout, "init_timeout": self.init_timeout}
+            options["once_met"] = lambda places: self._job.enter_context(
+                self.seat.heard_by(places, self.init_timeout, self.stall_warning)
+            )
+            group = process_group(store, self.ranks, self.process_group_backend, self.root_device, **options)
+            self._job.enter_context(group)
             self.seat.limit_store(self.timeout)
             self._job.enter_context(self.collectives_compared(store))
         beat("running")
