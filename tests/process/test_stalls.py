@@ -84,10 +84,10 @@ class HangsInRankThree(Callback):
             time.sleep(60)
 
 
-@pytest.mark.parametrize("is_fit", [False, True], ids=["launch", "fit"])
+@pytest.mark.parametrize("is_fit", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["launch", "fit"])
 def test_who_waits_too_is_not_missing(is_fit: bool) -> None:
     """Of four ranks only the one that hangs is named; the others are seen where they waited."""
-    strategy = ddp("fork", devices=4, timeout=5)
+    strategy = ddp("fork", devices=4, timeout=10 if is_fit else 4)
     with pytest.raises(WorkerTimedOutError) as caught:
         if is_fit:
             trainer = quiet_trainer(strategy, 4, max_epochs=1, callbacks=[HangsInRankThree()])
