@@ -347,8 +347,8 @@ def test_two_runs_without_an_id_under_torchrun(ranks: int, run_script: ScriptRun
     options = [f"--nproc-per-node={ranks}", f"--master-port={free_port()}", "--max-restarts=1"]
     first, second = (torchrun(run_script, SAME_ID, *options, args=(tmp_path, seed)) for seed in (4, 3))
     assert (first.returncode, second.returncode) == (0, 0), (first, second)
-    assert second.stdout.count("at 0") > first.stdout.count("at 0") == ranks, (first, second)
-    assert second.stdout.count("at 1") == first.stdout.count("at 1") == ranks, (first, second)
+    assert second.stdout.count("at 0\n") > first.stdout.count("at 0\n") == ranks, (first, second)
+    assert second.stdout.count("at 1\n") == first.stdout.count("at 1\n") == ranks, (first, second)
 
 
 OWN_LOOP = """
