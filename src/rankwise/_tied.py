@@ -31,7 +31,7 @@ __all__ = ["children_tied", "tie_children_to_this_process"]
 _KEY = "rankwise"
 
 _lifeline: tuple[int, int] | None = None  # a pipe; in a child the write end, its parent's, is -1
-_ties_children = False
+_reasons = 0  # to tie children: the blocks that this process is in, and one for good in a rank
 _is_hooked = False
 
 
@@ -40,8 +40,8 @@ def tie_children_to_this_process() -> None:
 
     Creates: one pipe, for the life of this process.
     """
-    global _lifeline, _ties_children
-    _ties_children = True
+    global _lifeline, _reasons
+    _reasons += 1
     _config()[_KEY] = _TIE
     if _lifeline is None or _lifeline[1] < 0:
         _hook()
@@ -51,14 +51,13 @@ def tie_children_to_this_process() -> None:
 @contextmanager
 def children_tied() -> Iterator[None]:
     """Do so with what is started in the block, and leave later children of this process alone."""
-    global _ties_children
-    before = _ties_children
+    global _reasons
     tie_children_to_this_process()
     try:
         yield
     finally:
-        _ties_children = before
-        if not before:
+        _reasons -= 1
+        if not _reasons:
             _config().pop(_KEY, None)
 
 
@@ -67,7 +66,7 @@ class _Tie:
     """What a `Process` object carries: unpickled in the process that it stands for, it ties that one."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        if _lifeline is None or not _ties_children:
+        if _lifeline is None or not _reasons:
             return type(None), ()  # the block in which the object was made has been left
         return _receive, (reduction.DupFd(_lifeline[0]),)
 
@@ -97,7 +96,7 @@ def _after_fork() -> None:
     read_end, write_end = _lifeline
     if write_end >= 0:
         os.close(write_end)
-    if _ties_children:
+    if _reasons:
         _be_tied(read_end)
     else:
         _lifeline = None
@@ -105,9 +104,9 @@ def _after_fork() -> None:
 
 
 def _be_tied(read_end: int) -> None:
-    global _lifeline, _ties_children
+    global _lifeline, _reasons
     _lifeline = (read_end, -1)
-    _ties_children = True
+    _reasons += 1
     threading.Thread(target=_leave_with_parent, args=(read_end,), daemon=True).start()
 
 

@@ -114,7 +114,7 @@ class StopsWithoutTheOther(Callback):
 
 def test_a_rank_that_does_not_say_when_to_stop() -> None:
     """Who cannot agree on the step to stop after is named at the timeout, with where it was."""
-    trainer = quiet_trainer(ddp("fork", timeout=1.5), 2, max_epochs=1, callbacks=[StopsWithoutTheOther()])
+    trainer = quiet_trainer(ddp("fork", timeout=3.0), 2, max_epochs=1, callbacks=[StopsWithoutTheOther()])
     with pytest.raises(WorkerTimedOutError, match="global_rank 1 did not say when") as caught:
         trainer.fit(Regression(), DataLoader(dataset(64), batch_size=2))
     assert caught.value.exception_type == "StopAgreementError"

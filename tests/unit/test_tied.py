@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import ExitStack
 
 from rankwise._tied import children_tied
 
@@ -20,4 +21,15 @@ def test_the_caller_keeps_no_tie() -> None:
         assert "rankwise" in settings()
         made = multiprocessing.get_context("spawn").Process()
     assert "rankwise" in vars(made)["_config"]
+    assert settings() == before
+
+
+def test_blocks_of_several_threads() -> None:
+    """They may end in any order: the last one unties."""
+    before = settings()
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(children_tied())
+        second.enter_context(children_tied())
+        first.close()
+        assert settings().keys() - before.keys() == {"rankwise"}
     assert settings() == before

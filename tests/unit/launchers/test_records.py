@@ -310,7 +310,7 @@ def run_code(text: str, filename: str, **names: Any) -> BaseException:
     raise ValueError("the code raised nothing")
 
 
-@pytest.mark.parametrize("filename", ["<string>", "<frozen os>", "a_file.py"])
+@pytest.mark.parametrize("filename", ["<string>", "<frozen os>"])
 def test_a_working_directory_that_is_gone(
     filename: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
