@@ -68,18 +68,23 @@ class Failures:
         return cause.to_error(self._started_s, self.stopped, others)
 
     def _of_timeout(self, cause: FailureRecord) -> FailureRecord:
-        """Return a timeout's record with who had not come by then, and where each of the others was."""
+        """Return a timeout's record with who had not come by then, and where each of the others was.
+
+        Where all of them waited as well, it was for one another, in different collectives: nobody had come.
+        """
         own = {record.global_rank: record for record in self._records if record.is_timeout or record.is_felt}
         waited = {rank for rank, record in own.items() if _waited_with(cause, record)}
         missing, last_seen = {*cause.missing} - waited, []
+        others = {*cause.missing, *own} - {cause.global_rank}
         for member, pulse in self._pulses_of_others(cause, own):
             last_seen.append(member.seen_in(pulse, cause.at_s))
             rank = member.ranks.global_rank
+            others.add(rank)
             has_come = rank in waited if rank in own else pulse.waited_at(cause.at_s)
             if not has_come:
                 missing.add(rank)
         seen = cause.last_seen or tuple(last_seen)
-        return dataclasses.replace(cause, missing=tuple(sorted(missing)), last_seen=seen)
+        return dataclasses.replace(cause, missing=tuple(sorted(missing or others)), last_seen=seen)
 
     def _pulses_of_others(
         self, cause: FailureRecord, own: Mapping[int, FailureRecord]

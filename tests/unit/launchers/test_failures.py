@@ -20,7 +20,7 @@ GAVE_UP = "Timed out waiting 3000ms for recv operation to complete"
 
 @pytest.mark.parametrize(
     ("waits", "came_late", "missing"),
-    [(False, False, (1,)), (True, False, ()), (True, True, (1,))],
+    [(False, False, (1, 3)), (True, False, (3,)), (True, True, (1, 3))],
     ids=["elsewhere", "waits too", "came when the other had given up"],
 )
 def test_who_is_missing(
@@ -42,6 +42,7 @@ def test_who_is_missing(
                 at_s=gave_up_s if came_late else time.monotonic(),
                 exception_type="RuntimeError",
                 exception_message="Timed out waiting 6000ms for recv operation to complete",
+                missing=(3,),  # on another node
             )
         )
     os.close(descriptor)
@@ -60,12 +61,12 @@ def timed_out(rank: int, at_s: float, pulse: Pulse | None = None, text: str = GA
 @pytest.mark.parametrize(
     ("pulse", "text", "after_s", "missing"),
     [
-        (Pulse(-1, 7.0, True, "all_reduce"), GAVE_UP, 0.1, ()),
-        (Pulse(-1, 6.0, False, "running"), GAVE_UP, 0.1, ()),
-        (Pulse(-1, 7.0, True, "all_reduce"), "Connection closed by peer", 0.5, ()),
-        (Pulse(-1, 6.0, False, "running"), "Connection closed by peer", 0.1, ()),
-        (Pulse(-1, 6.0, False, "running"), "Connection closed by peer", 0.5, (1,)),
-        (Pulse(-1, 10.2, True, "all_reduce"), GAVE_UP, 3.2, (1,)),
+        (Pulse(-1, 7.0, True, "all_reduce"), GAVE_UP, 0.1, (3,)),
+        (Pulse(-1, 6.0, False, "running"), GAVE_UP, 0.1, (3,)),
+        (Pulse(-1, 7.0, True, "all_reduce"), "Connection closed by peer", 0.5, (3,)),
+        (Pulse(-1, 6.0, False, "running"), "Connection closed by peer", 0.1, (3,)),
+        (Pulse(-1, 6.0, False, "running"), "Connection closed by peer", 0.5, (1, 3)),
+        (Pulse(-1, 10.2, True, "all_reduce"), GAVE_UP, 3.2, (1, 3)),
     ],
     ids=[
         "waited as long",
@@ -85,7 +86,7 @@ def test_who_has_given_up_just_as_well(
     failures = Failures(members)
     with pulse_written_to(descriptor):
         beat(TEARDOWN)
-        failures.add(timed_out(0, 10.0))
+        failures.add(dataclasses.replace(timed_out(0, 10.0), missing=(3,)))  # on another node
     os.close(descriptor)
     failures.add(timed_out(1, 10.0 + after_s, pulse, text))
     error = failures.error()
@@ -94,6 +95,16 @@ def test_who_has_given_up_just_as_well(
     assert error.last_seen == (
         f"global_rank=1 was last in {pulse.phase}, {max(0, 10 - pulse.at_s):.0f} s ago",
     )
+
+
+def test_who_waits_for_one_another(members: list[Member]) -> None:
+    """Two ranks in two collectives: neither has come to the other's, so the one that is told of names it."""
+    failures = Failures(members)
+    failures.add(timed_out(0, 10.0))
+    failures.add(timed_out(1, 10.1))
+    error = failures.error()
+    assert isinstance(error, WorkerTimedOutError)
+    assert (error.global_rank, error.missing) == (0, (1,))
 
 
 def test_the_rank_that_reports_is_not_missing(members: list[Member]) -> None:
