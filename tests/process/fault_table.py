@@ -23,7 +23,7 @@ START_METHODS = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_
 LIMIT_S = 2.0
 """How long after the fault the caller may not know, or a rank live; with a hang, after timeout and grace."""
 EXIT_S = 2.0
-"""How long main may take beyond that to leave its interpreter, which takes it a fraction of that on an idle machine."""
+"""How long main may take beyond that to leave its interpreter; on an idle machine it takes a fraction."""
 OUTLIVES_S = 5.0
 """Who is still there so long after main has ended is left behind; before that it is only late."""
 GRACE_S = 1.0
