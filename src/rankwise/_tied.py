@@ -15,6 +15,7 @@ Only the standard library is imported: the processes that unpickle this need not
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -32,7 +33,6 @@ _KEY = "rankwise"
 
 _lifeline: tuple[int, int] | None = None  # a pipe; in a child the write end, its parent's, is -1
 _reasons = 0  # to tie children: the blocks that this process is in, and one for good in a rank
-_is_hooked = False
 
 
 def tie_children_to_this_process() -> None:
@@ -82,11 +82,9 @@ def _receive(duplicate: Any) -> _Tie:
     return _TIE
 
 
+@functools.cache  # a hook stays, in children too
 def _hook() -> None:
-    global _is_hooked
-    if not _is_hooked:
-        _is_hooked = True
-        os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:

@@ -111,6 +111,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def _do_later(self, task: Callable[[], None]) -> None:
         self._leave_to_parent()
+        self._tell(True)  # first: what is asked for must not be cut before the thread gets to it
         self._tasks.put(task)
         with self._lock:
             if self._thread is None:
@@ -119,7 +120,7 @@ class AsyncCheckpointIO(CheckpointIO):
                 self._thread.start()
 
     def _work(self) -> None:
-        self._tell(True)
+        self._tell(True)  # another thread may just have said that nothing was left
         while True:
             with self._lock:
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Protocol
 
@@ -14,7 +15,6 @@ class Closable(Protocol):
 
 
 _closed_in_child: set[Closable] = set()
-_is_hooked = False
 
 
 def close_in_child(*descriptors: Closable) -> None:
@@ -28,11 +28,9 @@ def forget(*descriptors: Closable) -> None:
     _closed_in_child.difference_update(descriptors)
 
 
+@functools.cache  # a hook stays, in children too
 def _hook() -> None:
-    global _is_hooked
-    if not _is_hooked:
-        _is_hooked = True
-        os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:

@@ -150,7 +150,7 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) 
 
 def _last(trainer: Trainer) -> str | None:
     """Return the newest `last.ckpt` of this trainer's runs, the one that a signal left included."""
-    newest = next(iter(newest_first(saved_files(trainer, "last*.ckpt"))), None)
+    newest = next(iter(newest_first(saved_files(trainer, "last.ckpt"))), None)
     if newest is not None:
         _announce(logging.INFO, f'ckpt_path="last" is {newest}.')
         return str(newest)

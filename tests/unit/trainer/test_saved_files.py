@@ -68,6 +68,19 @@ def test_last_of_any_saving_callback(tmp_path: Path) -> None:
     assert begun_from(fitted_with_two(2), tmp_path) == "mine/last.ckpt"
 
 
+def test_only_last_is_last(tmp_path: Path) -> None:
+    """A best checkpoint whose name begins alike is not taken for it, be it newer."""
+
+    def fitted_with_bests(max_epochs: int) -> Trainer:
+        saving = ModelCheckpoint(tmp_path, filename="last", monitor="loss", save_last=True)
+        return fitted(tmp_path, max_epochs, callbacks=saving)
+
+    fitted_with_bests(1)
+    best = tmp_path / "last-v1.ckpt"
+    os.utime(best, (best.stat().st_mtime + 60,) * 2)
+    assert begun_from(fitted_with_bests(2), tmp_path) == "last.ckpt"
+
+
 @pytest.mark.parametrize("logger", [True, False])
 def test_another_runs_last(
     tmp_path: Path, logger: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
