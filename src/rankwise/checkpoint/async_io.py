@@ -70,8 +70,11 @@ class AsyncCheckpointIO(CheckpointIO):
                 nevertheless.
         """
         kept = _Snapshot().of(checkpoint)
+        self._leave_to_parent()
+        earlier = self._take_error()  # before this save is asked for: its own error is for the next call
         self._do_later(lambda: self.wrapped.save_checkpoint(kept, path))
-        self._raise_error()
+        if earlier is not None:
+            raise earlier
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
         """Return the checkpoint at `path`, once everything is written.
@@ -104,7 +107,9 @@ class AsyncCheckpointIO(CheckpointIO):
         thread = self._thread
         if thread is not None:
             thread.join()
-        self._raise_error()
+        error = self._take_error()
+        if error is not None:
+            raise error
         self.wrapped.teardown()
 
     # ------------------------------------------------------------------ the thread
@@ -141,11 +146,11 @@ class AsyncCheckpointIO(CheckpointIO):
         if self._failures == failures:
             self.wrapped.remove_checkpoint(path)
 
-    def _raise_error(self) -> None:
+    def _take_error(self) -> BaseException | None:
+        """Return the first error since the last call of this."""
         with self._lock:
             error, self._error = self._error, None
-        if error is not None:
-            raise error
+        return error
 
     def _leave_to_parent(self) -> None:
         """In a forked process, where the thread does not exist, begin with nothing to do."""
