@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -21,7 +22,6 @@ ECHO_S = 2.0
 
 # The handlers that are ours at the moment, and those of before.
 _before: dict[int, Any] = {}
-_is_hooked = False
 # What this process, a loader's worker, keeps from its threads.
 _held_back: set[int] = set()
 _CAN_TELL_SENDER = "sigwaitinfo" in signal.__dict__  # not on macOS
@@ -123,12 +123,14 @@ def _chained(first: Handler | None, then: Any) -> Handler:
 
 
 def _undo_in_children(mine: dict[int, Any]) -> None:
-    global _is_hooked
     for number, before in mine.items():
         _before.setdefault(number, before)
-    if not _is_hooked:
-        _is_hooked = True
-        os.register_at_fork(after_in_child=_restore_in_child)
+    _hook_forks()
+
+
+@functools.cache  # a hook stays, in children too
+def _hook_forks() -> None:
+    os.register_at_fork(after_in_child=_restore_in_child)
 
 
 def _forget(mine: dict[int, Any]) -> None:
