@@ -78,6 +78,7 @@ __all__ = [
     "WorkerTimedOutError",
     "WorldSizeMismatchError",
     "nearest",
+    "signal_name",
 ]
 
 
@@ -86,6 +87,14 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     return by_lower[matches[0]] if matches else None
+
+
+def signal_name(number: int) -> str:
+    """Return what a signal is called."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -507,11 +516,7 @@ class WorkerKilledError(WorkerError):
     signal_number: int = 0
 
     def what(self) -> str:
-        try:
-            name = signal.Signals(self.signal_number).name
-        except ValueError:
-            name = f"signal {self.signal_number}"
-        return f"was killed by {name}"
+        return f"was killed by {signal_name(self.signal_number)}"
 
     def fix(self) -> str:
         if self.signal_number == signal.SIGKILL:

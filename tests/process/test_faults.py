@@ -296,6 +296,24 @@ def test_the_first_of_two_failures_is_named() -> None:
     assert caught.value.global_rank == 0
 
 
+def two_are_killed(strategy: Strategy) -> None:
+    pids = [int(pid) for pid in strategy.all_gather(torch.tensor([os.getpid()])).flatten()]
+    if strategy.global_rank == 1:
+        os.kill(pids[2], signal.SIGKILL)
+        os.kill(pids[1], signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_two_that_are_killed_at_once_are_both_named() -> None:
+    """As the out-of-memory killer does: the first is the cause, the other one has a line of its own."""
+    with pytest.raises(WorkerKilledError, match="was killed by SIGKILL") as caught:
+        ddp("fork", devices=3).launch(two_are_killed)
+    error = caught.value
+    other = {1: 2, 2: 1}[error.global_rank]
+    assert error.consequences == (f"global_rank {other} was killed by SIGKILL",)
+    assert error.stopped == (0,)
+
+
 def fail_beside_collective(strategy: Strategy) -> None:
     strategy.barrier()
     if strategy.global_rank == 2:

@@ -36,6 +36,7 @@ class Failures:
         self._members = members
         self._on_failure = on_failure
         self._records: list[FailureRecord] = []
+        self._late: list[FailureRecord] = []
         self._started_s = time.monotonic()
         self._pulses: dict[Member, Pulse] = {}
 
@@ -53,6 +54,13 @@ class Failures:
             # Nobody has been told to stop yet; who has given up just as well brings its pulse along.
             self._pulses = {each: each.pulse.read() for each in self._members if not each.has_ended}
 
+    def add_late(self, record: FailureRecord) -> None:
+        """Take the end of a rank that somebody else killed while it was told to stop: a line, no cause."""
+        if self._records:
+            self._late.append(record)
+            if record.global_rank in self.stopped:
+                self.stopped.remove(record.global_rank)
+
     def reason(self) -> str:
         """Return the first failure in a line; without one, why ranks are told to stop all the same."""
         return self._records[0].line() if self._records else "the main process was told to end"
@@ -62,7 +70,7 @@ class Failures:
         if not self._records:
             return None
         cause = first_cause(self._records)
-        others = [record for record in self._records if record is not cause and record.exception_type]
+        others = [record for record in (*self._records, *self._late) if record is not cause]
         others = [record for record in others if record.exception_type != "JobStopped"]
         cause = self._of_timeout(cause) if cause.is_timeout else cause
         return cause.to_error(self._started_s, self.stopped, others)

@@ -11,6 +11,7 @@ from typing_extensions import final
 from rankwise.errors import WorkerExitedError
 from rankwise.launchers._channel import FrameReader
 from rankwise.launchers._processes import StartedProcess
+from rankwise.launchers._records import FailureRecord
 from rankwise.process_group.pulse import Pulse, PulseReader
 from rankwise.ranks import RankInfo
 
@@ -56,6 +57,11 @@ class Member:
         if not self.has_started and not pulse.at_s:
             return f"{name} has not started yet"
         return f"{name} was last in {pulse.where()}, {max(0.0, pulse.seconds_ago(at_s)):.0f} s ago"
+
+    def end(self, phase: str) -> FailureRecord:
+        """Return the record of a rank whose process is gone."""
+        pid = 0 if self.process is None else self.process.pid
+        return FailureRecord.of_exit(self.ranks, pid, self.exit_status, phase)
 
     def phase(self, is_in_job: bool) -> str:
         """Return, for a rank that has left, when it did."""

@@ -29,10 +29,16 @@ def is_suspended(pid: int) -> bool:
 
 
 class StartedProcess(ABC):
-    """One process that was started here, and that ends with this one. Only such are ever signalled."""
+    """One process that was started here, and that ends with this one. Only such are ever signalled.
+
+    Attributes:
+        pid: its number.
+        was_killed: whether it was sent SIGKILL from here.
+    """
 
     def __init__(self, pid: int, lifeline: Lifeline) -> None:
         self.pid = pid
+        self.was_killed = False
         self._lifeline = lifeline
         lifeline.tie(pid)
         self._end_descriptor = self._open_end_descriptor()
@@ -47,6 +53,7 @@ class StartedProcess(ABC):
 
     def kill(self) -> None:
         """Send SIGKILL, if the process is still the one that was started."""
+        self.was_killed = True
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:

@@ -24,6 +24,7 @@ from rankwise.errors import (
     WorkerKilledError,
     WorkerRaisedError,
     WorkerTimedOutError,
+    signal_name,
 )
 from rankwise.process_group.causes import chain_of, text_of
 from rankwise.process_group.echoes import is_echo
@@ -159,10 +160,15 @@ class FailureRecord:
     def line(self) -> str:
         """Return the record in one line."""
         if not self.exception_type:
-            return f"global_rank {self.global_rank} ended with status {self.exit_status}"
+            return f"global_rank {self.global_rank} {self._how_it_left()}"
         what = f"{self.exception_type}: {self.exception_message}".partition("\n")[0]
         shortened = what if len(what) <= _LINE_LENGTH else f"{what[: _LINE_LENGTH - 3]}..."
         return f"global_rank {self.global_rank} raised {shortened}"
+
+    def _how_it_left(self) -> str:
+        if self.exit_status is None or self.exit_status >= 0:
+            return f"exited with code {self.exit_status}"
+        return f"was killed by {signal_name(-self.exit_status)}"
 
     def to_error(
         self,

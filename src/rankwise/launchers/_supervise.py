@@ -339,12 +339,13 @@ class Supervisor:
         is_expected = member.has_failed or member.has_stopped or self._ending.has_begun
         if (member.exit_status != 0 or is_in_job) and not is_expected:
             self._on_early_end(member, member.phase(is_in_job))
+        elif member.exit_status < 0 and not (process.was_killed or member.has_failed):
+            self._failures.add_late(member.end(member.phase(is_in_job)))
         self._check()
 
     def _on_early_end(self, member: Member, phase: str) -> None:
         member.has_failed = True
-        pid = 0 if member.process is None else member.process.pid
-        self._on_failure(FailureRecord.of_exit(member.ranks, pid, member.exit_status, phase))
+        self._on_failure(member.end(phase))
 
     def _on_failure(self, record: FailureRecord) -> None:
         self._failures.add(record)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rankwise.errors import WorkerRaisedError, WorkerTimedOutError
+from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
 from rankwise.launchers._failures import Failures
 from rankwise.launchers._member import Member
 from rankwise.launchers._memory_file import create_memory_file
@@ -127,3 +127,27 @@ def test_a_failure_that_several_ranks_have_heard_of(members: list[Member]) -> No
     error = failures.error()
     assert isinstance(error, WorkerRaisedError)
     assert (error.global_rank, error.alike, told) == (3, (), [record])
+
+
+def killed(rank: int, at_s: float) -> FailureRecord:
+    return FailureRecord(rank, 0, 0, 100 + rank, at_s, exit_status=-9)
+
+
+def test_another_that_was_killed_has_its_line(members: list[Member]) -> None:
+    """Be it before the ranks were told to stop, on another node, or after; the first one is the cause."""
+    failures = Failures(members)
+    failures.add(killed(1, 2.0))
+    failures.add(killed(3, 2.5))
+    failures.stopped.extend((0, 2))
+    failures.add_late(killed(2, 1.9))
+    error = failures.error()
+    assert isinstance(error, WorkerKilledError)
+    assert (error.global_rank, error.stopped) == (1, (0,))
+    assert error.consequences == tuple(f"global_rank {rank} was killed by SIGKILL" for rank in (3, 2))
+
+
+def test_what_ends_without_a_failure_is_none(members: list[Member]) -> None:
+    """A rank that a signal to all ended, when the job was to stop anyway, is no failure of the job."""
+    failures = Failures(members)
+    failures.add_late(killed(1, 2.0))
+    assert failures.error() is None

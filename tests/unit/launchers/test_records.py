@@ -171,7 +171,8 @@ def test_a_line_is_one_line() -> None:
     long = record(message="first\nsecond " + "x" * 10_000)
     assert long.line() == "global_rank 0 raised ValueError: first"
     assert len(record(message="x" * 10_000).line()) < 250
-    assert exited(2, 1.0, -9).line() == "global_rank 2 ended with status -9"
+    assert exited(2, 1.0, -9).line() == "global_rank 2 was killed by SIGKILL"
+    assert exited(2, 1.0, 3).line() == "global_rank 2 exited with code 3"
 
 
 def test_an_error_without_words() -> None:
