@@ -36,7 +36,7 @@ def check_loadable(checkpoint: dict[str, Any], file: IO[bytes], path: str) -> No
     names = ", ".join(sorted(refused)[:_SHOWN])
     raise CheckpointError(
         path=path,
-        problem=f"was not written, as weights_only=True does not load {places or names}",
+        problem=f"cannot be written, as weights_only=True does not load {places or names}",
         remedy="keep tensors, numbers, strings, lists and dictionaries of them, such as array.tolist(), "
         f"member.name, str(date) or vars(namespace); or, if you trust {names}: "
         "torch.serialization.add_safe_globals([...]), here and wherever it is loaded.",

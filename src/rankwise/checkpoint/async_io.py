@@ -93,6 +93,10 @@ class AsyncCheckpointIO(CheckpointIO):
         if error is None:
             self._do_later(lambda: self._remove_unless_failed(path, failures))
 
+    def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Let what writes look at `part`, now."""
+        self.wrapped.check_checkpoint(part, path)
+
     def tell_when_saving(self, tell: Callable[[bool], None]) -> None:
         """Call `tell` with True when the thread begins to write, and with False when nothing is left."""
         self._tell = tell

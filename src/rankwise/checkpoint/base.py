@@ -33,6 +33,17 @@ class CheckpointIO(ABC):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at `path`, if there is one; called on global rank 0 only."""
 
+    def check_checkpoint(
+        self, part: dict[str, Any], path: str | os.PathLike[str]
+    ) -> None:  # a format may hold all
+        """Refuse a part of what is to be written below `path`, if no checkpoint could hold it.
+
+        Called before training begins, so that this is not known only when the first is saved.
+
+        Raises:
+            CheckpointError: naming what cannot be written, or could not be loaded.
+        """
+
     def tell_when_saving(self, tell: Callable[[bool], None]) -> None:  # most write while training waits
         """Call `tell` with True when a thread begins to write, and with False when nothing is left to write.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import io
 import os
 import pickle
 import re
@@ -44,19 +45,17 @@ class TorchCheckpointIO(CheckpointIO):
             CheckpointError: when it cannot be written, or could not be loaded; the file that was at `path` is
                 then untouched.
         """
-        handled = sys.exc_info()[1]
-        try:
-            with _replacing(path) as file:
-                torch.save(checkpoint, file)
-                check_loadable(checkpoint, file, os.fspath(path))
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                path=os.fspath(path),
-                problem=f"could not be written: {_reason(error, handled)}",
-                remedy="remove the cause; a file that was at this path before is untouched.",
-            ) from error
+        with _telling_why(path), _replacing(path) as file:
+            _write(checkpoint, file, path)
+
+    def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Write `part` to memory only, and look whether it could be loaded.
+
+        Raises:
+            CheckpointError: when it could not be written or loaded.
+        """
+        with _telling_why(path):
+            _write(part, io.BytesIO(), path)
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
         """Return the checkpoint at `path`, its tensors on `map_location`.
@@ -94,6 +93,27 @@ class TorchCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the file at `path`, if there is one."""
         Path(path).unlink(missing_ok=True)
+
+
+def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[str]) -> None:
+    torch.save(checkpoint, file)
+    check_loadable(checkpoint, file, os.fspath(path))
+
+
+@contextlib.contextmanager
+def _telling_why(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise what goes wrong in the block as a `CheckpointError`."""
+    handled = sys.exc_info()[1]
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            path=os.fspath(path),
+            problem=f"could not be written: {_reason(error, handled)}",
+            remedy="remove the cause; a file that was at this path before is untouched.",
+        ) from error
 
 
 @contextlib.contextmanager

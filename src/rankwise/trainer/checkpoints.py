@@ -10,9 +10,10 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.callbacks import EarlyStopping
+from rankwise.callbacks import Callback, EarlyStopping
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.ranks import rank_zero_only
+from rankwise.trainer.module import is_defined
 from rankwise.trainer.progress import Progress
 from rankwise.trainer.rank_state import RankState, gather_rank_states
 from rankwise.trainer.restarts import current_run_id
@@ -20,6 +21,7 @@ from rankwise.trainer.saved_files import (
     checkpoint_folders,
     newest_first,
     saved_files,
+    savers,
     stop_checkpoint_path,
 )
 
@@ -27,12 +29,33 @@ if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["find_checkpoint", "make_checkpoint", "restore_loop", "restore_module"]
+__all__ = ["check_hyper_parameters", "find_checkpoint", "make_checkpoint", "restore_loop", "restore_module"]
 
 _log = logging.getLogger(__name__)
 
 _VERSION = 1
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
+
+
+def check_hyper_parameters(trainer: Trainer, module: TrainingModule) -> None:
+    """Refuse hyper parameters that no checkpoint could hold, where a callback will save some.
+
+    Where a hook gets the checkpoint before it is written, it may change them: they are judged then.
+
+    Raises:
+        CheckpointError: naming those that cannot be written, or could not be loaded.
+    """
+    saving = next((saver for saver in savers(trainer) if saver.save_top_k or saver.save_last), None)
+    if saving is None or not module.hparams or _changes_checkpoints(trainer, module):
+        return
+    part = _plain({"hyper_parameters": module.hparams})
+    trainer.strategy.checkpoint_io.check_checkpoint(part, saving.dirpath or trainer.default_root_dir)
+
+
+def _changes_checkpoints(trainer: Trainer, module: TrainingModule) -> bool:
+    return is_defined(module, "on_save_checkpoint") or any(
+        type(callback).on_save_checkpoint is not Callback.on_save_checkpoint for callback in trainer.callbacks
+    )
 
 
 def make_checkpoint(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:

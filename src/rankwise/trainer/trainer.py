@@ -12,7 +12,7 @@ from typing_extensions import final
 from rankwise.callbacks import Callback
 from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError
 from rankwise.trainer import arguments
-from rankwise.trainer.checkpoints import find_checkpoint, make_checkpoint
+from rankwise.trainer.checkpoints import check_hyper_parameters, find_checkpoint, make_checkpoint
 from rankwise.trainer.facts import TrainerFacts
 from rankwise.trainer.keywords import with_known_keywords
 from rankwise.trainer.loaders import check_loaders
@@ -330,6 +330,7 @@ class Trainer(TrainerFacts):
         if stage == "fit":
             check_manual(self, model)
             check_hook(self)
+            check_hyper_parameters(self, model)
         for phase, given in loaders.items():
             check_loaders(self, phase, given)
         path = find_checkpoint(self, ckpt_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from rankwise.callbacks import EarlyStopping, ModelCheckpoint
-from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, LifecycleError
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -45,6 +46,62 @@ def test_contents(tmp_path: Path) -> None:
     assert checkpoint["state_dict"]._metadata.keys() == {"", "layer"}
     plain = OrderedDict(widths=Counter({1: 2}), deep=(OrderedDict(a=[0.5]),))
     assert checkpoint["hyper_parameters"] == {"lr": 0.1, "data": "here", "width": 3, "nested": plain}
+
+
+@pytest.mark.parametrize("plugins", [None, AsyncCheckpointIO()], ids=["at once", "in a thread"])
+def test_hyper_parameters_that_could_not_be_loaded_are_refused_beforehand(
+    tmp_path: Path, plugins: Any
+) -> None:
+    """Not a step is made, nothing is written, and the error says which they are."""
+    model = Line()
+    model.hparams = {"lr": 0.1, "data": {"until": dt.date(2020, 1, 2)}}
+    saving = ModelCheckpoint(tmp_path / "here")
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, plugins=plugins)
+    place = r"checkpoint\['hyper_parameters'\]\['data'\]\['until'\] \(datetime.date\)"
+    with pytest.raises(CheckpointError, match=rf"/here.*cannot be written.*{place}(?s:.*)str\(date\)"):
+        train.fit(model, loader())
+    assert (model.seen, list(tmp_path.iterdir())) == ([], [])
+
+
+class MakesThemPlain(Line):
+    """Keeps a date among its hyper parameters, and writes it as text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hparams = {"until": dt.date(2020, 1, 2)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hyper_parameters"] = {"until": "2020-01-02"}
+
+
+class MakesPlain(Callback):
+    """Does the same, from outside."""
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hyper_parameters"] = {"until": "2020-01-02"}
+
+
+@pytest.mark.parametrize(
+    ("model", "callbacks", "options"),
+    [
+        (Line, [], {}),
+        (Line, [ModelCheckpoint(save_top_k=0)], {}),
+        (Line, [ModelCheckpoint()], {"fast_dev_run": True}),
+        (MakesThemPlain, [ModelCheckpoint()], {}),
+        (Line, [ModelCheckpoint(), MakesPlain()], {}),
+    ],
+    ids=["no callback", "keeps none", "fast_dev_run", "module's hook", "callback's hook"],
+)
+def test_hyper_parameters_that_no_checkpoint_gets_may_be_anything(
+    tmp_path: Path, model: type[Line], callbacks: list[Callback], options: Any
+) -> None:
+    """Where nothing is saved, or a hook makes them plain, nobody has to load them."""
+    trained = model()
+    trained.hparams = {"until": dt.date(2020, 1, 2)}
+    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=bool(callbacks), **options).fit(
+        trained, loader()
+    )
+    assert trained.seen
 
 
 def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
