@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
+from rankwise.checkpoint._reason import telling_why
 from rankwise.checkpoint.base import CheckpointIO
 from rankwise.checkpoint.torch_io import TorchCheckpointIO
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
@@ -66,10 +67,11 @@ class AsyncCheckpointIO(CheckpointIO):
         """Copy `checkpoint` and let the thread write it to `path`.
 
         Raises:
-            CheckpointError: when one before it could not be written; this one, the newest state, is written
-                nevertheless.
+            CheckpointError: when it cannot be copied; or one before it could not be written: this one, the
+                newest state, is written nevertheless.
         """
-        kept = _Snapshot().of(checkpoint)
+        with telling_why(path):
+            kept = _Snapshot().of(checkpoint)
         self._leave_to_parent()
         earlier = self._take_error()  # before this save is asked for: its own error is for the next call
         self._do_later(lambda: self.wrapped.save_checkpoint(kept, path))

@@ -20,6 +20,7 @@ from torch.serialization import get_crc32_options
 from typing_extensions import final
 
 from rankwise.checkpoint._loadable import check_loadable
+from rankwise.checkpoint._reason import reason_for, telling_why
 from rankwise.checkpoint.base import CheckpointIO
 from rankwise.errors import CheckpointError
 
@@ -45,7 +46,7 @@ class TorchCheckpointIO(CheckpointIO):
             CheckpointError: when it cannot be written, or could not be loaded; the file that was at `path` is
                 then untouched.
         """
-        with _telling_why(path), _replacing(path) as file:
+        with telling_why(path), _replacing(path) as file:
             _write(checkpoint, file, path)
 
     def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -54,7 +55,7 @@ class TorchCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: when it could not be written or loaded.
         """
-        with _telling_why(path):
+        with telling_why(path):
             _write(part, io.BytesIO(), path)
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
@@ -79,7 +80,7 @@ class TorchCheckpointIO(CheckpointIO):
         except Exception as error:
             raise CheckpointError(
                 path=os.fspath(path),
-                problem=f"could not be read: {_reason(error, handled)}",
+                problem=f"could not be read: {reason_for(error, handled)}",
                 remedy=_USE_ANOTHER,
             ) from error
         if not isinstance(checkpoint, dict):
@@ -98,22 +99,6 @@ class TorchCheckpointIO(CheckpointIO):
 def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[str]) -> None:
     torch.save(checkpoint, file)
     check_loadable(checkpoint, file, os.fspath(path))
-
-
-@contextlib.contextmanager
-def _telling_why(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise what goes wrong in the block as a `CheckpointError`."""
-    handled = sys.exc_info()[1]
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            path=os.fspath(path),
-            problem=f"could not be written: {_reason(error, handled)}",
-            remedy="remove the cause; a file that was at this path before is untouched.",
-        ) from error
 
 
 @contextlib.contextmanager
@@ -219,16 +204,3 @@ def _damaged_record(path: Path) -> str | None:
 def _refused(error: pickle.UnpicklingError) -> str:
     match = re.search(r"(?:GLOBAL|global|class) ([\w.]+)", str(error))
     return match[1] if match else "something"
-
-
-def _reason(error: BaseException, handled: BaseException | None) -> str:
-    """Return the deepest cause's first line: torch's writer reports a full disk as something else.
-
-    Args:
-        error: what was raised.
-        handled: what the caller was handling when it began, which is no cause of it.
-    """
-    while error.__context__ not in (None, handled):
-        error = error.__context__
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

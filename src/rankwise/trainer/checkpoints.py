@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.callbacks import Callback, EarlyStopping
+from rankwise.checkpoint._reason import telling_why
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.ranks import rank_zero_only
 from rankwise.trainer.module import is_defined
@@ -48,8 +49,10 @@ def check_hyper_parameters(trainer: Trainer, module: TrainingModule) -> None:
     saving = next((saver for saver in savers(trainer) if saver.save_top_k or saver.save_last), None)
     if saving is None or not module.hparams or _changes_checkpoints(trainer, module):
         return
-    part = _plain({"hyper_parameters": module.hparams})
-    trainer.strategy.checkpoint_io.check_checkpoint(part, saving.dirpath or trainer.default_root_dir)
+    folder = saving.dirpath or trainer.default_root_dir
+    with telling_why(folder):
+        part = _plain({"hyper_parameters": module.hparams})
+    trainer.strategy.checkpoint_io.check_checkpoint(part, folder)
 
 
 def _changes_checkpoints(trainer: Trainer, module: TrainingModule) -> bool:
@@ -58,10 +61,13 @@ def _changes_checkpoints(trainer: Trainer, module: TrainingModule) -> bool:
     )
 
 
-def make_checkpoint(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
-    """Return all that is needed to go on from here, as plain types and tensors.
+def make_checkpoint(trainer: Trainer, module: TrainingModule, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return all that is needed to go on from here, as plain types and tensors, to be written to `path`.
 
     Collective: every rank must call this, as sharded optimizers gather their state.
+
+    Raises:
+        CheckpointError: when it contains itself.
     """
     strategy, progress = trainer.strategy, trainer.progress
     optimizers, schedulers = trainer.whole_states()
@@ -90,7 +96,8 @@ def make_checkpoint(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
-    plain: dict[str, Any] = _plain(checkpoint)
+    with telling_why(path):
+        plain: dict[str, Any] = _plain(checkpoint)
     return plain
 
 

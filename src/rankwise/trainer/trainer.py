@@ -305,7 +305,7 @@ class Trainer(TrainerFacts):
                 needed="a fit",
                 remedy="call trainer.fit(model, ...) first.",
             )
-        self.strategy.save_checkpoint(make_checkpoint(self, self._fitted_module), path)
+        self.strategy.save_checkpoint(make_checkpoint(self, self._fitted_module, path), path)
 
     def _evaluate(
         self, stage: StageName, model: Any, dataloaders: Any, ckpt_path: Any, gather: Gather = "all"

@@ -57,6 +57,30 @@ def test_written_as_it_was(tmp_path: Path) -> None:
     assert loaded["nested"][0]["same"].data_ptr() == loaded["a"].data_ptr()
 
 
+def itself() -> dict[str, Any]:
+    """Return a checkpoint with itself in it."""
+    checkpoint: dict[str, Any] = {"epoch": 1}
+    checkpoint["callbacks"] = {"mine": [checkpoint]}
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "reason"),
+    [
+        (itself(), "it contains itself"),
+        ({"lock": threading.Lock()}, "TypeError: cannot pickle '_thread.lock'"),
+    ],
+    ids=["itself", "lock"],
+)
+def test_what_cannot_be_copied(tmp_path: Path, checkpoint: dict[str, Any], reason: str) -> None:
+    """It is refused at once, with path and reason, and the next save is as good as any."""
+    saving = AsyncCheckpointIO()
+    with pytest.raises(CheckpointError, match=rf"here\.ckpt.*could not be written: {reason}"):
+        saving.save_checkpoint(checkpoint, tmp_path / "here.ckpt")
+    saving.save_checkpoint({"epoch": 2}, tmp_path / "here.ckpt")
+    assert saving.load_checkpoint(tmp_path / "here.ckpt") == {"epoch": 2}
+
+
 def test_in_order(tmp_path: Path) -> None:
     """A checkpoint is removed only after the one that takes its place is written."""
     held = Held()

@@ -104,6 +104,21 @@ def test_hyper_parameters_that_no_checkpoint_gets_may_be_anything(
     assert trained.seen
 
 
+class HoldsItself(Callback):
+    """Has itself, as it were, in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        state["own"] = [state]
+        return state
+
+
+def test_a_checkpoint_that_contains_itself(tmp_path: Path) -> None:
+    """It is one error with path and reason."""
+    with pytest.raises(CheckpointError, match=r"model\.ckpt.*could not be written: it contains itself"):
+        saved(tmp_path, Line(), callbacks=HoldsItself())
+
+
 def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     """Two epochs, saved and resumed for two more, end with the weights of four."""
     whole, resumed = WithMomentum(), WithMomentum()
