@@ -94,7 +94,9 @@ class Precision:
     def clip_gradients_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp every gradient of the optimizer's parameters to `[-clip_value, clip_value]`, unscaled."""
         self.unscale_gradients(optimizer)
-        clip_grad_value_(self.main_parameters(optimizer), clip_value)
+        with_gradients = [one for one in self.main_parameters(optimizer) if one.grad is not None]
+        if with_gradients:  # torch's function raises for none
+            clip_grad_value_(with_gradients, clip_value)
 
     def main_parameters(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the parameters that `optimizer` updates, which are those whose gradients are clipped."""

@@ -71,6 +71,15 @@ def test_values_are_clamped() -> None:
     assert gradients_of(optimizer) == [1.0, -0.5]
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_without_any_gradient_nothing_is_clipped(algorithm: str) -> None:
+    """As with an optimizer whose part of the module a step did not use."""
+    optimizer = optimizer_with_gradients(3.0)
+    optimizer.zero_grad()
+    getattr(Precision(), f"clip_gradients_{algorithm}")(optimizer, 1.0)
+    assert optimizer.param_groups[0]["params"][0].grad is None
+
+
 def test_closure_is_handed_on() -> None:
     """An optimizer that calls its loss again gets the closure."""
     optimizer = optimizer_with_gradients(1.0)
