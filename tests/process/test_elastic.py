@@ -82,6 +82,13 @@ def test_killed_rank_is_named() -> None:
     assert caught.value.consequences == ("global_rank 0 raised ValueError: step failed",)
 
 
+def test_a_restart_names_the_rank_that_was_killed(caplog: pytest.LogCaptureFixture) -> None:
+    """It says nothing itself, and the other one only that a neighbour has closed the connection."""
+    with caplog.at_level(logging.WARNING, "rankwise.launchers.elastic"):
+        elastic(1).launch(fail_until, 1, "killed")
+    assert caplog.messages == ["All ranks start again (restart 1): global_rank 1 was killed by SIGKILL"]
+
+
 class KillAfter(Callback):
     """At each start, SIGKILL for a rank after so many steps; the last start is left in peace."""
 

@@ -24,6 +24,7 @@ from typing_extensions import final
 
 from rankwise import _tied
 from rankwise.errors import WorkerError
+from rankwise.launchers._agents_log import agents_log_heard
 from rankwise.launchers._launches import note_launch
 from rankwise.launchers._leave import leave
 from rankwise.launchers._memory_file import pack, unpack
@@ -54,7 +55,6 @@ _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LEFT_TO_TORCH = signal.SIGQUIT  # some signal must be
 # How long ranks that train have to come to a boundary and save, once told by SIGTERM: as under torchrun.
 _STOP_TIMEOUT_S = 30
-_AGENTS_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 _log = logging.getLogger(__name__)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
@@ -120,7 +120,7 @@ class ElasticLauncher(Launcher):
         started_s = time.monotonic()
         with ExitStack() as cleanup:
             job = self._prepare(entry, described, cleanup)
-            with _signals_of_the_agent(), _agents_log_quiet():
+            with _signals_of_the_agent(), agents_log_heard(job.note_exit):
                 failures = self._run(job)
             gc.collect()  # the agent, with the store that it hosts, is a cycle
             if failures:
@@ -210,11 +210,22 @@ class _Job:
     openmp_threads: int | None
     agent_pid: int
     is_alone: bool
+    silent: list[FailureRecord] = field(default_factory=list)
     # The same on all nodes, where torch's own count is each agent's.
     start: Start = field(default_factory=Start)
 
     def records(self) -> list[FailureRecord]:
         """Return what the ranks of the last start have said of their failures."""
+        return [each for each in self._written() if each.exception_type]
+
+    def note_exit(self, pid: int, status: int) -> None:
+        """Note how a rank of the last start ended, unless it has said so; runs in the agent's process."""
+        left = [each for each in self._written() if each.pid == pid and not each.exception_type]
+        now_s = time.monotonic()
+        self.silent += [dataclasses.replace(each, exit_status=status, at_s=now_s) for each in left]
+
+    def _written(self) -> list[FailureRecord]:
+        """Return what each rank has left: at its start that it is there, then what made it fail."""
         texts = [os.pread(each.number, os.fstat(each.number).st_size, 0) for each in self.failures]
         return [FailureRecord.from_json(text) for text in texts if text]
 
@@ -222,13 +233,19 @@ class _Job:
         """Note which start it is; say that all ranks start again, and why; runs in the agent's process."""
         self.start = start
         if start.number:
-            # Where nodes come or go, the ranks that are there are asked to stop, and do.
-            records = [each for each in self.records() if each.exception_type != StoppedBySignal.__name__]
-            silent = (
-                "a rank ended without a word" if self.is_alone else "nodes came or went, or a rank was killed"
-            )
-            why = first_cause(records).line() if records else silent
-            _log.warning("All ranks start again (restart %d): %s", start.number, why)
+            _log.warning("All ranks start again (restart %d): %s", start.number, self._why())
+        self.silent.clear()
+
+    def _why(self) -> str:
+        unknown = (
+            "a rank ended without a word" if self.is_alone else "nodes came or went, or a rank was killed"
+        )
+        # Where nodes come or go, the ranks that are there are asked to stop, and do.
+        told = [each for each in self.records() if each.exception_type != StoppedBySignal.__name__]
+        if not (records := [*self.silent, *told]):
+            return unknown
+        cause = first_cause(records)
+        return f"{unknown}; {cause.line()}" if cause.is_consequence else cause.line()
 
 
 # ---------------------------------------------------------------------------------------- the agent's side
@@ -276,20 +293,6 @@ def _signals_of_the_agent() -> Iterator[None]:
             os.environ[_SIGNALS_VARIABLE] = variable
 
 
-@contextmanager
-def _agents_log_quiet() -> Iterator[None]:
-    """Keep the agent from printing its own traceback, which leads nowhere, for every rank that fails."""
-    loggers = [logging.getLogger(name) for name in _AGENTS_LOGGERS]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-
-
 def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> WorkerError:
     """Return the exception for a job that failed more often than it may."""
     records = job.records()
@@ -332,16 +335,21 @@ def _work(job: _Job) -> None:
     seat = _seat()
     local_rank = seat.ranks.local_rank
     failure = job.failures[local_rank].number
-    os.ftruncate(failure, 0)
+    _leave_word(failure, FailureRecord.of_exit(seat.ranks, os.getpid(), 0, ""))
     try:
         value = _entry_of(job)(seat)
         pack((seat.ranks.global_rank, value), job.values[local_rank].number)
     except BaseException as error:  # noqa: BLE001  whatever ended it
         record = FailureRecord.of_exception(seat.ranks, error)
-        os.pwrite(failure, record.to_json(), 0)
+        _leave_word(failure, record)
         if record.is_consequence:
             time.sleep(_SETTLE_S)
         leave(record.exit_status or 1)
+
+
+def _leave_word(descriptor: int, record: FailureRecord) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, record.to_json(), 0)
 
 
 def _seat() -> Seat:

@@ -1,0 +1,70 @@
+"""What an elastic job's log says of a restart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from rankwise.launchers._records import FailureRecord
+from rankwise.launchers.elastic import _Job
+from rankwise.launchers.multiprocess import Descriptor, owned_descriptor
+from rankwise.process_group.starts import Start
+
+THERE = FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=0)
+RAISED = FailureRecord(0, 0, 0, 100, at_s=3.0, exception_type="ValueError", exception_message="not yet")
+ECHO = FailureRecord(
+    0, 0, 0, 100, at_s=2.0, exception_type="RuntimeError", exception_message="Connection closed by peer"
+)
+
+
+@pytest.fixture
+def job() -> Iterator[_Job]:
+    """Return a job of two ranks on one node."""
+    with ExitStack() as cleanup:
+        failures = [Descriptor(owned_descriptor(cleanup)) for _ in range(2)]
+        yield _Job(
+            entry=None,
+            packed_entry=None,
+            values=[],
+            failures=failures,
+            start_method="fork",
+            environ=None,
+            openmp_threads=None,
+            agent_pid=os.getpid(),
+            is_alone=True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("left", "exits", "why"),
+    [
+        ([RAISED], [(100, 1)], "global_rank 0 raised ValueError: not yet"),
+        ([ECHO, THERE], [(101, -9)], "global_rank 1 was killed by SIGKILL"),
+        ([THERE], [(101, 3)], "global_rank 1 exited with code 3"),
+        (
+            [ECHO, THERE],
+            [],
+            "a rank ended without a word; global_rank 0 raised RuntimeError: Connection closed by peer",
+        ),
+        ([THERE], [(999, -9)], "a rank ended without a word"),
+    ],
+    ids=["raised", "killed", "left", "not heard of", "of another start"],
+)
+def test_why_all_start_again(
+    job: _Job,
+    caplog: pytest.LogCaptureFixture,
+    left: list[FailureRecord],
+    exits: list[tuple[int, int]],
+    why: str,
+) -> None:
+    """The rank that ended first is named, also if it said nothing; an echo is not taken for it."""
+    for record in left:
+        os.pwrite(job.failures[record.local_rank].number, record.to_json(), 0)
+    for pid, status in exits:
+        job.note_exit(pid, status)
+    job.begin(Start(1, "a job"))
+    assert caplog.messages == [f"All ranks start again (restart 1): {why}"]
+    assert job.silent == []
