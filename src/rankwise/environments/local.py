@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing_extensions import final
 
 from rankwise.environments.base import ClusterEnvironment
+from rankwise.errors import ConfigurationError
 from rankwise.ranks import RankInfo
 
 __all__ = ["LocalEnvironment"]
@@ -56,3 +57,19 @@ class LocalEnvironment(ClusterEnvironment):
     def main_address(self) -> str:
         """Loopback."""
         return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """`MASTER_PORT`, if somebody has set it: the port of a local job is found when its ranks are started.
+
+        Raises:
+            ConfigurationError: when it is not set.
+        """
+        if self._values.has("MASTER_PORT"):
+            return super().main_port
+        raise ConfigurationError(
+            message="A local job has no main_port that could be known beforehand.",
+            facts="no launcher has started this process. The strategy takes a free port when it starts the "
+            'ranks; and none with rendezvous="private", which "auto" is on gloo.',
+            remedy='read os.environ["MASTER_PORT"] within a rank, of a strategy with rendezvous="tcp".',
+        )

@@ -10,6 +10,7 @@ import pytest
 from rankwise.environments import (
     ClusterEnvironment,
     KubeflowEnvironment,
+    LocalEnvironment,
     LSFEnvironment,
     MPIEnvironment,
     PALSEnvironment,
@@ -99,6 +100,15 @@ def test_pods_meet_where_the_operator_says() -> None:
     """Address and port of a pod are the operator's."""
     environment = KubeflowEnvironment(pod(1, 2, "2"))
     assert (environment.main_address, environment.main_port) == ("job-master-0", 23456)
+
+
+def test_a_local_job_has_no_port_beforehand() -> None:
+    """No variable is wrong: the port is chosen when the ranks are started, and known to them."""
+    with pytest.raises(ConfigurationError, match="no main_port that could be known beforehand") as caught:
+        LocalEnvironment({}).main_port  # noqa: B018  the property raises
+    assert not isinstance(caught.value, EnvironmentVariableError)
+    assert 'os.environ["MASTER_PORT"] within a rank' in str(caught.value)
+    assert LocalEnvironment({"MASTER_PORT": "29500"}).main_port == 29500
 
 
 @pytest.mark.parametrize("variables", [open_mpi(1, 2), hydra(1, 2)], ids=["openmpi", "hydra"])
