@@ -129,7 +129,8 @@ class Seat:
         answering = Whereabouts(
             store, open_listener, mine, on_failure=on_failure, shows_stacks=self.channel is None
         )
-        lag_watch = LagWatch(open_listener, places, mine, stall_warning.total_seconds())
+        is_supervised, warn_after_s = self.channel is not None, stall_warning.total_seconds()
+        lag_watch = LagWatch(open_listener, places, mine, warn_after_s, is_supervised=is_supervised)
         answering.start()
         lag_watch.start()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 from typing_extensions import final
@@ -33,6 +33,8 @@ class LagWatch:
         places: all ranks, by global rank.
         mine: this rank's place.
         warn_after_s: after how long in one phase a rank lags, if others wait meanwhile.
+        is_supervised: whether a supervisor reports on the same stderr which rank of this node holds up
+            another one of it.
     """
 
     def __init__(
@@ -41,12 +43,15 @@ class LagWatch:
         places: Sequence[Place],
         mine: Place,
         warn_after_s: float,
+        *,
+        is_supervised: bool = False,
     ) -> None:
         self._open_store = open_store
         self._interval_s = min(max(warn_after_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
         self._places = places
         self._mine = mine
         self._warn_after_s = warn_after_s
+        self._is_supervised = is_supervised
         self._looks = 0
         self._seen: dict[Place, tuple[bytes, float]] = {}
         self._reported: dict[Place, float] = {}
@@ -98,6 +103,8 @@ class LagWatch:
         more = "" if len(others) <= _MOST_NAMED else f"; and {len(others) - _MOST_NAMED} more"
         now_s = time.monotonic()
         for place in lagging:
+            if self._is_reported_here(place, pulses):
+                continue
             if now_s - self._reported.get(place, -self._warn_after_s) >= self._warn_after_s:
                 self._reported[place] = now_s
                 waiting = "; ".join(others[:_MOST_NAMED])
@@ -105,7 +112,17 @@ class LagWatch:
 
     def _lags(self, pulse: Pulse, pulses: Mapping[Place, Pulse]) -> bool:
         is_late = not pulse.waits and pulse.seconds_ago() > self._warn_after_s
-        return is_late and any(other.waits_for(pulse) for other in pulses.values())
+        return is_late and _holds_up(pulse, pulses.values())
+
+    def _is_reported_here(self, lagging: Place, pulses: Mapping[Place, Pulse]) -> bool:
+        """Return whether the supervisor of this node sees as much: a rank of it, and one that waits."""
+        here = [pulse for place, pulse in pulses.items() if place.node_rank == self._mine.node_rank]
+        is_here = lagging.node_rank == self._mine.node_rank
+        return self._is_supervised and is_here and _holds_up(pulses[lagging], here)
+
+
+def _holds_up(lagging: Pulse, pulses: Iterable[Pulse]) -> bool:
+    return any(pulse.waits_for(lagging) for pulse in pulses)
 
 
 def _key(place: Place) -> str:

@@ -52,3 +52,21 @@ def test_a_rank_that_writes_nothing_new_is_where_it_was(capfd: pytest.CaptureFix
             time.sleep(0.3)
             watch.look(store)
             assert ("rankwise: global_rank 1 (node 1" in capfd.readouterr().err) is waits
+
+
+@pytest.mark.parametrize(
+    ("waits", "is_supervised", "is_reported"),
+    [(0, True, False), (0, False, True), (2, True, True)],
+    ids=["here, supervised", "here", "on another node"],
+)
+def test_what_the_supervisor_reports_is_not_told_twice(
+    capfd: pytest.CaptureFixture[str], waits: int, is_supervised: bool, is_reported: bool
+) -> None:
+    """It sees its own node alone: who holds up nobody but ranks of other nodes is rank zero's to report."""
+    store = dist.HashStore()
+    places = [Place(rank, rank % 2, rank // 2, 3, "aab"[rank], 100 + rank) for rank in range(3)]
+    for rank in (0, 1, 2):
+        phase = "barrier" if rank == waits else "running"
+        store.set(f"pulse/{rank}", json.dumps([1, 3, 5.0 * (rank == 1), rank == waits, phase]))
+    LagWatch(lambda: store, places, places[0], 1.0, is_supervised=is_supervised).look(store)
+    assert ("rankwise: global_rank 1 (node 0" in capfd.readouterr().err) is is_reported
