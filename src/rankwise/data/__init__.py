@@ -3,7 +3,7 @@
 from rankwise.data.batch_sizes import BatchSizes, batch_sizes
 from rankwise.data.batch_stream import BatchStream, sharded_sampler_of, with_batch_stream
 from rankwise.data.iterable import ShardedIterable, ShardInfo, shard_info
-from rankwise.data.own_split import check_dealt_by_batches, is_split
+from rankwise.data.own_split import batches_before_split, check_dealt_by_batches, is_split
 from rankwise.data.sampler import ShardedSampler, tell_epoch
 from rankwise.data.sharding import (
     check_shardable,
@@ -22,6 +22,7 @@ __all__ = [
     "ShardedIterable",
     "ShardedSampler",
     "batch_sizes",
+    "batches_before_split",
     "check_dealt_by_batches",
     "check_shardable",
     "in_dataset_order",

@@ -10,6 +10,7 @@ from rankwise.data.sampler import ShardedSampler, with_wrapped
 from rankwise.errors import UnshardableLoaderError
 
 __all__ = [
+    "batches_before_split",
     "check_dealt_by_batches",
     "check_place",
     "deals_as_torch_does",
@@ -47,6 +48,12 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
     if batches is None:
         return loader.sampler
     return batches.sampler if type(batches) is BatchSampler else None
+
+
+def batches_before_split(loader: DataLoader[Any]) -> Any:
+    """Return the batches that all ranks share: the loader, or the stream from which its own are dealt."""
+    outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return outer.sampler if isinstance(outer, ShardedSampler) else loader
 
 
 def check_place(loader: DataLoader[Any], num_replicas: int, rank: int) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final
 
 from rankwise.data import (
+    batches_before_split,
     check_dealt_by_batches,
     check_shardable,
     in_dataset_order,
@@ -118,10 +119,10 @@ def share_for(trainer: Trainer, phase: str, loader: Any, seed: int) -> LoaderSha
         {"uneven": "keep"} if phase == "train" and trainer.uneven_inputs == "join" else {}
     )
     share = _SHARDERS[phase](loader, **place, seed=seed, **options) if is_dealt_out else loader
-    if not is_dealt_out or phase != "predict" or is_split(loader):
+    if not is_dealt_out or phase != "predict":
         return LoaderShare(share, limited(length_of(share), limit), has_certain_length(share))
-    # Predictions are dealt out by batches, so that the limit is one of the whole loader.
-    whole = limited(length_of(loader), limit)
+    # Predictions are dealt out by batches, so that the limit is one of the whole loader, whoever does that.
+    whole = limited(length_of(batches_before_split(loader)), limit)
     own = whole if math.isinf(whole) else len(range(place["rank"], int(whole), place["num_replicas"]))
     return LoaderShare(share, own)
 

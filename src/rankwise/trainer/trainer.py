@@ -54,7 +54,8 @@ class Trainer(TrainerFacts):
         limit_train_batches: how many batches of an epoch (int), or which fraction (float), each rank runs.
         limit_val_batches: the same for validation.
         limit_test_batches: the same for test.
-        limit_predict_batches: the same for prediction, but of the whole loader.
+        limit_predict_batches: the same for prediction, but of the whole loader, for all ranks together; with
+            `use_distributed_sampler=False` of each rank's.
         fast_dev_run: run that many batches (True: one) of each loader once, save and log nothing.
         val_check_interval: validate after that many batches (int) or that fraction of an epoch (float), where
             their accumulation window ends.

@@ -88,10 +88,19 @@ def test_a_part_of_more_ranks_than_there_are_is_refused(tmp_path: Path, phase: s
         share_for(trainer(tmp_path), phase, split, seed=0)
 
 
-def test_limit_of_predictions_is_of_the_whole(tmp_path: Path) -> None:
-    """Three batches to predict are two for rank 0, and one for the other."""
-    train = on_two_ranks(tmp_path, limit_predict_batches=3)
-    assert share_for(train, "predict", loader(), seed=0).num_batches == 2
+@pytest.mark.parametrize("limit", [2, 0.5])
+def test_limit_of_predictions_is_of_the_whole(tmp_path: Path, limit: float) -> None:
+    """Two batches to predict are one for each rank, also where the user deals them out."""
+    train = on_two_ranks(tmp_path, limit_predict_batches=limit)
+    for mine in (loader(), shard_for_prediction(loader(), 2, 0)):
+        share = share_for(train, "predict", mine, seed=0)
+        assert share.num_batches == len(list(share)) == 1
+
+
+def test_limit_of_predictions_that_are_not_split_is_each_ranks(tmp_path: Path) -> None:
+    """With use_distributed_sampler=False a loader is read as it is."""
+    train = on_two_ranks(tmp_path, limit_predict_batches=1, use_distributed_sampler=False)
+    assert share_for(train, "predict", shard_for_prediction(loader(), 2, 0), seed=0).num_batches == 1
 
 
 def test_checked_before_anything_starts(tmp_path: Path) -> None:
