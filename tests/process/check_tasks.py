@@ -70,6 +70,33 @@ def no_mismatches(strategy: DDPStrategy) -> list[list[float]]:
     return [x.tolist(), y.tolist()]
 
 
+def sends_among_collectives(strategy: DDPStrategy) -> tuple[list[float], str]:
+    """Send in every way of torch between collectives; return what came, and the text of a mistake."""
+    rank, peer = strategy.global_rank, 1 - strategy.global_rank
+    own = torch.full((2,), 1.0 + rank)
+    total, *got = (torch.zeros(2) for _ in range(4))
+    dist.all_reduce(total)
+    for sender in range(2):
+        dist.send(own, peer) if rank == sender else dist.recv(got[0], peer)
+    work = dist.all_reduce(total.copy_(own), async_op=True)
+    both = [dist.isend(own, peer), dist.irecv(got[1], peer)]
+    for each in (*both, work):
+        each.wait()
+    dist.barrier()
+    for each in dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, got[2], peer), dist.P2POp(dist.isend, own, peer)]
+    ):
+        each.wait()
+    objects: list[Any] = [0.0]
+    if rank == 0:
+        dist.send_object_list([5.0], 1)  # the only one that sends: nothing is alike here
+        objects = [5.0]
+    else:
+        dist.recv_object_list(objects, 0)
+    came = [*total.tolist(), *torch.cat(got).tolist(), *objects]
+    return came, told(lambda: dist.all_reduce(torch.ones(1 + rank)))
+
+
 def buckets(strategy: DDPStrategy) -> list[str]:
     """Call something else while the other rank averages gradients, in the first, second and third step."""
     found = []

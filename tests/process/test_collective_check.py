@@ -18,6 +18,7 @@ from tests.process.check_tasks import (
     leave_early,
     mismatches,
     no_mismatches,
+    sends_among_collectives,
 )
 from tests.process.helpers import RENDEZVOUS, ddp
 from tests.process.training_tasks import Regression, loader, quiet_trainer
@@ -71,6 +72,16 @@ def test_a_mismatch_leaves_the_group_usable(told: list[dict[str, str]]) -> None:
 def test_what_is_right_stays_right(rendezvous: str) -> None:
     """Branches around a root, several groups and work that is waited for later give no error."""
     assert results_of(no_mismatches, rendezvous) == [[[1.0, 1.0], [1.0, 1.0]], [[2.0, 2.0], [1.0, 1.0]]]
+
+
+def test_sends_are_let_alone() -> None:
+    """What two ranks send each other arrives; it is not compared, nor counted as a collective."""
+    mistakes = []
+    for rank, (came, mistake) in enumerate(results_of(sends_among_collectives)):
+        assert came == [3.0, 3.0, *[2.0 - rank] * 6, 5.0]
+        mistakes.append(mistake)
+    assert mistakes[0] == mistakes[1]
+    assert "collective number 4 of all ranks" in mistakes[0]
 
 
 def test_gradients_meet_something_else() -> None:
