@@ -18,8 +18,6 @@ from tests.contract.rules import Facts, facts_of, trained_alone
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 
-pytestmark = pytest.mark.timeout(60)
-
 NAMES = tuple(StrategyRegistry)
 RERUN = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
 
@@ -188,7 +186,7 @@ def test_gathering_objects(ranks: list[Facts], size: int) -> None:
 
 def test_a_barrier_waits(ranks: list[Facts]) -> None:
     """No rank passes before the slowest has come."""
-    assert all(facts["waited"] >= 0.09 for facts in ranks)
+    assert min(facts["passed_s"] for facts in ranks) >= max(facts["came_s"] for facts in ranks)
 
 
 def test_broadcasting(ranks: list[Facts], size: int) -> None:

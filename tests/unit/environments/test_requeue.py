@@ -49,7 +49,7 @@ def test_a_refusal_is_said(scontrol: Path) -> None:
 
 def test_a_controller_that_does_not_answer(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it for ever: the job's time is up."""
-    monkeypatch.setattr(slurm, "_REQUEUE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(slurm, "_REQUEUE_TIMEOUT_S", 2.0)
     with pytest.warns(UserWarning, match=r"scontrol requeue 98 failed: .*timed out"):
         SlurmEnvironment({**STEP, "SLURM_JOB_ID": "98"}, auto_requeue=True).requeue()
     assert scontrol.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import signal
 import socket
 import threading
@@ -16,6 +17,7 @@ from rankwise.launchers._records import FailureRecord
 from rankwise.launchers.seat import Seat
 from rankwise.ranks import RankInfo
 
+LIMIT_S = 30  # nothing here takes so long, unless it hangs
 MESSAGES = [
     (Kind.HELLO, b""),
     (Kind.FAILURE, b"x" * 70_000),
@@ -54,7 +56,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.ours, theirs = socket.socketpair()
-        self.ours.settimeout(5)
+        self.ours.settimeout(LIMIT_S)
         self.lost = threading.Event()
         self.channel = RankChannel(theirs, on_lost=self.lost.set)
         self._reader = FrameReader()
@@ -90,26 +92,31 @@ class Interrupted(Exception):
 
 
 @contextmanager
-def interrupted_soon() -> Iterator[None]:
-    """Have a signal handler raise in the main thread while the block runs."""
+def interrupted(ends: Ends) -> Iterator[None]:
+    """Have a signal handler raise in the main thread, once the block has sent something."""
 
     def handle(number: int, frame: object) -> None:
         raise Interrupted
 
     before = signal.signal(signal.SIGUSR1, handle)
     main = threading.get_ident()
-    timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGUSR1))
-    timer.start()
+
+    def interrupt() -> None:
+        select.select([ends.ours], [], [], LIMIT_S)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
         yield
     finally:
-        timer.join()
+        thread.join()
         signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_signal_does_not_cut_a_frame(ends: Ends) -> None:
     """A handler that raises while a big frame is under way leaves it, and the next one, whole."""
-    with pytest.raises(Interrupted), interrupted_soon():
+    with pytest.raises(Interrupted), interrupted(ends):
         ends.channel.send(Kind.STORE_REQUEST, bytes(1 << 20))
     later = threading.Thread(target=ends.channel.send, args=(Kind.DONE,))
     later.start()
@@ -121,7 +128,7 @@ def test_a_signal_does_not_cut_a_frame(ends: Ends) -> None:
 def test_a_report_that_was_interrupted_is_none(ends: Ends) -> None:
     """What a signal handler raises while a failure is being reported is reported too; then nothing is."""
     seat = Seat(RankInfo(0, 0, 0, 1, 1, 1), channel=ends.channel)
-    with pytest.raises(Interrupted), interrupted_soon():
+    with pytest.raises(Interrupted), interrupted(ends):
         seat.report_failure(ValueError("x" * (1 << 20)))
     report = threading.Thread(target=seat.report_failure, args=(ValueError("second"),))
     report.start()
@@ -138,7 +145,7 @@ def test_a_question_is_answered(ends: Ends) -> None:
     values: dict[str, bytes] = {}
 
     def ask(name: str) -> None:
-        values[name] = ends.channel.ask_store(name.encode(), 5)
+        values[name] = ends.channel.ask_store(name.encode(), LIMIT_S)
 
     threads = [threading.Thread(target=ask, args=(name,)) for name in ("one", "two")]
     requests = []
@@ -148,7 +155,7 @@ def test_a_question_is_answered(ends: Ends) -> None:
     for number, request in reversed(requests):
         ends.ours.sendall(frame(Kind.STORE_REPLY, with_id(number, b"answer to " + request)))
     for thread in threads:
-        thread.join(5)
+        thread.join(LIMIT_S)
     assert values == {"one": b"answer to one", "two": b"answer to two"}
 
 
@@ -167,10 +174,10 @@ def test_stop_releases_questions(ends: Ends) -> None:
     timer = threading.Timer(0.05, lambda: ends.ours.sendall(frame(Kind.STOP, b"reason")))
     timer.start()
     with pytest.raises(TimeoutError):
-        ends.channel.ask_store(b"question", 20)
+        ends.channel.ask_store(b"question", LIMIT_S)
     assert ends.channel.is_stopping
     with pytest.raises(TimeoutError):
-        ends.channel.ask_store(b"question", 20)
+        ends.channel.ask_store(b"question", LIMIT_S)
     timer.join()
 
 
@@ -179,18 +186,18 @@ def test_stop_calls_back(ends: Ends) -> None:
     called = threading.Event()
     ends.channel.call_on_stop(called.set)
     ends.ours.sendall(frame(Kind.STOP, b""))
-    assert called.wait(5)
+    assert called.wait(LIMIT_S)
     late = threading.Event()
     ends.channel.call_on_stop(late.set)
-    assert late.wait(5)
+    assert late.wait(LIMIT_S)
 
 
 def test_a_lost_supervisor_is_noticed(ends: Ends) -> None:
     """End of file calls `on_lost`, releases questions, and makes sending silent."""
     threading.Timer(0.05, ends.ours.close).start()
     with pytest.raises(TimeoutError):
-        ends.channel.ask_store(b"question", 20)
-    assert ends.lost.wait(5)
+        ends.channel.ask_store(b"question", LIMIT_S)
+    assert ends.lost.wait(LIMIT_S)
     ends.channel.send(Kind.DONE)
 
 

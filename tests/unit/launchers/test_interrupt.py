@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,24 +16,31 @@ import pytest
 from rankwise.launchers import _interrupt
 from rankwise.launchers._interrupt import Interruptible, JobStopped
 
-LONG_S = 5.0
+LONG_S = 60.0
 
 
 @contextlib.contextmanager
-def interrupted() -> Iterator[None]:
-    """Run a block that another thread wants to leave, and see that this is how it ends."""
+def interrupted() -> Iterator[Callable[[], None]]:
+    """Run a block that another thread wants to leave once it calls what it gets, and see that it ends so."""
     began_s = time.monotonic()
+    may_interrupt = threading.Event()
     with pytest.raises(JobStopped), Interruptible() as block:
-        thread = threading.Thread(target=block.interrupt)
+
+        def interrupt() -> None:
+            may_interrupt.wait(LONG_S)
+            block.interrupt()
+
+        thread = threading.Thread(target=interrupt)
         thread.start()
-        yield
+        yield may_interrupt.set
     thread.join()
     assert time.monotonic() - began_s < LONG_S
 
 
 def test_a_sleep_is_left() -> None:
     """The main thread leaves what it waits in."""
-    with interrupted():
+    with interrupted() as interrupt:
+        interrupt()
         time.sleep(LONG_S)
 
 
@@ -42,7 +49,8 @@ def test_in_an_except_block_of_the_caller() -> None:
     try:
         raise MemoryError
     except MemoryError:
-        with interrupted():
+        with interrupted() as interrupt:
+            interrupt()
             time.sleep(LONG_S)
 
 
@@ -50,8 +58,9 @@ def test_a_finally_block_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cleaning up is not disturbed, however long it takes."""
     monkeypatch.setattr(_interrupt, "_LOST_S", 0.1)
     is_clean = False
-    with interrupted():
+    with interrupted() as interrupt:
         try:
+            interrupt()
             time.sleep(LONG_S)
         finally:
             time.sleep(0.4)
@@ -68,8 +77,9 @@ def test_an_exception_that_was_swallowed_comes_again(monkeypatch: pytest.MonkeyP
     class Target:
         pass
 
-    with interrupted():
+    with interrupted() as interrupt:
         with contextlib.suppress(BaseException):
+            interrupt()
             time.sleep(LONG_S)
         target: Any = Target()
         reference = weakref.ref(target, lambda _: time.sleep(LONG_S))
@@ -82,8 +92,10 @@ def test_an_exception_that_was_swallowed_comes_again(monkeypatch: pytest.MonkeyP
 def test_nothing_is_sent_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is about to send its signal holds up the end, or finds that it has come."""
     met: list[Any] = []
+    is_about_to_send = threading.Event()
 
     def send_slowly(thread_id: int, number: int) -> None:
+        is_about_to_send.set()
         time.sleep(0.2)
         met.append(signal.getsignal(number))
 
@@ -91,7 +103,7 @@ def test_nothing_is_sent_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with Interruptible() as block:
         thread = threading.Thread(target=block.interrupt)
         thread.start()
-        time.sleep(0.15)
+        assert is_about_to_send.wait(LONG_S)
     thread.join()
     assert met
     assert signal.SIG_DFL not in met

@@ -28,7 +28,7 @@ def handler(port: int, starts: list[Start], *, is_host: bool | None) -> NodesRen
         2,
         3,
         is_host=is_host,
-        last_call_timeout=1,
+        last_call_timeout=4,  # in which the third comes: an agent looks once in a second
         on_start=starts.append,
         own_address=lambda host: host,
     )
