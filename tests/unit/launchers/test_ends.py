@@ -15,10 +15,11 @@ from rankwise.launchers._records import FailureRecord
 from rankwise.process_group.pulse import LEAVING, TEARDOWN, PulseReader, beat, pulse_written_to
 
 TIMEOUT_S = 0.4
+LONG_S = 30.0
 
 
 def watched(members: list[Member], phase: str, seconds: float) -> list[FailureRecord]:
-    """Let rank 1 be in a phase for so long; return what the watch reports."""
+    """Let rank 1 be in a phase for so long, or until it is reported; return what the watch reports."""
     found: list[FailureRecord] = []
     watch = EndWatch(members, TIMEOUT_S, found.append)
     descriptor = create_memory_file()
@@ -26,16 +27,17 @@ def watched(members: list[Member], phase: str, seconds: float) -> list[FailureRe
     with pulse_written_to(descriptor):
         beat(phase)
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while time.monotonic() < end and not found:
             time.sleep(watch.time_left() or 0)
             watch.look()
+        watch.look()
     os.close(descriptor)
     return found
 
 
 def test_a_teardown_that_hangs(members: list[Member]) -> None:
     """It is reported once, as a wait of the other rank that has timed out."""
-    [record] = watched(members, TEARDOWN, 3 * TIMEOUT_S)
+    [record] = watched(members, TEARDOWN, LONG_S)
     assert (record.global_rank, record.is_timeout) == (0, True)
     assert "Waited 0.4 s for the end of the job" in record.exception_message
 
@@ -64,4 +66,4 @@ def test_the_way_out_may_take_longer(members: list[Member], monkeypatch: pytest.
     """An interpreter needs time to leave, however short a collective may take; but it has an end too."""
     assert watched(members, LEAVING, 2 * TIMEOUT_S) == []
     monkeypatch.setattr(_ends, "LEAST_TO_LEAVE_S", TIMEOUT_S)
-    assert [record.global_rank for record in watched(members, LEAVING, 2 * TIMEOUT_S)] == [0]
+    assert [record.global_rank for record in watched(members, LEAVING, LONG_S)] == [0]

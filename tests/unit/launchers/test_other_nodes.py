@@ -9,9 +9,11 @@ from datetime import timedelta
 
 import pytest
 
+from rankwise.launchers import _other_nodes
 from rankwise.launchers._other_nodes import OtherNodes
 from rankwise.launchers._records import FailureRecord
 from rankwise.launchers.seat import MeetingPoint, store_of_job
+from rankwise.process_group import last_words
 from rankwise.process_group.last_words import what_was_left
 from rankwise.process_group.meeting import heard_key
 from rankwise.process_group.rendezvous import forget_store, hosted_store
@@ -22,11 +24,15 @@ RANKS = [RankInfo(2 * node, 0, node, 4, 2, 2) for node in range(2)]
 KILLED = FailureRecord(3, 1, 1, 100, at_s=1.0, exit_status=-9)
 
 
+LIMIT = timedelta(seconds=30)  # a connection may wait five for a resolver that does not answer
+
+
 @pytest.fixture
-def address() -> Iterator[tuple[str, int]]:
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Let this process be node 0, which hosts the store."""
+    monkeypatch.setattr(_other_nodes, "_LIMIT", LIMIT)
     address = ("127.0.0.1", free_port())
-    hosted_store(timedelta(seconds=5), address)
+    hosted_store(LIMIT, address)
     yield address
     forget_store(address)
 
@@ -37,7 +43,7 @@ def test_an_end_without_a_word_is_told(address: tuple[str, int]) -> None:
     second.tell(FailureRecord(2, 0, 1, 99, at_s=1.0, exception_type="ValueError"))  # which it says itself
     second.tell(KILLED)
     second.wait_until_told()
-    store = hosted_store(timedelta(seconds=5), address)
+    store = hosted_store(LIMIT, address)
     left = what_was_left(store_of_job(store, 2))
     assert left is not None
     assert FailureRecord.from_json(left) == KILLED
@@ -65,24 +71,29 @@ def test_an_exception_is_told_where_its_rank_cannot(
     node = OtherNodes(MeetingPoint(address, hosts=False), RANKS[1])
     node.tell(record)
     node.wait_until_told()
-    left = what_was_left(store_of_job(hosted_store(timedelta(seconds=5), address), 1))
+    left = what_was_left(store_of_job(hosted_store(LIMIT, address), 1))
     assert (left is not None) is is_told
 
 
-def test_the_host_stays_until_the_other_nodes_have_heard(address: tuple[str, int]) -> None:
+def test_the_host_stays_until_the_other_nodes_have_heard(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But it waits for no rank of a node that has failed itself, nor where nothing has."""
     host = OtherNodes(MeetingPoint(address, hosts=True), RANKS[0])
-    store = store_of_job(hosted_store(timedelta(seconds=5), address), 1)
+    store = store_of_job(hosted_store(LIMIT, address), 1)
+    monkeypatch.setattr(last_words, "_LINGER_S", 60.0)
     began = time.monotonic()
     host.wait_until_told()
     store.set("failure", KILLED.to_json().decode())
     host.wait_until_told()
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 30
+    monkeypatch.setattr(last_words, "_LINGER_S", 0.5)
+    began = time.monotonic()
     host.job = 2
     host.tell(FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=3))
     host.wait_until_told()
-    assert 0.9 < time.monotonic() - began < 10
-    store = store_of_job(hosted_store(timedelta(seconds=5), address), 2)
+    assert 0.5 < time.monotonic() - began < 30
+    store = store_of_job(hosted_store(LIMIT, address), 2)
     assert not store.check([heard_key(2)])
 
 

@@ -23,12 +23,14 @@ def place(rank: int, size: int = 2, host: str = "a", local: int | None = None, d
     return Place(rank, rank if local is None else local, 0, size, host, 100 + rank, device)
 
 
-def meeting_of(places: Sequence[Place]) -> list[tuple[Place, ...] | Exception]:
+def meeting_of(
+    places: Sequence[Place], timeout: timedelta = 30 * SECOND
+) -> list[tuple[Place, ...] | Exception]:
     store = dist.HashStore()
 
     def come(mine: Place) -> tuple[Place, ...] | Exception:
         try:
-            return meet(store, mine, SECOND)
+            return meet(store, mine, timeout)
         except Exception as error:
             return error
 
@@ -64,7 +66,7 @@ def test_who_waits_hears_of_a_failure() -> None:
 )
 def test_what_does_not_fit_is_said_on_every_rank(places: Sequence[Place], problem: str) -> None:
     """One sentence names what is the same, the ranks and their hosts; nobody goes on."""
-    errors = meeting_of(places)
+    errors = meeting_of(places, SECOND)  # who has met one too many waits in vain
     assert any(isinstance(error, ProcessGroupError) for error in errors)
     text = next(str(error) for error in errors if isinstance(error, ProcessGroupError))
     assert any(part in text for part in problem.split("|"))
@@ -88,7 +90,7 @@ def test_what_only_looks_the_same_is_fine(places: Sequence[Place]) -> None:
 
 def test_who_does_not_come_is_named() -> None:
     """After the time-out those who are here hear who is not, and who is."""
-    errors = meeting_of([place(0, 4), place(3, 4)])
+    errors = meeting_of([place(0, 4), place(3, 4)], SECOND)
     for error in errors:
         assert isinstance(error, RendezvousTimeoutError)
         assert "global_rank 1, 2 to come" in str(error)
@@ -110,7 +112,7 @@ def test_a_store_that_falls_silent() -> None:
     began_s = time.monotonic()
     with pytest.raises(RendezvousTimeoutError, match="the process that has the store, which answers nobody"):
         meet(PrivateStore(request, timedelta(seconds=60)), place(0), timeout)
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 30
 
 
 def test_one_too_many() -> None:
