@@ -111,7 +111,7 @@ class RunningScript:
         """Send a signal to the program's process group, as a terminal does on Ctrl-C."""
         os.killpg(self.pid, number)
 
-    def finish(self, *, timeout: float = 60, leftover_grace_s: float = 1.0) -> ScriptResult:
+    def finish(self, *, timeout: float = 90, leftover_grace_s: float = 4.0) -> ScriptResult:
         """Wait for the program's end, and see that none of its processes is left `leftover_grace_s` after it.
 
         Raises:
@@ -171,7 +171,7 @@ class ScriptRunner:
         source_or_path: str | Path,
         *args: str,
         env: Mapping[str, str | None] | None = None,
-        timeout: float = 60,
+        timeout: float = 90,
         python_args: Sequence[str] = (),
         cwd: Path | None = None,
         stdin: str | None = None,
@@ -213,7 +213,7 @@ class ScriptRunner:
         command: Sequence[str],
         *,
         env: Mapping[str, str | None] | None = None,
-        timeout: float = 60,
+        timeout: float = 90,
         cwd: Path | None = None,
         stdin: str | None = None,
     ) -> ScriptResult:

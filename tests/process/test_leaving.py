@@ -19,7 +19,7 @@ from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(90)
 
 # ---------------------------------------------------------------------- after its job
 
@@ -46,7 +46,7 @@ def test_a_rank_that_does_not_leave(
     """Nobody is killed in silence: at `timeout` it is an error that names the rank and shows its stacks."""
     monkeypatch.setattr(_ends, "LEAST_TO_LEAVE_S", 1.0)
     with pytest.raises(WorkerTimedOutError, match="the end of the job") as caught:
-        ddp("fork", timeout=1.0, stall_warning=0.4).launch(leave_a_thread, 60, str(tmp_path / "uploaded"))
+        ddp("fork", timeout=3.0, stall_warning=0.8).launch(leave_a_thread, 60, str(tmp_path / "uploaded"))
     assert (caught.value.global_rank, caught.value.missing) == (0, (1,))
     assert caught.value.last_seen[0].startswith("global_rank=1 was last in leaving")
     stderr = capfd.readouterr().err
@@ -123,11 +123,11 @@ def test_a_failure_does_not_cut_a_checkpoint(
     who: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 fails, or is stuck when another does: its thread may write beyond the grace."""
-    strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(1.0)), grace_period_s=0.2)
+    strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(2.5)), grace_period_s=0.2)
     began = time.monotonic()
     with pytest.raises(WorkerRaisedError, match="the cause"):
         strategy.launch(save_and_fail, who, str(tmp_path / "x.ckpt"))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     assert TorchCheckpointIO().load_checkpoint(tmp_path / "x.ckpt") == {"step": 7}
     assert "the job ends when global_rank=0 has written its checkpoint" in capfd.readouterr().err
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_is_never_written(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(WorkerRaisedError, match="the cause"):
         strategy.launch(save_and_fail, 0, str(tmp_path / "x.ckpt"))
-    assert 1 < time.monotonic() - began < 10
+    assert 1 < time.monotonic() - began < 40
     assert list(tmp_path.iterdir()) == []
 
 

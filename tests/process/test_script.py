@@ -24,7 +24,7 @@ from rankwise.strategies._nodes import local_seats
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.process.helpers import ddp, module_runner
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 # Every rank tells what it is; rank 0's launch gives the facts of both to the main process.
 TELL = """
@@ -132,7 +132,7 @@ start = time.monotonic()
 try:
     DDPStrategy(accelerator="cpu", devices=2).launch(never)
 except LaunchRefusedError as error:
-    print("REFUSED", time.monotonic() - start < 0.5, error)
+    print("REFUSED", time.monotonic() - start < 10, error)
 """
 
 
@@ -439,9 +439,9 @@ def test_ctrl_c_at_the_end_of_the_script_is_told(run_script: ScriptRunner) -> No
     code = "import atexit; atexit.register(print, 'ends', flush=True); time.sleep(60 * strategy.global_rank)"
     running = run_script.start(AFTER.format(code=code))
     running.wait_for("ends")
-    time.sleep(0.2)
+    time.sleep(0.5)  # until it waits
     running.send_signal_to_group(signal.SIGINT)
-    result = running.finish(timeout=10)
+    result = running.finish(timeout=30)
     assert result.returncode == 130, result
     assert "KeyboardInterrupt" in result.stderr
 
@@ -456,7 +456,7 @@ def test_what_the_script_forks_between_jobs_is_its_own(run_script: ScriptRunner)
         open("outlived", "w").close()
         os._exit(0)
     """
-    result = run_script(AFTER.format(code=code))
+    result = run_script.start(AFTER.format(code=code)).finish(leftover_grace_s=20)
     assert result.returncode == 0, result
     assert (run_script.folder / "outlived").exists()
 
@@ -508,14 +508,17 @@ def test_a_sibling_that_goes_another_way_is_an_error(run_script: ScriptRunner) -
 def test_a_sibling_that_left_between_two_jobs(run_script: ScriptRunner) -> None:
     """A sibling that ends before the next job, even with 0, fails it at once rather than at init_timeout."""
     source = """
-        import os, time
+        import os, psutil, time
         import rankwise
         from rankwise.strategies import DDPStrategy
         strategy = DDPStrategy(accelerator="cpu", devices=2)
-        strategy.launch(lambda s: None)
+        strategy.launch(lambda s: os.getpid())
         if not strategy.is_global_zero:
             os._exit(0)
-        time.sleep(1)  # it has left
+        sibling = strategy.results[1]
+        while psutil.pid_exists(sibling) and psutil.Process(sibling).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.02)
+        time.sleep(0.5)  # it has left, as its main process knows by now
         strategy.launch(lambda s: None)
     """
     result = run_script(source)
