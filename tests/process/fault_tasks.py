@@ -66,6 +66,7 @@ class Fault:
         elif cell.rank is None:
             (Path(self.folder) / f"moment{strategy.global_rank}").touch()
             time.sleep(0.3)  # so that main fails in this very moment
+            _wait_for(Path(self.folder, "stamp"))  # however slow it is
 
     def happen(self) -> None:
         """Note the time, and do it to this process."""

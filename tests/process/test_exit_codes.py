@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.process.helpers import module_runner
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(200)
 
 JOB = """
 import atexit, gc, os, signal, sys, threading, time
@@ -149,7 +149,7 @@ class Told:
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Run all cases."""
     with module_runner(tmp_path_factory.mktemp("codes")) as runner:
-        return Told(runner(ALL, *CODES, timeout=80))
+        return Told(runner(ALL, *CODES, timeout=180))
 
 
 @pytest.mark.parametrize("case", CODES)
@@ -186,7 +186,7 @@ def test_what_is_caught_leaves_no_hook(case: str, told: Told) -> None:
 def test_other_ways_to_start(method: str, how: str, way: str, code: int, run_script: ScriptRunner) -> None:
     """The same for the other start methods, with the Trainer and without."""
     running = run_script.start(ONE, method, how, way)
-    result = running.finish(timeout=80, leftover_grace_s=10)  # a forkserver takes its time to unload torch
+    result = running.finish(timeout=180, leftover_grace_s=20)  # a forkserver takes its time to unload torch
     assert result.returncode == code, result
     assert result.stderr.count("Worker global_rank=1 ") == 1, result
     assert "exit hooks ran" in result.stdout

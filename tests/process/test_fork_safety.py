@@ -17,7 +17,7 @@ from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp
 
-pytestmark = pytest.mark.timeout(40)
+pytestmark = pytest.mark.timeout(120)
 
 HEAVY = """
     import os, sys, threading, time
@@ -62,7 +62,7 @@ HEAVY = """
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
 def test_forking_after_parallel_work_trains(start_method: str, run_script: ScriptRunner) -> None:
     """The parent has worked on two threads; its forked ranks train on two threads each, twice over."""
-    result = run_script(HEAVY, start_method, env={"OMP_NUM_THREADS": "2"}, timeout=30)
+    result = run_script(HEAVY, start_method, env={"OMP_NUM_THREADS": "2"}, timeout=90)
     assert result.returncode == 0, result
     assert result.stdout.splitlines() == ["threads 2", "threads 2", "2"]
 
@@ -77,6 +77,9 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---------------------------------------------------------------------- what a rank forks
 
+GONE_S = 4.0
+"""Within what processes end that were told to; a loader's worker that notices by itself takes 5 s or more."""
+
 
 class SlowNumbers(torch.utils.data.Dataset[int]):
     """Numbers, of which the later ones take their time; each worker process writes down its pid."""
@@ -90,7 +93,7 @@ class SlowNumbers(torch.utils.data.Dataset[int]):
     def __getitem__(self, index: int) -> int:
         Path(self.folder, f"worker-{os.getpid()}").touch()
         if index >= 4:
-            time.sleep(30)
+            time.sleep(60)
         return index
 
 
@@ -120,14 +123,14 @@ def are_gone(pids: list[int], within_s: float) -> bool:
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_data_workers_leave_with_a_killed_rank(start_method: str, tmp_path: Path) -> None:
-    """A rank is killed while loader workers sleep: the job ends in time, its workers within a second."""
+    """A rank is killed while loader workers sleep: the job ends in time, and its workers with it."""
     start = time.monotonic()
     with pytest.raises(WorkerKilledError, match="global_rank=1"):
         ddp(start_method).launch(load, str(tmp_path), "kill")
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 40  # and not after the minute for which they sleep
     pids = loader_pids(tmp_path)
     assert len(pids) == 4
-    assert are_gone(pids, within_s=1.0)
+    assert are_gone(pids, within_s=GONE_S)
 
 
 MAIN_KILLED = """
@@ -142,7 +145,7 @@ MAIN_KILLED = """
 
         def __getitem__(self, index):
             if index >= 4:
-                time.sleep(30)
+                time.sleep(60)
             return index
 
     def job(strategy):
@@ -161,12 +164,12 @@ MAIN_KILLED = """
     ["popen", "fork", *(pytest.param(m, marks=pytest.mark.soak) for m in ("spawn", "forkserver"))],
 )
 def test_data_workers_leave_with_the_main_process(start_method: str, run_script: ScriptRunner) -> None:
-    """SIGKILL of the main process: ranks and their sleeping loader workers are gone within a second."""
+    """SIGKILL of the main process: ranks and their sleeping loader workers are gone at once."""
     running = run_script.start(MAIN_KILLED, start_method)
     running.wait_for("loading", count=2)
     assert len(running.processes()) >= 6
     running.send_signal(signal.SIGKILL)
-    assert running.finish(leftover_grace_s=1.0).returncode == -signal.SIGKILL
+    assert running.finish(leftover_grace_s=GONE_S).returncode == -signal.SIGKILL
 
 
 def test_the_callers_own_data_workers_do_not_hold_ranks(run_script: ScriptRunner) -> None:
@@ -183,7 +186,7 @@ def test_the_callers_own_data_workers_do_not_hold_ranks(run_script: ScriptRunner
     ranks = [p for p in psutil.Process(running.pid).children() if len(p.children()) == 2]
     assert len(ranks) == 2
     running.send_signal(signal.SIGKILL)
-    running.popen.wait(5)
-    assert are_gone([rank.pid for rank in ranks], within_s=1.0)
+    running.popen.wait(20)
+    assert are_gone([rank.pid for rank in ranks], within_s=GONE_S)
     # the loader worker that is the user's own notices by itself, some seconds later: torch's way
-    running.finish(leftover_grace_s=10.0)
+    running.finish(leftover_grace_s=30.0)
