@@ -117,7 +117,7 @@ class TwoHosts:
         return "state UP" in _ip("-n", space, "link", "show", self.interface)
 
 
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
     """Wait until something holds.
 
     Raises:

@@ -149,7 +149,7 @@ class SlurmCluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=30,
+            timeout=60,
             check=False,
         )
         if done.returncode != 0:

@@ -12,7 +12,7 @@ from tests.cluster.hosts import TwoHosts
 from tests.helpers.scripts import WITHOUT_COVERAGE, RunningScript, ScriptRunner
 from tests.process.helpers import with_tests
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 TIMEOUT_S = 8
 SCRIPT = f"""
@@ -150,7 +150,7 @@ def test_who_is_in_no_collective_hears_too(hosts: TwoHosts, run_script: ScriptRu
         assert "raised ValueError: boom on purpose" in result.stderr, results
         assert "the same on" not in result.stderr, results
     left = [float(result.stdout.rpartition("left at ")[2]) for result in results]
-    assert abs(left[0] - left[1]) < 10, results  # and not after the 60 s for which they would sleep
+    assert abs(left[0] - left[1]) < 30, results  # and not after the 60 s for which they would sleep
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,12 @@ def test_who_waits_for_the_group_hears_too(
     method: str, what: str, code: int, hosts: TwoHosts, run_script: ScriptRunner
 ) -> None:
     """A rank that fails before there is a group does not keep the other node until `init_timeout`."""
-    results = [each.finish(timeout=60) for each in start(hosts, run_script, method, what)]
+    results = [each.finish(timeout=110) for each in start(hosts, run_script, method, what)]
     for result in results:
         assert result.returncode == code, results
         assert "Worker global_rank=3 (local_rank=1, node_rank=1, host 'hostb', pid" in result.stderr, results
     left = [float(result.stdout.rpartition("left at ")[2]) for result in results]
-    assert abs(left[0] - left[1]) < 15, results
+    assert abs(left[0] - left[1]) < 30, results
 
 
 def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:

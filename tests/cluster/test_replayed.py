@@ -19,6 +19,7 @@ from tests.unit.environments.variables import Variables, jsrun, pals, pod
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 
 SCRIPT = """
+import sys
 import torch
 from rankwise.strategies import DDPStrategy
 
@@ -31,7 +32,9 @@ def train(strategy):
         strategy.backward(model(torch.full((2, 1), strategy.global_rank + 1.0)).square().mean())
         strategy.optimizer_step(optimizer)
     weights = strategy.all_gather(model.module.weight.detach().flatten()).flatten().tolist()
-    print(strategy.environment.name, strategy.ranks, len(set(weights)), "weights", flush=True)
+    line = f"{strategy.environment.name} {strategy.ranks} {len(set(weights))} weights\\n"
+    sys.stdout.write(line)  # in one piece: the ranks of a pod share this stdout
+    sys.stdout.flush()
 
 if __name__ == "__main__":
     DDPStrategy(accelerator="cpu", start_method="fork").launch(train)

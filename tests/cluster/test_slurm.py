@@ -26,7 +26,7 @@ from tests.helpers.scripts import ScriptResult, ScriptRunner
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 
 SCRIPTS = EXAMPLES / "slurm"
-REQUEUED_EPOCHS = 6
+REQUEUED_EPOCHS = 12
 DOCTOR = "python -m rankwise doctor"
 TRAINING = " ".join(["python", str(DIGITS), *BRIEF])
 
