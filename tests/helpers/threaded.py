@@ -42,7 +42,8 @@ def run_ranks(world_size: int, function: Callable[[int], T]) -> list[T]:
                 dist.destroy_process_group()
         except BaseException as error:
             errors.append(error)
-            _private.ProcessLocalGroup.exception_handle(error)
+            with _private.ProcessLocalGroup._coll_lock:  # it goes through what others add to, and take from
+                _private.ProcessLocalGroup.exception_handle(error)
 
     dtype = torch.get_default_dtype()  # one for all threads: those that set and restore it do so in any order
     with variables_set({}):  # torch sets one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -15,16 +16,26 @@ from rankwise.process_group.pulse import NO_FILE, beat, pulse_written_to
 PLACES = [Place(rank, 0, rank, 2, "ab"[rank], 100 + rank) for rank in range(2)]
 
 
-def test_who_lags_is_reported_while_it_does(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let the clock go forward by seconds, so many that what a loaded machine takes does not matter."""
+    real, passed = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + sum(passed))
+    return passed.append
+
+
+def test_who_lags_is_reported_while_it_does(
+    capfd: pytest.CaptureFixture[str], pass_time: Callable[[float], None]
+) -> None:
     """With place and phase, once in each such time, by rank zero alone; and no more when it goes on."""
     store = dist.HashStore()
-    watches = [LagWatch(lambda: store, PLACES, place, 0.4) for place in PLACES]
+    watches = [LagWatch(lambda: store, PLACES, place, 60.0) for place in PLACES]
     with pulse_written_to(NO_FILE):
         beat("data loading", step=7)
         watches[1].look(store)
         beat("backward", step=7, waits=True)
         watches[0].look(store)
-        time.sleep(0.5)
+        pass_time(61.0)
         watches[0].look(store)
         watches[0].look(store)
         [line] = capfd.readouterr().err.splitlines()
@@ -40,16 +51,18 @@ def test_who_lags_is_reported_while_it_does(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().err == ""
 
 
-def test_a_rank_that_writes_nothing_new_is_where_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_writes_nothing_new_is_where_it_was(
+    capfd: pytest.CaptureFixture[str], pass_time: Callable[[float], None]
+) -> None:
     """One that is suspended ages by rank zero's clock; one that nobody waits for is let alone."""
     store = dist.HashStore()
     store.set("pulse/1", json.dumps([1, 3, 0.0, False, "forward"]))
-    watch = LagWatch(lambda: store, PLACES, PLACES[0], 0.2)
+    watch = LagWatch(lambda: store, PLACES, PLACES[0], 60.0)
     with pulse_written_to(NO_FILE):
         for waits in (False, True):
             beat("barrier" if waits else "running", step=3, waits=waits)
             watch.look(store)
-            time.sleep(0.3)
+            pass_time(61.0)
             watch.look(store)
             assert ("rankwise: global_rank 1 (node 1" in capfd.readouterr().err) is waits
 
