@@ -25,6 +25,13 @@ BY_HAND = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this host's name be looked up at once: a resolver that does not answer is a finding."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
+    monkeypatch.setattr(socket, "gethostbyaddr", lambda name: (name, [], ["127.0.0.1"]))
+
+
 def examined(environ: Mapping[str, str], devices: str = "auto") -> tuple[Report, bool]:
     return examine(Wanted(devices=devices, connects=False), environ)
 
