@@ -190,7 +190,7 @@ def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptR
 def test_a_cut_cable_ends_both_nodes(
     method: str, what: str, hosts: TwoHosts, run_script: ScriptRunner
 ) -> None:
-    """Both end within the time-out and 5 s, and each names the ranks that it does not reach any more.
+    """Both end at the time-out, long before a second one is over, and each names the ranks that it does not reach any more.
 
     In a launched function as in a fit, with its threads and under the strategy's default start method.
     """
@@ -213,4 +213,5 @@ def test_a_cut_cable_ends_both_nodes(
             assert f"global_rank {rank} (node {other}, host '{hosts.names[other]}'" in result.stderr, results
     left = [float(result.stdout.rpartition("left at ")[2]) - began for result in results]
     assert max(left) >= TIMEOUT_S - 1, (left, results)  # they had been at work until then
-    assert elapsed < TIMEOUT_S + 5, (left, elapsed, results)
+    assert max(left) < 2 * TIMEOUT_S - 1, (left, results)
+    assert elapsed < TIMEOUT_S + 20, (left, elapsed, results)  # an interpreter takes its time to leave
