@@ -190,7 +190,7 @@ def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptR
 def test_a_cut_cable_ends_both_nodes(
     method: str, what: str, hosts: TwoHosts, run_script: ScriptRunner
 ) -> None:
-    """Both end at the time-out, long before a second one is over, and each names the ranks that it does not reach any more.
+    """Both end soon after the time-out, and each names the ranks that it does not reach any more.
 
     In a launched function as in a fit, with its threads and under the strategy's default start method.
     """

@@ -41,7 +41,12 @@ def restart_count() -> int:
 
 
 def fail_until(strategy: Strategy, restarts: int, how: str) -> tuple[float, set[str]]:
-    """Let rank 1 fail until the last start; return a sum, and where the launching process listens."""
+    """Let rank 1 fail until the last start; return a sum, and where the launching process listens.
+
+    Rank 0 does not hear SIGTERM, which torch's agent may send it before it sees the other's end by itself.
+    """
+    if strategy.global_rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     total = float(strategy.all_reduce(torch.ones(1), reduce_op="sum"))
     if strategy.global_rank == 1 and restart_count() < restarts:
         if how == "killed":
