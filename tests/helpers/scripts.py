@@ -146,7 +146,7 @@ class RunningScript:
 
     def _end(self) -> ScriptResult:
         processes.kill(self.processes())
-        self.popen.wait(5)
+        self.popen.wait(30)
         result = self._result(time.monotonic() - self._started)
         self._close()
         return result

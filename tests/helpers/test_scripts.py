@@ -68,7 +68,7 @@ def test_two_programs_of_one_test_are_told_apart(run_script: ScriptRunner) -> No
     first.wait_for("up")
     assert run_script("print('second')").returncode == 0
     first.send_signal(signal.SIGINT)
-    result = first.finish(timeout=10)
+    result = first.finish(timeout=60)
     assert result.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in result.stderr
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankwise.environments import detect_environment
@@ -24,7 +24,7 @@ TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(LAUNCHERS), st.dictionaries(st.sampled_from(NAMES), TEXTS, max_size=6), st.booleans())
 def test_any_variables(launcher: dict[str, str], damage: dict[str, str], is_alone: bool) -> None:
     """A launcher's set with anything changed in it: no bare KeyError or ValueError, nor any later."""
