@@ -399,6 +399,15 @@ def test_a_chained_exception_keeps_its_chain() -> None:
     assert text.index("KeyError: 'inner'") < text.index("direct cause") < text.index("ValueError: outer")
 
 
+def test_what_the_caller_is_handling_is_no_part_of_a_failure() -> None:
+    """A job that is tried again after a timeout fails by its own error, though Python links the two."""
+    try:
+        raise dist.DistStoreError("wait timeout after 100ms, keys: /config")
+    except dist.DistStoreError:
+        with pytest.raises(WorkerRaisedError, match="failure of 0"):
+            ddp("fork").launch(both_fail)
+
+
 def test_the_traceback_starts_in_the_users_code() -> None:
     """No frame of the launcher stands above the user's in the text."""
     with pytest.raises(WorkerRaisedError) as caught:

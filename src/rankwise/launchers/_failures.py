@@ -73,12 +73,14 @@ class Failures:
         others = [record for record in (*self._records, *self._late) if record is not cause]
         others = [record for record in others if record.exception_type != "JobStopped"]
         cause = self._of_timeout(cause) if cause.is_timeout else cause
-        return cause.to_error(self._started_s, self.stopped, others)
+        stopped = [rank for rank in self.stopped if rank != cause.global_rank]  # the cause may be heard late
+        return cause.to_error(self._started_s, stopped, others)
 
     def _of_timeout(self, cause: FailureRecord) -> FailureRecord:
         """Return a timeout's record with who had not come by then, and where each of the others was.
 
-        Where all of them waited as well, it was for one another, in different collectives: nobody had come.
+        Where all of them were in a wait, it was for those that have not given up: one that hangs or is
+        suspended there. Where all have, it was for one another, in different collectives: nobody had come.
         """
         own = {record.global_rank: record for record in self._records if record.is_timeout or record.is_felt}
         waited = {rank for rank, record in own.items() if _waited_with(cause, record)}
@@ -92,7 +94,8 @@ class Failures:
             if not has_come:
                 missing.add(rank)
         seen = cause.last_seen or tuple(last_seen)
-        return dataclasses.replace(cause, missing=tuple(sorted(missing or others)), last_seen=seen)
+        missing = missing or {*others} - {*own} or others
+        return dataclasses.replace(cause, missing=tuple(sorted(missing)), last_seen=seen)
 
     def _pulses_of_others(
         self, cause: FailureRecord, own: Mapping[int, FailureRecord]

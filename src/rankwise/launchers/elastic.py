@@ -41,6 +41,7 @@ from rankwise.launchers.multiprocess import (
     rest_before_fork,
 )
 from rankwise.launchers.seat import Entry, Seat
+from rankwise.process_group.causes import work_begins
 from rankwise.process_group.starts import Start, note_start
 from rankwise.ranks import RankInfo
 
@@ -316,6 +317,7 @@ def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> W
 # ---------------------------------------------------------------------------------------- the worker's side
 
 
+@work_begins()
 def _work(job: _Job) -> None:
     """Be one rank: the function that every started process runs, under torchrun's variables."""
     for number in _AGENT_SIGNALS:  # a fork inherits the agent's handlers, which raise

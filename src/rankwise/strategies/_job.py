@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import final
 
 from rankwise.launchers.seat import Seat
+from rankwise.process_group.causes import work_begins
 from rankwise.process_group.pulse import TEARDOWN, beat
 from rankwise.strategies._last_words import wait_for_other_nodes, with_the_cause
 from rankwise.strategies._late_end import ending_once_saved
@@ -30,6 +31,7 @@ class RankEntry:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @work_begins()
     def __call__(self, seat: Seat) -> Any:
         """Run as the rank that `seat` says."""
         self.strategy.take_seat(seat)

@@ -107,14 +107,30 @@ def test_who_waits_for_one_another(members: list[Member]) -> None:
     assert (error.global_rank, error.missing) == (0, (1,))
 
 
+def test_who_hangs_in_its_wait_is_missing(members: list[Member]) -> None:
+    """Of three that all wait, the one that does not give up hangs there: it alone held up the others."""
+    descriptor = create_memory_file()
+    members[1].pulse = PulseReader(descriptor)
+    failures = Failures(members)
+    with pulse_written_to(descriptor):
+        beat("all_reduce", waits=True)
+        failures.add(timed_out(0, time.monotonic()))
+    os.close(descriptor)
+    failures.add(timed_out(2, time.monotonic()))
+    error = failures.error()
+    assert isinstance(error, WorkerTimedOutError)
+    assert (error.global_rank, error.missing) == (0, (1,))
+
+
 def test_the_rank_that_reports_is_not_missing(members: list[Member]) -> None:
-    """Where the first to give up is heard last, it still is not among those that it waited for."""
+    """Where the first to give up is heard last, it still is neither missing nor stopped by us."""
     failures = Failures(members)
     failures.add(timed_out(1, 10.1))
+    failures.stopped += [0]
     failures.add(dataclasses.replace(timed_out(0, 10.0), missing=(1, 3)))
     error = failures.error()
     assert isinstance(error, WorkerTimedOutError)
-    assert (error.global_rank, error.missing) == (0, (3,))
+    assert (error.global_rank, error.missing, error.stopped) == (0, (3,), ())
 
 
 def test_a_failure_that_several_ranks_have_heard_of(members: list[Member]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankwise.process_group.causes import chain_of, text_of
+from rankwise.process_group.causes import chain_of, text_of, work_begins
 
 
 def test_a_text_that_cannot_be_had() -> None:
@@ -31,6 +31,25 @@ def test_the_chain_is_what_a_traceback_shows() -> None:
     assert chain_of(outer) == [outer, handled]
     outer.__suppress_context__ = True
     assert chain_of(outer) == [outer]
+
+
+def test_what_was_handled_before_the_work_led_to_nothing_in_it() -> None:
+    """Python links it to what the work raises all the same; outside the work it is a part of the chain."""
+    handled, first, second = OSError("handled"), KeyError("first"), ValueError("second")
+    with pytest.raises(ValueError, match="second"):
+        try:
+            raise handled
+        except OSError:
+            with work_begins():
+                try:
+                    try:
+                        raise first
+                    except KeyError:
+                        raise second  # noqa: B904  linked by Python alone
+                except ValueError:
+                    assert chain_of(second) == [second, first]
+                    raise
+    assert chain_of(second) == [second, first, handled]
 
 
 def test_a_chain_in_a_circle_ends() -> None:
