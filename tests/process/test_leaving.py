@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-from rankwise.errors import WorkerRaisedError, WorkerTimedOutError
+from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
 from rankwise.launchers import _ends
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
@@ -204,3 +205,34 @@ def test_sigterm_waits_for_a_checkpoint_once(signals: int, run_script: ScriptRun
         time.sleep(2.1 * (signals - 1))
     assert running.finish(timeout=20).returncode == -signal.SIGTERM
     assert path.exists() is (signals == 1)
+
+
+def signalled_in_a_wait(strategy: Strategy, path: str, seconds: float, at: list[float]) -> None:
+    strategy.barrier()
+    if strategy.global_rank == 1:
+        time.sleep(30)
+    if seconds:
+        strategy.checkpoint_io.save_checkpoint({"step": 7}, path)
+    for second in at:
+        threading.Timer(second, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    torch.distributed.all_reduce(torch.ones(1))  # in C++, where no handler of Python's runs
+
+
+@pytest.mark.parametrize(
+    ("seconds", "at", "is_saved"),
+    [
+        pytest.param(0, [1.0], False, id="nothing is written"),
+        pytest.param(2, [1.0], True, id="it ends once that is written"),
+        pytest.param(60, [1.0, 3.5], False, id="it insists", marks=pytest.mark.soak),
+    ],
+)
+def test_sigterm_in_a_collective(seconds: float, at: list[float], is_saved: bool, tmp_path: Path) -> None:
+    """A rank that waits for others in C++ ends as one elsewhere does, not when they come."""
+    path = tmp_path / "x.ckpt"
+    strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(seconds)), timeout=60.0)
+    began = time.monotonic()
+    with pytest.raises(WorkerKilledError) as caught:
+        strategy.launch(signalled_in_a_wait, str(path), seconds, at)
+    assert time.monotonic() - began < 25
+    assert (caught.value.global_rank, caught.value.signal_number) == (0, signal.SIGTERM)
+    assert path.exists() is is_saved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,6 +13,7 @@ from typing import Any
 from typing_extensions import final
 
 from rankwise.checkpoint import CheckpointIO
+from rankwise.launchers._listening import Listening, end_by
 from rankwise.launchers._signals import Echoes, handled
 from rankwise.process_group.pulse import say_saving
 
@@ -20,25 +22,33 @@ from rankwise.process_group.pulse import say_saving
 def ending_once_saved(checkpoint_io: CheckpointIO) -> Iterator[None]:
     """Let a thread of `checkpoint_io` write what it has begun before SIGTERM ends this process, in the block.
 
-    torch's agents send it to all ranks as soon as one has failed; 2 s later it insists, and is obeyed. Where
-    something else handles it, as the loop of a fit does, or nothing is being written, nothing changes.
+    torch's agents send it to all ranks as soon as one has failed; 2 s later it insists, and is obeyed. All of
+    it holds while the main thread is in C++, too, as in a collective that waits for others. Where something
+    else handles it, as the loop of a fit does, nothing changes; where nothing is being written, it ends the
+    process at once, as ever.
 
-    Mutates: the handler of SIGTERM, restored on exit.
+    Mutates: the handler of SIGTERM and the signal wake-up descriptor, restored on exit.
     """
     late_end = _LateEnd()
     checkpoint_io.tell_when_saving(late_end.tell)
     writes_in_a_thread = type(checkpoint_io).tell_when_saving is not CheckpointIO.tell_when_saving
-    if not writes_in_a_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if not writes_in_a_thread or not _ends_by_default():
         yield
         return
-    with handled([signal.SIGTERM], late_end.end):
+    with late_end.listening, handled([signal.SIGTERM], late_end.catch):
         late_end.handler = signal.getsignal(signal.SIGTERM)
         yield
+
+
+def _ends_by_default() -> bool:
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @final
 class _LateEnd:
     def __init__(self) -> None:
+        self.listening = Listening(signal.SIGTERM, self.hear)
         self.handler: Any = None
         self._is_saving = False
         self._is_due = False
@@ -50,13 +60,18 @@ class _LateEnd:
         if self._is_due and not is_saving:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def end(self, signum: int, interrupted: FrameType | None) -> None:
-        if signal.getsignal(signum) is not self.handler:
+    def catch(self, signum: int, interrupted: FrameType | None) -> None:
+        # Not twice: this may run long after the thread has heard, and the same signal would then insist.
+        if not self.listening.hears():
+            self.hear()
+
+    def hear(self) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        if self.handler is not None and handler not in (self.handler, signal.SIG_DFL):
             return  # whoever has taken over calls this one, too
         is_echo = self._echoes.is_echo()
         insists = self._is_due and not is_echo
         # First the flag, then the look; `tell` does it the other way round. So one of them sees the other.
         self._is_due = True
         if insists or not self._is_saving:
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
+            end_by(signal.SIGTERM)
