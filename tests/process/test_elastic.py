@@ -365,6 +365,38 @@ def test_two_runs_without_an_id_under_torchrun(ranks: int, run_script: ScriptRun
     assert second.stdout.count("at 1\n") == first.stdout.count("at 1\n") == ranks, (first, second)
 
 
+SWEEP = """
+    import multiprocessing, os, sys
+    import torch._dynamo  # for all: each would import it
+    from tests.process.resume_tasks import train
+
+    def trial(folder, seed):
+        trainer = train("ddp", f"{sys.argv[1]}/{folder}", seed=seed, max_epochs=1, ckpt_path=None)
+        sys.stdout.write(f"{seed} {'begins' if trainer.ckpt_path is None else 'goes on'}\\n")
+        sys.stdout.flush()
+
+    if __name__ == "__main__":
+        fork = multiprocessing.get_context("fork")
+        for seed in (1, 2):
+            child = fork.Process(target=trial, args=("children", seed))
+            child.start()
+            child.join()
+        trial("itself", 3)
+        sys.exit(3 if os.environ["TORCHELASTIC_RESTART_COUNT"] < sys.argv[2] else 0)
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_sweep_under_torchrun(restarts: int, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """No child of a rank goes on from another's checkpoint, also after a restart; the rank itself does."""
+    options = ["--standalone", "--nproc-per-node=1", f"--max-restarts={restarts}"]
+    result = torchrun(run_script, SWEEP, *options, args=(tmp_path, restarts))
+    assert result.returncode == 0, result
+    lines = ["1 begins", "2 begins", "3 begins", "1 begins", "2 begins", "3 goes on"][: 3 + 3 * restarts]
+    assert [line for line in result.stdout.splitlines() if line] == lines, result
+    assert result.stderr.count("Training begins anew after a restart") == 2 * restarts, result
+
+
 OWN_LOOP = """
     import os
     import torch.distributed as dist

@@ -11,6 +11,10 @@ it the keys of ranks that are gone. So the ranks of a start find one another in 
   What ends the wait is the number of its own rank 0.
 
 This rests on what a rendezvous of torch's agents is: nobody starts a rank before all have ended theirs.
+
+A rank that is alone may be several processes, one after another or at once: a sweep, whose trials inherit the
+rank's variables. They belong to one start, so the first of them takes its number. Nothing tells in the next
+start which of them is which, so only a process that is alone of its kind has a job to go on with.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import torch.distributed as dist
 from typing_extensions import final
 
 from rankwise.process_group.meeting import Place, absent, too_many
+from rankwise.process_group.workers import Worker, current_worker
 from rankwise.ranks import RankInfo
 
 __all__ = ["Start", "agree_on_start", "current_start", "note_start", "start_at"]
@@ -44,7 +49,8 @@ class Start:
 
     Attributes:
         number: how many there were before.
-        job: what all starts of the job have in common, and no other job; empty where that is not known.
+        job: what all starts of the job have in common, and no other job; empty where that is not known, or
+            where several processes of one worker train.
     """
 
     number: int = 0
@@ -52,7 +58,8 @@ class Start:
 
 
 _noted: Start | None = None
-_agreed: dict[tuple[str, int], Start] = {}  # by the address of the agents' store
+# By the address of the agents' store, and by the process where a rank may be several.
+_agreed: dict[tuple[tuple[str, int], int], Start] = {}
 
 
 def note_start(start: Start) -> None:
@@ -78,10 +85,11 @@ def start_at(address: tuple[str, int], store: dist.Store, ranks: RankInfo, timeo
     Raises:
         RendezvousTimeoutError, ProcessGroupError: as `agree_on_start`.
     """
-    if address not in _agreed:
-        _agreed[address] = agree_on_start(store, ranks, timeout)
-    note_start(_agreed[address])
-    return _agreed[address]
+    key = (address, os.getpid() if ranks.world_size == 1 else 0)
+    if key not in _agreed:
+        _agreed[key] = agree_on_start(store, ranks, timeout)
+    note_start(_agreed[key])
+    return _agreed[key]
 
 
 def agree_on_start(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> Start:
@@ -107,11 +115,32 @@ def agree_on_start(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> St
         socket.gethostname(),
         os.getpid(),
     )
-    begin = _lead if ranks.is_global_zero else _follow
-    number = begin(store, mine, timeout)
+    worker = current_worker() if ranks.world_size == 1 else None
+    if worker is not None:
+        number = _lead_once(dist.PrefixStore(worker.name, store), store, mine, timeout)
+        if not _is_only_one(worker, store):
+            return Start(number - 1)
+    else:
+        number = (_lead if ranks.is_global_zero else _follow)(store, mine, timeout)
     # One token for the job, of whichever start came first.
     token = store.compare_set("job", "", secrets.token_hex(8)).decode()
-    return Start(number - 1, f"{os.environ.get(_RUN_ID, _UNNAMED)}/{token}")
+    part = "" if worker is None or worker.is_itself else "/child"
+    return Start(number - 1, f"{os.environ.get(_RUN_ID, _UNNAMED)}/{token}{part}")
+
+
+def _lead_once(own: dist.Store, store: dist.Store, mine: Place, timeout: timedelta) -> int:
+    """Return the number of a worker's start, which the first of its processes takes."""
+    if own.check(["number"]):
+        return int(own.get("number"))
+    return int(own.compare_set("number", "", str(_lead(store, mine, timeout))))
+
+
+def _is_only_one(worker: Worker, store: dist.Store) -> bool:
+    """Return whether no start so far had several processes like this: the worker itself, or its children."""
+    kind = "itself" if worker.is_itself else "child"
+    if dist.PrefixStore(worker.name, store).add(kind, 1) > 1:
+        store.set(f"several/{kind}", "")
+    return not store.check([f"several/{kind}"])
 
 
 def _lead(store: dist.Store, mine: Place, timeout: timedelta) -> int:

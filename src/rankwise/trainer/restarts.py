@@ -17,8 +17,9 @@ __all__ = ["checkpoint_after_restart", "current_run_id"]
 
 _log = logging.getLogger(__name__)
 _UNKNOWN_JOB = (
-    "Training begins anew after a restart, as nothing tells this job's checkpoints from an earlier one's: "
-    "give torchrun a --rdzv-id of its own for each job."
+    "Training begins anew after a restart, as nothing tells this job's checkpoints from another's: give "
+    "torchrun a --rdzv-id of its own for each job; where a rank trains in several processes, give each one's "
+    "fit a ckpt_path."
 )
 
 

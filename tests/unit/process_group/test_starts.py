@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -97,3 +99,48 @@ def _comes_in_vain(store: dist.Store, rank: int) -> None:
     # The latter where its rank 0 has not come in these few milliseconds: the start before was complete.
     with pytest.raises((RendezvousTimeoutError, ProcessGroupError)):
         agree_on_start(store, ranks(rank, 3), timedelta(milliseconds=5))
+
+
+class _Lone:
+    """A rank that is alone, under an agent that makes a folder for each start."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder, self._store, self._starts = folder / "attempt_0", dist.HashStore(), 0
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(self._folder / "0" / "error.json"))
+
+    def start(self, processes: int) -> list[Start]:
+        """Start its worker; return what so many of its processes believe, one after another."""
+        self._folder.mkdir(exist_ok=True)
+        self._starts += 1
+        os.utime(self._folder, (self._starts, self._starts))
+        return [agree_on_start(self._store, ranks(0, 1), LONG) for _ in range(processes)]
+
+
+def test_a_lone_rank_is_known_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its starts are counted, also those that its agent does not count, and have one job."""
+    lone = _Lone(tmp_path, monkeypatch)
+    starts = [lone.start(1)[0] for _ in range(3)]
+    assert [start.number for start in starts] == [0, 1, 2]
+    assert len({start.job for start in starts}) == 1
+    assert starts[0].job
+
+
+def test_several_processes_of_a_lone_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are one start, and the next one's have nothing to go on with."""
+    lone = _Lone(tmp_path, monkeypatch)
+    first, second, third = lone.start(3)
+    assert first.job
+    assert (first.number, second, third) == (0, Start(), Start())
+    assert lone.start(2) == [Start(1), Start(1)]
+
+
+def test_where_the_agent_keeps_no_error_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The starts of a lone rank are those that its agent counts."""
+    store = dist.HashStore()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert agree_on_start(store, ranks(0, 1), LONG).job
+    assert agree_on_start(store, ranks(0, 1), LONG) == Start()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert agree_on_start(store, ranks(0, 1), LONG) == Start(1)
