@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,8 +90,9 @@ def test_one_device() -> None:
 @pytest.mark.timeout(600)  # torch's code generator takes minutes on a busy machine
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's compiler itself
 @pytest.mark.skipif(not HAS_COMPILER, reason="torch's default compiler back end needs a C++ compiler")
-def test_the_default_back_end() -> None:
-    """The same with torch's own code generator."""
+def test_the_default_back_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with torch's own code generator, whose pools of threads are left open."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is compiled beforehand
     strategy = ddp("fork")
     strategy.launch(compare, "inductor")
     for plain, compiled in strategy.results.values():

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ def test_a_thread_that_still_works_is_waited_for(tmp_path: Path) -> None:
     """What is no daemon ends before `launch` returns, as it would before a script ends."""
     assert ddp("fork").launch(leave_a_thread, 0.5, str(tmp_path / "uploaded")) == "done"
     assert (tmp_path / "uploaded").exists()
+
+
+def leave_pools(strategy: Strategy, folder: str, pools: list[Executor]) -> None:
+    pools += [ThreadPoolExecutor(1), ProcessPoolExecutor(1)]
+    for number, pool in enumerate(pools[-2:]):
+        pool.submit(time.sleep, 0)
+        pool.submit(Path(folder, f"done_{number}_{strategy.global_rank}").touch)
+
+
+def test_pools_that_are_left_open_end_with_their_rank(tmp_path: Path) -> None:
+    """They finish their work and let the rank go; the caller's own pool, from which it launches, stays."""
+    with ThreadPoolExecutor(1) as callers:
+        job = ddp("fork", timeout=20)
+        callers.submit(job.launch, leave_pools, str(tmp_path), []).result()
+        assert callers.submit(int, "7").result() == 7
+    assert len(list(tmp_path.glob("done_*"))) == 4
 
 
 def test_a_rank_that_does_not_leave(

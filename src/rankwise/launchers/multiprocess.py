@@ -35,6 +35,7 @@ from rankwise.launchers._memory_file import create_memory_file, pack, unpack
 from rankwise.launchers._openmp import pause_openmp
 from rankwise.launchers._other_nodes import OtherNodes
 from rankwise.launchers._pickling import pack_or_explain
+from rankwise.launchers._pools import end_pools
 from rankwise.launchers._processes import MultiprocessingProcess
 from rankwise.launchers._signals import (
     StoppedBySignal,
@@ -328,8 +329,9 @@ def _entry_of(job: _Job) -> Entry:
 def _end_fork() -> None:
     """End a forked process as multiprocessing does, but for the exit hooks of threads.
 
-    These belong to the caller's threads, which do not exist here; one of a thread pool would raise.
+    These are the caller's, whose threads do not exist here; of the pools it is done without.
     """
+    end_pools()
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
