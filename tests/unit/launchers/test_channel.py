@@ -94,16 +94,21 @@ class Interrupted(Exception):
 @contextmanager
 def interrupted(ends: Ends) -> Iterator[None]:
     """Have a signal handler raise in the main thread, once the block has sent something."""
+    was_heard = threading.Event()
 
     def handle(number: int, frame: object) -> None:
-        raise Interrupted
+        if not was_heard.is_set():
+            was_heard.set()
+            raise Interrupted
 
     before = signal.signal(signal.SIGUSR1, handle)
     main = threading.get_ident()
 
     def interrupt() -> None:
         select.select([ends.ours], [], [], LIMIT_S)
-        signal.pthread_kill(main, signal.SIGUSR1)
+        while not was_heard.is_set():  # one that comes just before a wait in C is heard only after it
+            signal.pthread_kill(main, signal.SIGUSR1)
+            was_heard.wait(0.05)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
