@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -17,6 +18,7 @@ from rankwise.ranks import rank_zero_only
 from tests.helpers import processes
 
 REPOSITORY = Path(__file__).parents[2]
+_WRAPPERS = "torch.nn.parallel.distributed"
 
 
 class Check(ABC):
@@ -189,6 +191,39 @@ class ProcessGroup(Check):
         return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
+class TorchSettings(Check):
+    """What torch has once for the whole process, and a test may set: nothing is imported to look at it."""
+
+    def __init__(self) -> None:
+        self._before = self._settings()
+
+    def problems(self) -> list[str]:
+        now = self._settings()
+        return [
+            f"{name} of torch was {before!r}, is {now[name]!r}"
+            for name, before in self._before.items()
+            if now[name] is not before
+        ]
+
+    def clean_up(self) -> None:
+        if not self._before:
+            return
+        torch = sys.modules["torch"]
+        torch.set_default_dtype(self._before["default dtype"])
+        torch.use_deterministic_algorithms(self._before["use of deterministic algorithms"])
+        sys.modules[_WRAPPERS].DistributedDataParallel._active_ddp_module = self._before["active wrapper"]
+
+    def _settings(self) -> dict[str, Any]:
+        if _WRAPPERS not in sys.modules:
+            return {}
+        torch = sys.modules["torch"]
+        return {
+            "default dtype": torch.get_default_dtype(),
+            "use of deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "active wrapper": sys.modules[_WRAPPERS].DistributedDataParallel._active_ddp_module,
+        }
+
+
 class ListeningSockets(Check):
     """Listening sockets of this process. C++ code may own one: it is only named."""
 
@@ -285,6 +320,7 @@ def all_checks(marker: str, temp_folder: Path, base_folder: Path) -> list[Check]
         WorkingDirectory(),
         SignalHandlers(),
         ExceptHooks(),
+        TorchSettings(),
         ListeningSockets(),
         RankZeroOnly(),
         SharedMemory(),

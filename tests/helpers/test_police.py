@@ -79,6 +79,20 @@ def test_an_excepthook_is_found() -> None:
     assert sys.excepthook is before
 
 
+def test_a_setting_of_torch_is_found() -> None:
+    """What torch has once for the whole process is put back: a wrapper whose forward never ended, for one."""
+    torch = pytest.importorskip("torch")
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    check = police.TorchSettings()
+    wrapper._active_ddp_module = planted = object()
+    torch.set_default_dtype(torch.float64)
+    found = caught(check)
+    assert f"active wrapper of torch was None, is {planted!r}" in found
+    assert "default dtype of torch was torch.float32, is torch.float64" in found
+    assert wrapper._active_ddp_module is None
+    assert torch.get_default_dtype() is torch.float32
+
+
 def test_a_thread_is_found() -> None:
     """A thread that is no daemon is named."""
     check = police.Threads()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from rankwise.environments import ClusterEnvironment
@@ -31,7 +32,6 @@ def run_ranks(world_size: int, function: Callable[[int], T]) -> list[T]:
     results: dict[int, T] = {}
     errors: list[BaseException] = []
     store = dist.HashStore()
-    hook = sys.excepthook  # torch wraps it
 
     def run(rank: int) -> None:
         try:
@@ -45,15 +45,27 @@ def run_ranks(world_size: int, function: Callable[[int], T]) -> list[T]:
             with _private.ProcessLocalGroup._coll_lock:  # it goes through what others add to, and take from
                 _private.ProcessLocalGroup.exception_handle(error)
 
-    dtype = torch.get_default_dtype()  # one for all threads: those that set and restore it do so in any order
-    with variables_set({}):  # torch sets one
+    with variables_set({}), _kept_what_threads_share():  # torch sets a variable
         _run_threads(world_size, run)
-    torch.set_default_dtype(dtype)
-    sys.excepthook = hook
     for error in errors:
         if not isinstance(error, SystemExit):  # how a rank ends when another has failed
             raise error
     return [results[rank] for rank in range(world_size)]
+
+
+@contextmanager
+def _kept_what_threads_share() -> Iterator[None]:
+    """Restore what is one for all threads: each sets it and puts back what it found, in any order."""
+    hook = sys.excepthook  # torch wraps it
+    dtype = torch.get_default_dtype()
+    wrapper: Any = DistributedDataParallel  # remembers whose forward is under way
+    active = wrapper._active_ddp_module
+    try:
+        yield
+    finally:
+        wrapper._active_ddp_module = active
+        torch.set_default_dtype(dtype)
+        sys.excepthook = hook
 
 
 def _run_threads(world_size: int, run: Callable[[int], None]) -> None:
