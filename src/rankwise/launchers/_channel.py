@@ -84,6 +84,7 @@ class RankChannel:
         self._on_stop: Callable[[], None] | None = None
         self._on_request: Callable[[int], None] | None = None
         self._stop_reason: str | None = None
+        self._is_answered = True
         self._lock = threading.Lock()
         self._pending: dict[int, queue.SimpleQueue[bytes | None]] = {}
         self._last_id = 0
@@ -117,14 +118,14 @@ class RankChannel:
         """Send a request to the private store and wait for its answer.
 
         Raises:
-            TimeoutError: when there is none in time, or the job is being stopped.
+            TimeoutError: when there is none in time, the job is being stopped, or the launching process is gone.
         """
         answer: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         with self._lock:
             self._last_id += 1
             request_id = self._last_id
             self._pending[request_id] = answer
-        if self._stop_reason is not None:
+        if not self._is_answered:
             answer.put(None)
         self.send(Kind.STORE_REQUEST, with_id(request_id, request))
         try:
@@ -203,6 +204,7 @@ class RankChannel:
                 threading.Thread(target=self._on_stop, name="rankwise-stop", daemon=True).start()
 
     def _release_pending(self) -> None:
+        self._is_answered = False  # nor will later ones be
         for waiting in list(self._pending.values()):
             waiting.put(None)
 

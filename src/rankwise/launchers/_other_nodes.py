@@ -16,7 +16,7 @@ from rankwise.ranks import RankInfo
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_LIMIT = timedelta(seconds=5)
+_LIMIT = timedelta(seconds=12)  # a slow resolver holds up a TCPStore client for 5 s
 # How long a process has to leave a job before the store that it hosts goes.
 _GRACE_S = 1.0
 

@@ -142,12 +142,14 @@ def _wait_for_the_last(store: dist.Store, mine: Place, timeout: timedelta) -> No
     deadline = time.monotonic() + timeout.total_seconds()
     if _private_wait(store, deadline) if _is_private(store) else _tcp_wait(store, mine, deadline):
         return
-    if not _answers(store):
+    if not _has_soon(store, "arrived"):
         waiting_for = "the process that has the store, which answers nobody: it hangs, or is suspended"
         raise RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds())
     arrived = store.add("arrived", 0)
     if arrived > mine.world_size:
         raise too_many(mine)
+    if arrived == mine.world_size and _has_soon(store, "met"):
+        return  # the last came at the very deadline
     raise absent(_places_so_far(store, arrived), mine.world_size, timeout)
 
 
@@ -175,9 +177,9 @@ def _tcp_wait(store: dist.Store, mine: Place, deadline: float) -> bool:
     return True
 
 
-def _answers(store: dist.Store) -> bool:
+def _has_soon(store: dist.Store, key: str) -> bool:
     try:
-        store.wait(["arrived"], timedelta(seconds=_ANSWER_S))
+        store.wait([key], timedelta(seconds=_ANSWER_S))
     except dist.DistStoreError:
         return False
     return True

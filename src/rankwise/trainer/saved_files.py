@@ -46,9 +46,9 @@ def saved_files(trainer: Trainer, pattern: str) -> set[Path]:
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Return those that still exist, by the time of their last change."""
+    """Return those that still exist, by the time of their last change, and by name where that is the same."""
     changed_at = {}
     for path in paths:
         with contextlib.suppress(FileNotFoundError):  # another run may remove its own
             changed_at[path] = path.stat().st_mtime_ns
-    return sorted(changed_at, key=changed_at.__getitem__, reverse=True)
+    return sorted(changed_at, key=lambda path: (changed_at[path], path), reverse=True)

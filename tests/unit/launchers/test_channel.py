@@ -198,11 +198,13 @@ def test_stop_calls_back(ends: Ends) -> None:
 
 
 def test_a_lost_supervisor_is_noticed(ends: Ends) -> None:
-    """End of file calls `on_lost`, releases questions, and makes sending silent."""
+    """End of file calls `on_lost`, ends questions at once, and later ones, and makes sending silent."""
     threading.Timer(0.05, ends.ours.close).start()
     with pytest.raises(TimeoutError):
         ends.channel.ask_store(b"question", LIMIT_S)
     assert ends.lost.wait(LIMIT_S)
+    with pytest.raises(TimeoutError):
+        ends.channel.ask_store(b"question", 1e6)  # whose own limit would not end before this test's
     ends.channel.send(Kind.DONE)
 
 

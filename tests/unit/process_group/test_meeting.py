@@ -115,6 +115,28 @@ def test_a_store_that_falls_silent() -> None:
     assert time.monotonic() - began_s < 30
 
 
+def test_who_comes_at_the_very_deadline() -> None:
+    """Who gives up just as the last one comes has met it: nobody is missing."""
+    table, came = StoreTable(), list[tuple[Place, ...]]()
+
+    def ask(payload: bytes, limit_s: float) -> bytes:
+        answers = list[bytes]()
+        table.handle(payload, answers.append)
+        if not answers:
+            raise TimeoutError
+        return answers[0]
+
+    def ask_too_early(payload: bytes, limit_s: float) -> bytes:
+        try:
+            return ask(payload, limit_s)
+        except TimeoutError:
+            came.append(meet(PrivateStore(ask, SECOND), place(1), SECOND))
+            raise
+
+    here = meet(PrivateStore(ask_too_early, SECOND), place(0), 0 * SECOND)
+    assert came == [here] == [(place(0), place(1))]
+
+
 def test_one_too_many() -> None:
     """A rank that comes when all are there is of another job, or was started twice."""
     store = dist.HashStore()

@@ -151,9 +151,9 @@ def test_a_restart_of_nobody_knows_which_job(
 
 
 def test_newest_first(tmp_path: Path) -> None:
-    """The time of the last change decides; a file that is gone by then is none."""
-    paths = [tmp_path / name for name in "abc"]
-    for path, changed_at in zip(paths, (2, 3, 1), strict=True):
+    """The time of the last change decides, then the name; a file that is gone by then is none."""
+    paths = [tmp_path / name for name in "abcde"]
+    for path, changed_at in zip(paths, (2, 3, 1, 1, 1), strict=True):
         path.touch()
         os.utime(path, (changed_at, changed_at))
-    assert newest_first([*paths, tmp_path / "gone"]) == [paths[1], paths[0], paths[2]]
+    assert newest_first([*paths, tmp_path / "gone"]) == [paths[number] for number in (1, 0, 4, 3, 2)]
