@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
-from rankwise.checkpoint._reason import telling_why
 from rankwise.checkpoint.base import CheckpointIO
+from rankwise.checkpoint.reasons import telling_why
 from rankwise.checkpoint.torch_io import TorchCheckpointIO
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 

@@ -20,8 +20,8 @@ from torch.serialization import get_crc32_options
 from typing_extensions import final
 
 from rankwise.checkpoint._loadable import check_loadable
-from rankwise.checkpoint._reason import reason_for, telling_why
 from rankwise.checkpoint.base import CheckpointIO
+from rankwise.checkpoint.reasons import reason_for, telling_why
 from rankwise.errors import CheckpointError
 
 __all__ = ["TorchCheckpointIO"]

@@ -118,7 +118,7 @@ class RankChannel:
         """Send a request to the private store and wait for its answer.
 
         Raises:
-            TimeoutError: when there is none in time, the job is being stopped, or the launching process is gone.
+            TimeoutError: when there is none in time, the job is stopped, or its launching process is gone.
         """
         answer: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         with self._lock:

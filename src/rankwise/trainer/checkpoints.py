@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.callbacks import Callback, EarlyStopping
-from rankwise.checkpoint._reason import telling_why
+from rankwise.checkpoint.reasons import telling_why
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.ranks import rank_zero_only
 from rankwise.trainer.module import is_defined
