@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise.errors import ProcessGroupError
+from rankwise.process_group.letting_go import destroy_process_groups
 from rankwise.process_group.meeting import Place, meet, place_of
 from rankwise.ranks import RankInfo
 
@@ -52,7 +53,7 @@ def process_group(
         yield places
     finally:
         if is_ours and dist.is_initialized():
-            dist.destroy_process_group()
+            destroy_process_groups()
 
 
 def join_process_group(
