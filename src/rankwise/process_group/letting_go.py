@@ -1,35 +1,33 @@
-"""Destroy torch's process groups so that none of their own threads is the last to have one."""
+"""Destroy torch's process groups so that none of their own threads has to wait for itself."""
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Sequence
+import weakref
+from typing import Any
 
 import torch.distributed as dist
 
 __all__ = ["destroy_process_groups"]
 
-# How long a callback may take to be dropped once all that waited for it can go on.
-_LONGEST_S = 1.0
-
 
 def destroy_process_groups() -> None:
-    """Destroy the default process group and all others, and let go of them a moment after everybody else.
+    """Destroy the default process group and all others, and have them end where they can.
 
-    A group of gloo's ends its threads with its last reference. One of these threads runs the callbacks of
-    futures, communication hooks' among them, and drops them when those that waited for the result are at
-    work again already. A callback that refers to the group may so be the last that does: the thread would
-    wait for its own end, which aborts the process.
+    A group of gloo's ends its threads, and waits for them, when its last reference goes. One of these
+    threads runs the callbacks of futures, communication hooks' among them, and drops them when those that
+    waited for the result are at work again already. A callback that refers to the group may so be the last
+    that does: the thread would wait for itself, which aborts the process.
     """
-    groups = list(dist.distributed_c10d._world.pg_map)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        # What has the threads is the back end: while it is kept, a group can go anywhere.
+        backends = [group._get_backend(device_type) for device_type in group._device_types]
+        weakref.finalize(group, _end, backends).atexit = False
     dist.destroy_process_group()
-    if _are_held_elsewhere(groups):
-        holding = threading.Timer(_LONGEST_S, groups.clear)
-        holding.daemon = True
-        holding.start()
 
 
-def _are_held_elsewhere(groups: Sequence[dist.ProcessGroup]) -> bool:
-    *counts, of_nobody = [sys.getrefcount(one) for one in (*groups, object())]
-    return max(counts, default=0) > of_nobody + 1  # which is in no sequence of ours
+def _end(backends: list[Any]) -> None:
+    if threading.get_ident() == threading.main_thread().ident:
+        backends.clear()
+    else:  # this may be a thread of theirs
+        threading.Thread(target=backends.clear, name="rankwise-letting-go", daemon=True).start()

@@ -1,11 +1,14 @@
-"""Process groups are let go of: at once where nobody else has one, a moment later where somebody does."""
+"""Process groups that were destroyed end with the last reference to them."""
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,19 +30,36 @@ def groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def test_at_once() -> None:
-    """Nobody has them when they are destroyed: their threads and sockets are gone with the job."""
-    assert [left() for left in job(groups)] == [None, None]
+def threads_of_gloo() -> int:
+    count = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has ended is listed for a moment more
+            count += "gloo" in path.read_text()
+    return count
 
 
-def test_a_moment_after_everybody_else() -> None:
-    """Somebody has them: they stay for a moment longer, as whose thread lets go of them is not known."""
-    kept: list[dist.ProcessGroup] = []
+def falls_to(count: int) -> bool:
+    deadline_s = time.monotonic() + 60
+    while threads_of_gloo() > count and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return threads_of_gloo() <= count
+
+
+def test_with_the_job() -> None:
+    """Nobody has them when they are destroyed: they end with the job, and their threads with them."""
+    before = threads_of_gloo()
+    assert [group() for group in job(groups)] == [None, None]
+    assert falls_to(before)
+
+
+def test_with_who_had_them_last() -> None:
+    """Somebody has them: they end when they are dropped, right there."""
+    gc.collect()  # groups that other tests have left
+    before, kept = threads_of_gloo(), list[dist.ProcessGroup]()
     left = job(lambda: kept.extend(groups()))
-    kept.clear()
     assert len(left) == 2
     assert all(group() is not None for group in left)
-    deadline_s = time.monotonic() + 60
-    while any(group() is not None for group in left) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+    assert threads_of_gloo() > before
+    kept.clear()
     assert [group() for group in left] == [None, None]
+    assert falls_to(before)
