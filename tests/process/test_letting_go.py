@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.helpers.scripts import ScriptRunner
 
 PROGRAM = """
+import threading
 import time
 from datetime import timedelta
 
@@ -15,8 +16,12 @@ from rankwise.process_group.group import process_group
 from rankwise.ranks import RankInfo
 
 
+is_destroyed, is_gone = threading.Event(), threading.Event()
+too_early = []  # those whose reduction was done before they were passed on: the main thread has called them
+
+
 class Hook:
-    '''What refers to its group, as a hook's state does, and takes a while to go.'''
+    '''What refers to its group, as a hook's state does, and goes after everybody else.'''
 
     def __init__(self):
         self.group = dist.group.WORLD
@@ -25,15 +30,24 @@ class Hook:
         return done.value()[0]
 
     def __del__(self):
-        time.sleep(0.3)
+        if threading.current_thread() is threading.main_thread():
+            too_early.append(True)
+            return
+        is_destroyed.wait(60)
         print("the callback is gone", flush=True)
+        is_gone.set()
 
 
 with process_group(
     dist.HashStore(), RankInfo(0, 0, 0, 1, 1, 1), "gloo", torch.device("cpu"), timeout=timedelta(seconds=60)
 ):
-    dist.all_reduce(torch.ones(1), async_op=True).get_future().then(Hook()).wait()
-time.sleep(0.6)
+    tries = 0
+    while len(too_early) == tries:
+        tries += 1
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().then(Hook()).wait()
+is_destroyed.set()
+is_gone.wait(60)
+time.sleep(0.5)  # what it referred to goes
 print("this process is not")
 """
 
