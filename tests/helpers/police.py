@@ -168,8 +168,7 @@ class Processes(Check):
         self._before |= set(self._left())
 
     def _left(self) -> list[psutil.Process]:
-        found = set(psutil.Process().children(recursive=True)) | processes.with_marker(self._marker)
-        found |= processes.forked_from_here()
+        found = processes.started_here(self._marker)
         return sorted(
             (p for p in found - self._before if not processes.is_gone(p) and not processes.is_service(p)),
             key=lambda process: process.pid,

@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -53,30 +52,26 @@ def describe(process: psutil.Process) -> str:
 
 def with_marker(value: str) -> set[psutil.Process]:
     """Return the processes that were started with `RANKWISE_TEST_ID=value` or `value/...`."""
-    return {
-        process
-        for process in psutil.process_iter()
-        if f"{_environment(process).get(MARKER, '')}/".startswith(f"{value}/")
-    }
+    return _processes(entry.pid for entry in _younger_processes() if _has_marker(entry.pid, value))
 
 
 def in_session(session_id: int) -> set[psutil.Process]:
     """Return the processes of a session (`setsid`), which a process leaves only by asking for it."""
-    return {process for process in psutil.process_iter() if _session_id(process.pid) == session_id}
+    return _processes(entry.pid for entry in _younger_processes() if entry.session_id == session_id)
 
 
-def forked_from_here() -> set[psutil.Process]:
-    """Return the processes that were forked from this one, however far, and run no other program since.
+def started_here(marker: str) -> set[psutil.Process]:
+    """Return the processes that this process has started, directly or not.
 
-    One whose parent has died is found in this way: it has no marker of its own and is nobody's child.
+    These are its descendants, the processes with `marker`, and the direct and indirect forks of this process
+    that run no other program. The last two are found also when their parent has died.
     """
-    name = f"/memfd:{_fork_marker().name}"
-    found = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            if process.pid != os.getpid() and name in Path(f"/proc/{process.pid}/maps").read_text():
-                found.add(process)
-    return found
+    entries = _younger_processes()
+    found = _descendants(os.getpid(), entries)
+    for entry in entries:
+        if entry.pid not in found and (_has_marker(entry.pid, marker) or _is_forked_from_here(entry)):
+            found.add(entry.pid)
+    return _processes(found - {os.getpid()})
 
 
 def wait_until_gone(find: Callable[[], Iterable[psutil.Process]], timeout_s: float) -> list[psutil.Process]:
@@ -103,19 +98,95 @@ def kill(processes: Iterable[psutil.Process]) -> None:
     wait_until_gone(lambda: processes, timeout_s=5)
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        environment: dict[str, str] = process.environ()
-    except (psutil.Error, OSError):
-        return {}
-    return environment
+@dataclass(frozen=True)
+class _Entry:
+    """One process in /proc. `started` counts clock ticks from the boot."""
+
+    pid: int
+    parent_pid: int
+    session_id: int
+    started: int
 
 
-def _session_id(pid: int) -> int | None:
+def _younger_processes() -> list[_Entry]:
+    """Return the processes that started after this one: only these can have been started by it."""
+    earliest = _entry("self").started
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208 -- after every test: a Path for each process takes longer
+        if name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                entry = _entry(name)
+                if entry.started >= earliest:
+                    found.append(entry)
+    return found
+
+
+def _entry(name: str) -> _Entry:
+    status = _read(f"/proc/{name}/stat")
+    if not status:
+        raise ProcessLookupError(name)
+    fields = status[status.rindex(b")") + 2 :].split()  # behind the program's name, in parentheses
+    return _Entry(int(status.split(b" ", 1)[0]), int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def _descendants(pid: int, entries: Iterable[_Entry]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for entry in entries:
+        children.setdefault(entry.parent_pid, []).append(entry.pid)
+    found: set[int] = set()
+    pending = children.get(pid, [])
+    while pending:
+        child = pending.pop()
+        found.add(child)
+        pending.extend(children.get(child, []))
+    return found
+
+
+def _processes(pids: Iterable[int]) -> set[psutil.Process]:
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.add(psutil.Process(pid))
+    return found
+
+
+def _has_marker(pid: int, value: str) -> bool:
     try:
-        return os.getsid(pid)
+        environment = _read(f"/proc/{pid}/environ")
     except OSError:
-        return None
+        return False
+    wanted = f"{MARKER}={value}".encode()
+    return any(
+        variable == wanted or variable.startswith(wanted + b"/") for variable in environment.split(b"\0")
+    )
+
+
+_not_forked_from_here: set[_Entry] = set()
+
+
+def _is_forked_from_here(entry: _Entry) -> bool:
+    """Look for the page that children inherit over a fork. A process without it never gets it."""
+    if entry.pid == os.getpid() or entry in _not_forked_from_here:
+        return False
+    try:
+        maps = _read(f"/proc/{entry.pid}/maps")
+    except OSError:
+        return False
+    is_forked = f"/memfd:{_fork_marker().name}".encode() in maps
+    if maps and not is_forked:  # empty: it has ended, or is about to run another program
+        _not_forked_from_here.add(entry)
+    return is_forked
+
+
+def _read(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        parts = []
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
