@@ -1,4 +1,4 @@
-"""Polices every test: environment, processes, threads, process group, ports, signal handlers, files."""
+"""Fixtures of all tests. Each test is checked for what it leaves behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import police, processes
+from tests.helpers import leak_checks, processes
 from tests.helpers.scripts import ScriptRunner
 
 _numbers = itertools.count()
@@ -20,14 +20,14 @@ _numbers = itertools.count()
 
 @pytest.fixture(autouse=True, scope="session")
 def _interruptible() -> None:
-    """Let Ctrl-C reach the programs that tests start, even if this run was started in the background."""
+    """Make SIGINT interrupt the programs that tests start, also if this run was started in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def temp_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Give this run, and what it starts, a temporary folder of its own, so that its leftovers are ours."""
+    """Set the temporary folder of this run and of the processes that it starts to one of its own."""
     folder = tmp_path_factory.mktemp("t")  # short: the path of a Unix socket has 108 bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -36,21 +36,21 @@ def temp_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _police(temp_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fail a test that leaves anything behind, by name, after putting it right for the next one."""
+def _check_for_leaks(temp_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail a test that leaves something behind. What it has left is removed before the next test."""
     marker = f"{os.getpid()}-{next(_numbers)}"
     os.environ[processes.MARKER] = marker
-    checks = police.all_checks(marker, temp_folder, tmp_path_factory.getbasetemp())
+    checks = leak_checks.all_checks(marker, temp_folder, tmp_path_factory.getbasetemp())
     yield
-    problems = police.settle(checks)
+    problems = leak_checks.wait_until_clean(checks)
     os.environ.pop(processes.MARKER, None)
     if problems:
         pytest.fail("This test did not leave things as they were:\n  " + "\n  ".join(problems), pytrace=False)
 
 
 @pytest.fixture(autouse=True)
-def _patience(request: pytest.FixtureRequest) -> None:
-    """Let a long series have the time that its own mark says: faulthandler's limit is for the others."""
+def _no_faulthandler_limit(request: pytest.FixtureRequest) -> None:
+    """Cancel faulthandler's time limit for a test whose own limit (`@pytest.mark.timeout`) is longer."""
     limit = request.node.get_closest_marker("timeout")
     if limit is not None and limit.args[0] >= float(request.config.getini("faulthandler_timeout")):
         faulthandler.cancel_dump_traceback_later()
@@ -61,4 +61,4 @@ def run_script(tmp_path: Path) -> Iterator[ScriptRunner]:
     """Run Python programs in a session of their own; see `ScriptRunner`."""
     runner = ScriptRunner(tmp_path)
     yield runner
-    runner.abandon_all()
+    runner.kill_all()

@@ -1,8 +1,8 @@
 """Clusters that are started once for all tests that need them, and stopped after the last.
 
-Their daemons belong to no test, so the police of tests/conftest.py do not see them: they are started before
-a test's marker is set, and leave this process's family. What a test runs on them carries its marker along,
-and must be gone when the test ends.
+Their daemons belong to no test: they start before a test's marker is set and are no descendants of this
+process, so the leak checks of tests/conftest.py do not find them. What a test runs on a cluster has its
+marker and must end with it.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_a_cut_cable(hosts: TwoHosts, run_script: ScriptRunner) -> None:
     finally:
         hosts.join()
         for each in running:
-            each.abandon()
+            each.kill()
     left = [float(when) - began for text in printed for when in re.findall(r"left at ([\d.]+)", text)]
     assert TIMEOUT_S - 1 <= max(left) < 2 * TIMEOUT_S - 1, (left, printed)
 

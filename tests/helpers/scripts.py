@@ -1,4 +1,4 @@
-"""Run a Python program as a user would, in a session of its own, and see that it leaves no process behind."""
+"""Run a Python program in a session of its own, and check that it leaves no process behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "C
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """How a program ended. `returncode` is negative where a signal ended it; `elapsed` is in seconds."""
+    """How a program ended. `returncode` is negative if a signal ended it; `elapsed` is in seconds."""
 
     command: tuple[str, ...]
     returncode: int
@@ -43,7 +43,7 @@ class ScriptResult:
 
 
 class RunningScript:
-    """A program that runs; `finish` waits for its end. It prints to files, so an orphan cannot hold it up."""
+    """A running program; `finish` waits for its end. It prints to files, which no orphan can block."""
 
     def __init__(
         self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str | None
@@ -112,7 +112,7 @@ class RunningScript:
         os.killpg(self.pid, number)
 
     def finish(self, *, timeout: float = 90, leftover_grace_s: float = 4.0) -> ScriptResult:
-        """Wait for the program's end, and see that none of its processes is left `leftover_grace_s` after it.
+        """Wait for the program's end, and check that its processes end within `leftover_grace_s` after it.
 
         Raises:
             AssertionError: when it runs longer than `timeout` seconds, or leaves a process behind. What was
@@ -136,8 +136,8 @@ class RunningScript:
             raise AssertionError(f"The program left {len(left)} processes behind:\n{shown}\n{result}")
         return result
 
-    def abandon(self) -> None:
-        """End whatever still runs of it."""
+    def kill(self) -> None:
+        """Kill the processes of the program that still run."""
         if not self._stdout.closed:
             self._end()
 
@@ -160,7 +160,7 @@ class RunningScript:
 
 
 class ScriptRunner:
-    """What the fixture `run_script` gives: call it to run a program, or `start` one to meddle with it."""
+    """What the fixture `run_script` gives: call it to run a program, or `start` one to send it signals."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -245,10 +245,10 @@ class ScriptRunner:
         path.write_text(textwrap.dedent(source))
         return path
 
-    def abandon_all(self) -> None:
-        """End whatever a failed test has left running."""
+    def kill_all(self) -> None:
+        """Kill what a failed test has left running."""
         for running in self._running:
-            running.abandon()
+            running.kill()
 
 
 def _read(file: IO[bytes]) -> str:

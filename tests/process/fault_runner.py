@@ -18,7 +18,7 @@ import psutil
 
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import CheckpointError
-from tests.helpers import police, processes
+from tests.helpers import leak_checks, processes
 from tests.process.fault_table import EXIT_S, OUTLIVES_S, UNDISTURBED, Cell, expected
 from tests.process.fault_tasks import CHECKPOINT, SCRIPT, STEPS, Fault, as_json, marker_of
 from tests.process.helpers import with_tests
@@ -84,7 +84,7 @@ class FaultRunner:
         self._number += 1
         folder = self._folder / str(self._number)
         folder.mkdir(parents=True)
-        shared_memory = police.SharedMemory()
+        shared_memory = leak_checks.SharedMemory()
         fault = Fault(cell, str(folder), delay_s, step, litters)
         started = time.monotonic()
         self._tell(as_json(fault, start_method))
@@ -95,7 +95,7 @@ class FaultRunner:
         finally:
             processes.kill(_living(main.pid, folder))
             exit_code = self._hear()  # the next job's comes after it
-        left += police.settle([shared_memory], timeout_s=0.5)
+        left += leak_checks.wait_until_clean([shared_memory], timeout_s=0.5)
         left += files_left(folder)
         told, problem = word_of(fault)
         left += [problem] if problem else []

@@ -25,7 +25,7 @@ from torch import Tensor
 from rankwise import Trainer
 from rankwise.callbacks import Callback
 from rankwise.strategies import DDPStrategy
-from tests.helpers import police, processes
+from tests.helpers import leak_checks, processes
 from tests.process.fault_table import GRACE_S, WHEN, Cell
 from tests.process.training_tasks import Regression, loader
 
@@ -196,13 +196,13 @@ def fit(fault: Fault, start_method: str) -> None:
 def be_main(fault: Fault, start_method: str) -> None:
     """Run a cell as the process that the user started; leave word of what it sees and has left."""
     checks = [
-        police.Threads(),
-        police.ProcessGroup(),
-        police.Environment(),
-        police.WorkingDirectory(),
-        police.SignalHandlers(),
-        police.ListeningSockets(),
-        police.RankZeroOnly(),
+        leak_checks.Threads(),
+        leak_checks.ProcessGroup(),
+        leak_checks.Environment(),
+        leak_checks.WorkingDirectory(),
+        leak_checks.SignalHandlers(),
+        leak_checks.ListeningSockets(),
+        leak_checks.RankZeroOnly(),
     ]
     if fault.cell is not None and fault.cell.who == "main":
         signal.signal(signal.SIGALRM, lambda number, frame: fault.happen())

@@ -43,4 +43,4 @@ def module_runner(folder: Path) -> Iterator[ScriptRunner]:
         try:
             yield runner
         finally:
-            runner.abandon_all()
+            runner.kill_all()

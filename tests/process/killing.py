@@ -25,7 +25,7 @@ from tests.process.resume_tasks import Net, Noisy, ThroughTorch, train
 PHASES = ("loading data", "in a step", "saving")
 _PAUSE_S = 0.002
 _MOST_DELAY_S = 0.12  # several steps
-_PATIENCE_S = 60.0
+_LIMIT_S = 60.0
 
 
 class _Rank(ctypes.Structure):
@@ -146,13 +146,13 @@ class Killer:
         try:
             self._is_over.wait(delay_s)
             signal.pidfd_send_signal(handle, signal.SIGKILL)
-            select.select([handle], [], [], _PATIENCE_S)
+            select.select([handle], [], [], _LIMIT_S)
         finally:
             os.close(handle)
         self.died.append((rank, PHASES[victim.phase]))
 
     def _wait_until(self, holds: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _LIMIT_S
         while not holds():
             if self._is_over.wait(0.001) or time.monotonic() > deadline:
                 raise TimeoutError(f"waited in vain until {what}")

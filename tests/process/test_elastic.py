@@ -155,7 +155,7 @@ def test_so_does_what_no_trainer_has_saved(tmp_path: Path) -> None:
         strategy.launch(save_and_work, str(tmp_path / "x.ckpt"))
     assert TorchCheckpointIO().load_checkpoint(tmp_path / "x.ckpt") == {"step": 7}
     killed_s = float((tmp_path / "x.killed").read_text())
-    assert time.monotonic() - killed_s < 20  # and not after the 30 s that torch's agent has patience
+    assert time.monotonic() - killed_s < 20  # and not after 30 s, the limit of torch's agent
 
 
 def test_checkpoint_of_an_earlier_run_is_none_of_ours(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a test must leave as it was: one check each, which says what has changed, and puts it right."""
+"""Checks for what a test leaves behind: each reports what has changed and restores it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _WRAPPERS = "torch.nn.parallel.distributed"
 
 
 class Check(ABC):
-    """One thing that a test must leave as it was. Looks when it is made, and again when it is asked."""
+    """One kind of state that a test must not change. Recorded at construction."""
 
     @abstractmethod
     def problems(self) -> list[str]:
-        """Return what is not as it was, a line each."""
+        """Return what has changed, one line each."""
 
     @abstractmethod
     def clean_up(self) -> None:
-        """Put it right, so that the next test is not hurt."""
+        """Restore the state for the next test."""
 
 
-def settle(checks: Iterable[Check], timeout_s: float = 2.0) -> list[str]:
-    """Give the checks `timeout_s` to find nothing; return what they still find, cleaned up."""
+def wait_until_clean(checks: Iterable[Check], timeout_s: float = 4.0) -> list[str]:
+    """Wait up to `timeout_s` until no check finds a problem; return the problems left, after cleaning up."""
     checks = list(checks)
     deadline = time.monotonic() + timeout_s
     while found := [problem for check in checks for problem in check.problems()]:
@@ -131,9 +131,9 @@ class ExceptHooks(Check):
 
 
 class Threads(Check):
-    """Threads that would keep the interpreter from ending. Nothing can end one from outside: it is named."""
+    """Threads that are no daemons, which keep the interpreter from ending. They are only reported."""
 
-    torchs_own: tuple[str, ...] = ()  # no thread of torch 2.13 has been met that is neither daemon nor C++
+    torchs_own: tuple[str, ...] = ()  # torch 2.13 starts no Python thread that is not a daemon
 
     def __init__(self) -> None:
         self._before = self._threads()
@@ -153,7 +153,7 @@ class Threads(Check):
 
 
 class Processes(Check):
-    """Processes that the test has started, and what these started, adopted by others or not."""
+    """Processes that the test has started, and their descendants, orphans included."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
@@ -191,7 +191,7 @@ class ProcessGroup(Check):
 
 
 class TorchSettings(Check):
-    """What torch has once for the whole process, and a test may set: nothing is imported to look at it."""
+    """Global settings of torch. The check imports nothing: without torch there are none."""
 
     def __init__(self) -> None:
         self._before = self._settings()
@@ -224,7 +224,7 @@ class TorchSettings(Check):
 
 
 class ListeningSockets(Check):
-    """Listening sockets of this process. C++ code may own one: it is only named."""
+    """Listening sockets of this process. They are reported, not closed: C++ code may own one."""
 
     def __init__(self) -> None:
         self._before = self._listening()
@@ -242,7 +242,7 @@ class ListeningSockets(Check):
 
 
 class Files(Check):
-    """The names in a folder, but for those that tools keep there."""
+    """The names in a folder, without those in `but`."""
 
     def __init__(self, folder: Path, *, but: Sequence[str] = (), only_files: bool = False) -> None:
         self._folder = folder
@@ -254,7 +254,7 @@ class Files(Check):
         return [f"new file: {self._folder / name}" for name in sorted(self._names() - self._before)]
 
     def clean_up(self) -> None:
-        self._before = self._names()  # left for a look
+        self._before = self._names()  # the files stay, for the reader of the report
 
     def _names(self) -> set[str]:
         try:
@@ -269,7 +269,7 @@ class Files(Check):
 
 
 class SharedMemory(Files):
-    """Segments in /dev/shm, but for those that a process outside of this test uses."""
+    """Segments in /dev/shm, without those that a process outside of this test uses."""
 
     def __init__(self) -> None:
         super().__init__(Path("/dev/shm"))
@@ -296,7 +296,7 @@ class SharedMemory(Files):
 
 
 class RankZeroOnly(Check):
-    """What `rank_zero_only` takes this process for."""
+    """The rank that `rank_zero_only` uses."""
 
     def __init__(self) -> None:
         self._before = _rank()
@@ -310,9 +310,9 @@ class RankZeroOnly(Check):
 
 
 def all_checks(marker: str, temp_folder: Path, base_folder: Path) -> list[Check]:
-    """Look at everything, before a test."""
+    """Return all checks, each with the state before a test recorded."""
     return [
-        Processes(marker),  # first, since what lives may hold the rest
+        Processes(marker),  # first: a process may hold the rest
         Threads(),
         ProcessGroup(),
         Environment(),
@@ -359,7 +359,7 @@ def _uses(pid: int, path: str, inode: int) -> bool:
     folder = Path("/proc", str(pid))
     try:
         lines = (folder / "maps").read_text(errors="replace").splitlines()
-        # glibc makes a semaphore under another name, which is the one that stands here, as deleted.
+        # glibc creates a semaphore under another name, which is shown here as deleted.
         if any("/dev/shm/" in line and line.split()[4] == str(inode) for line in lines):
             return True
         return any(os.readlink(link) == path for link in (folder / "fd").iterdir())  # noqa: PTH115 -- "pipe:[1]" is no path

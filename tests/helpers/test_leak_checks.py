@@ -1,4 +1,4 @@
-"""The police: each check finds what it is for, and puts it right."""
+"""Each leak check finds what it looks for and restores it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import police, processes
+from tests.helpers import leak_checks, processes
 
 
-def caught(check: police.Check) -> str:
+def caught(check: leak_checks.Check) -> str:
     """Return what the check finds, after seeing that its clean-up leaves nothing to find."""
-    problems = police.settle([check], timeout_s=0)
+    problems = leak_checks.wait_until_clean([check], timeout_s=0)
     assert check.problems() == []
     return "\n".join(problems)
 
 
 def test_nothing_is_found_where_nothing_has_changed(tmp_path: Path) -> None:
-    """A quiet test passes at once."""
-    assert police.settle(police.all_checks("nobody", tmp_path, tmp_path)) == []
+    """Without a change nothing is reported."""
+    assert leak_checks.wait_until_clean(leak_checks.all_checks("nobody", tmp_path, tmp_path)) == []
 
 
 @pytest.mark.parametrize("value", ["changed", None])
 def test_a_changed_variable_is_found(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that was changed, or taken away, is named and put back."""
+    """A variable that was changed, or taken away, is reported and restored."""
     monkeypatch.setenv("RW_PLANTED", "before")
-    check = police.Environment()
+    check = leak_checks.Environment()
     if value is None:
         del os.environ["RW_PLANTED"]
     else:
@@ -44,7 +44,7 @@ def test_a_changed_variable_is_found(value: str | None, monkeypatch: pytest.Monk
 
 def test_a_new_variable_is_found() -> None:
     """A variable that was added is named and taken away."""
-    check = police.Environment()
+    check = leak_checks.Environment()
     os.environ["RW_PLANTED"] = "new"
     assert "RW_PLANTED" in caught(check)
     assert "RW_PLANTED" not in os.environ
@@ -53,7 +53,7 @@ def test_a_new_variable_is_found() -> None:
 def test_another_working_directory_is_found(tmp_path: Path) -> None:
     """A changed working directory is changed back."""
     before = Path.cwd()
-    check = police.WorkingDirectory()
+    check = leak_checks.WorkingDirectory()
     os.chdir(tmp_path)
     assert str(tmp_path) in caught(check)
     assert Path.cwd() == before
@@ -62,7 +62,7 @@ def test_another_working_directory_is_found(tmp_path: Path) -> None:
 def test_a_signal_handler_is_found() -> None:
     """A handler that was left in place is named and replaced by the one before."""
     before = signal.getsignal(signal.SIGTERM)
-    check = police.SignalHandlers()
+    check = leak_checks.SignalHandlers()
     signal.signal(signal.SIGTERM, lambda *_: None)
     assert f"signal {signal.SIGTERM.value}" in caught(check).replace(
         "Signals.SIGTERM", str(signal.SIGTERM.value)
@@ -73,7 +73,7 @@ def test_a_signal_handler_is_found() -> None:
 def test_an_excepthook_is_found() -> None:
     """A wrapped `sys.excepthook` is unwrapped."""
     before = sys.excepthook
-    check = police.ExceptHooks()
+    check = leak_checks.ExceptHooks()
     sys.excepthook = lambda *_: None
     assert "sys.excepthook" in caught(check)
     assert sys.excepthook is before
@@ -83,7 +83,7 @@ def test_a_setting_of_torch_is_found() -> None:
     """What torch has once for the whole process is put back: a wrapper whose forward never ended, for one."""
     torch = pytest.importorskip("torch")
     wrapper = torch.nn.parallel.DistributedDataParallel
-    check = police.TorchSettings()
+    check = leak_checks.TorchSettings()
     wrapper._active_ddp_module = planted = object()
     torch.set_default_dtype(torch.float64)
     found = caught(check)
@@ -95,7 +95,7 @@ def test_a_setting_of_torch_is_found() -> None:
 
 def test_a_thread_is_found() -> None:
     """A thread that is no daemon is named."""
-    check = police.Threads()
+    check = leak_checks.Threads()
     release = threading.Event()
     thread = threading.Thread(target=release.wait, name="planted")
     thread.start()
@@ -108,7 +108,7 @@ def test_a_thread_is_found() -> None:
 
 def test_a_child_process_is_found() -> None:
     """A child that runs on is named and killed."""
-    check = police.Processes("no-marker")
+    check = leak_checks.Processes("no-marker")
     code = "print(flush=True); import time; time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -120,7 +120,7 @@ def test_a_child_process_is_found() -> None:
 
 def test_a_child_that_nobody_waited_for_is_found() -> None:
     """A zombie of this process is named."""
-    check = police.Processes("no-marker")
+    check = leak_checks.Processes("no-marker")
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert "nobody has waited for it" in caught(check)
@@ -130,7 +130,7 @@ def test_a_child_that_nobody_waited_for_is_found() -> None:
 @pytest.mark.parametrize("way", ["session", "fork"])
 def test_an_orphan_is_found(way: str) -> None:
     """A process whose parent has died is found by its marker, or by the page that forks inherit."""
-    check = police.Processes(os.environ[processes.MARKER])
+    check = leak_checks.Processes(os.environ[processes.MARKER])
     if way == "session":
         code = (
             "import subprocess; start = subprocess.Popen;"
@@ -163,7 +163,7 @@ def test_a_process_group_is_found() -> None:
     """The default process group is destroyed."""
     distributed = pytest.importorskip("torch.distributed")
     hook = sys.excepthook
-    check = police.ProcessGroup()
+    check = leak_checks.ProcessGroup()
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     sys.excepthook = hook  # torch wraps it
     assert "process group" in caught(check)
@@ -172,14 +172,14 @@ def test_a_process_group_is_found() -> None:
 
 def test_a_listening_socket_is_found() -> None:
     """A socket of this process that listens is named by address and port."""
-    check = police.ListeningSockets()
+    check = leak_checks.ListeningSockets()
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert f"127.0.0.1 port {server.getsockname()[1]}" in caught(check)
 
 
 def test_a_new_file_is_found(tmp_path: Path) -> None:
     """A file in a watched folder is named, a tool's cache is not."""
-    check = police.Files(tmp_path, but=police.CACHES)
+    check = leak_checks.Files(tmp_path, but=leak_checks.CACHES)
     (tmp_path / ".ruff_cache").mkdir()
     (tmp_path / "planted").touch()
     assert caught(check) == f"new file: {tmp_path / 'planted'}"
@@ -187,7 +187,7 @@ def test_a_new_file_is_found(tmp_path: Path) -> None:
 
 def test_a_shared_memory_segment_is_found() -> None:
     """A segment that nobody uses any more is named and removed; one in use elsewhere is not."""
-    check = police.SharedMemory()
+    check = leak_checks.SharedMemory()
     ours, theirs = (Path(f"/dev/shm/rw_planted_{whose}_{os.getpid()}") for whose in ("ours", "theirs"))
     try:
         # What lies there used by nobody is found by the tests of other processes as well: it does so shortly.
@@ -199,7 +199,7 @@ def test_a_shared_memory_segment_is_found() -> None:
             assert user.stdout is not None
             user.stdout.readline()
             assert str(theirs) in " ".join(check.problems()), "a user that is our own child is no excuse"
-            assert police._uses(user.pid, str(theirs), theirs.stat().st_ino)
+            assert leak_checks._uses(user.pid, str(theirs), theirs.stat().st_ino)
             ours.touch()
             assert str(ours) in " ".join(check.problems())
             user.stdin.close()
@@ -217,15 +217,15 @@ def test_a_semaphore_in_use_is_known() -> None:
     in_use = []
     for path in set(Path("/dev/shm").iterdir()) - before:
         with contextlib.suppress(FileNotFoundError):  # another process's, which has just removed it
-            in_use += [path] * police._uses(os.getpid(), str(path), path.stat().st_ino)
+            in_use += [path] * leak_checks._uses(os.getpid(), str(path), path.stat().st_ino)
     assert len(in_use) == 1
     del semaphore
 
 
 def test_another_rank_is_found() -> None:
     """`rank_zero_only.rank` is put back."""
-    before = police._rank()
-    check = police.RankZeroOnly()
-    police._set_rank(7)
+    before = leak_checks._rank()
+    check = leak_checks.RankZeroOnly()
+    leak_checks._set_rank(7)
     assert "is 7" in caught(check)
-    assert police._rank() == before
+    assert leak_checks._rank() == before
