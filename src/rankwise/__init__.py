@@ -6,10 +6,12 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rankwise import _start
+from rankwise.processes import command_line
 
-if _start.SEAT_VARIABLE in os.environ:  # a re-run script: from here on it leaves when its main process does
-    import_module("rankwise.launchers._inherited").take_seat(os.environ.pop(_start.SEAT_VARIABLE))
+if (
+    command_line.CONTEXT_VARIABLE in os.environ
+):  # a re-run script: from here on it leaves when its main process does
+    import_module("rankwise.launchers.worker_main").attach(os.environ.pop(command_line.CONTEXT_VARIABLE))
 
 if TYPE_CHECKING:
     from rankwise import callbacks, errors

@@ -15,7 +15,7 @@ from rankwise.errors import InvalidArgumentError
 __all__ = ["RankInfo", "rank_zero_only"]
 
 # Where a rank's part of a job begins: what is further out, such as the frames around a fork, is everybody's.
-_ENTRY = "rankwise.strategies._job"
+_ENTRY = "rankwise.strategies.job"
 
 # A guess that holds until a strategy is bound: mpirun's are nearer to the process than those of a batch job.
 _RANK_VARIABLES = (

@@ -78,8 +78,10 @@ def test_two_nodes(name: str, on_both: OnBoth, hosts: TwoHosts, tmp_path: Path) 
 
 def test_pods_of_two_processes(run_script: ScriptRunner) -> None:
     """Two pods of a PyTorchJob with nprocPerNode 2 train as four ranks."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for node, result in enumerate(run_all(run_script, [{**pod(rank, 2, "2"), **meeting} for rank in (0, 1)])):
+    endpoint = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for node, result in enumerate(
+        run_all(run_script, [{**pod(rank, 2, "2"), **endpoint} for rank in (0, 1)])
+    ):
         for rank in (2 * node, 2 * node + 1):
             place = f"RankInfo(global_rank {rank} of 4, local_rank {rank % 2} of 2, node {node} of 2)"
             assert f"kubeflow {place} 1 weights" in result.stdout, result

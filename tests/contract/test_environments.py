@@ -234,7 +234,7 @@ def test_any_one_missing_is_no_silent_job_of_one(cls: type[ClusterEnvironment]) 
     """A set with a hole is an error that names the hole where a marker is set, and no match otherwise."""
     for name in GOOD[cls]:
         holed = {key: value for key, value in GOOD[cls].items() if key != name}
-        if cls.traces(holed):
+        if cls.detected_markers(holed):
             with pytest.raises(EnvironmentVariableError, match=f"{name} is not set"):
                 cls.detect(holed)
         else:
@@ -247,7 +247,7 @@ def test_blank_is_not_set(cls: type[ClusterEnvironment], blank: str) -> None:
     """A variable of nothing but blanks counts as missing, marker or not."""
     for name in GOOD[cls]:
         set_to_blank = {**GOOD[cls], name: blank}
-        if cls.traces(set_to_blank):
+        if cls.detected_markers(set_to_blank):
             with pytest.raises(EnvironmentVariableError, match=f"{name} is not set"):
                 cls.detect(set_to_blank)
         else:

@@ -14,7 +14,7 @@ from torch import nn
 from rankwise.errors import WorkerRaisedError
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import Strategy
-from tests.contract.rules import Facts, facts_of, trained_alone
+from tests.contract.rules import Facts, fingerprint_of, trained_alone
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 
@@ -26,12 +26,12 @@ SCRIPT = """
     import sys
     import rankwise
     from rankwise.registry import StrategyRegistry
-    from tests.contract.rules import facts_of
+    from tests.contract.rules import fingerprint_of
     import torch
 
     for name in sys.argv[2:]:
         strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)
-        strategy.launch(facts_of, sys.argv[1])
+        strategy.launch(fingerprint_of, sys.argv[1])
         if strategy.is_global_zero:
             torch.save(strategy.results, f"{name}.facts")
 """
@@ -62,7 +62,7 @@ class _Results:
                 self._by_name[each] = torch.load(path, weights_only=False)
             return
         strategy = StrategyRegistry.create(name, accelerator="cpu", devices=_size(name))
-        strategy.launch(facts_of, str(self._folder))
+        strategy.launch(fingerprint_of, str(self._folder))
         self._by_name[name] = cast(dict[int, Facts], strategy.results)
 
 

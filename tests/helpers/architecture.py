@@ -10,42 +10,44 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-BASE = frozenset({"errors", "ranks", "named_options", "_say", "_start", "_tied"})
-LEGS = frozenset(
-    {
-        "callbacks",
-        "checkpoint",
-        "data",
-        "environments",
-        "gradient_sync",
-        "launchers",
-        "loggers",
-        "precision",
-        "process_group",
-    }
+ORDER = (
+    "errors",
+    "ranks",
+    "seed",
+    "named_options",
+    "environments",
+    "processes",
+    "stores",
+    "monitoring",
+    "failures",
+    "process_group",
+    "launchers",
+    "gradient_sync",
+    "precision",
+    "checkpoint",
+    "data",
+    "strategies",
+    "registry",
+    "callbacks",
+    "loggers",
+    "trainer",
+    "",  # rankwise/__init__.py
+    "doctor",
+    "testing",
+    "integrations",
+    "__main__",
 )
-PARTS = BASE | LEGS | {"seed", "strategies", "registry", "trainer"}
-EVERYTHING = PARTS | {"", "doctor", "testing", "integrations", "__main__"}
+INDEPENDENT = (
+    {"gradient_sync", "precision", "checkpoint", "data"},
+    {"callbacks", "loggers"},
+)
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
-    "_say": frozenset(),
-    "_start": frozenset(),
-    "_tied": frozenset(),
-    "errors": frozenset(),
-    "ranks": frozenset({"errors"}),
-    "named_options": frozenset({"errors"}),
-    "seed": BASE,
-    **dict.fromkeys(LEGS, BASE),
-    "launchers": BASE | {"process_group"},
-    "gradient_sync": BASE | {"process_group"},
-    "strategies": BASE | LEGS,
-    "registry": BASE | LEGS | {"strategies"},
-    "trainer": PARTS,
-    "": PARTS,  # rankwise/__init__.py
-    "doctor": PARTS | {""},
-    "testing": EVERYTHING,
-    "integrations": EVERYTHING,
-    "__main__": EVERYTHING,
+    part: frozenset(ORDER[:position]).difference(
+        {""} if part in ORDER[: ORDER.index("")] else set(),
+        *(group for group in INDEPENDENT if part in group),
+    )
+    for position, part in enumerate(ORDER)
 }
 """What each part of the package (a folder or file right under it) may import, beside itself."""
 
@@ -222,7 +224,11 @@ def long_files(modules: Mapping[str, Module], limit: int, but: Mapping[str, int]
 
 def without_all(modules: Mapping[str, Module]) -> list[str]:
     """Return the packages whose `__init__` does not say what is public."""
-    return [module.name for module in modules.values() if module.is_package and not module.public_names]
+    return [
+        module.name
+        for module in modules.values()
+        if module.is_package and not re.search(r"^__all__\b", module.text, re.MULTILINE)
+    ]
 
 
 def unroled_files(modules: Mapping[str, Module]) -> list[str]:

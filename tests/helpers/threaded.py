@@ -18,7 +18,7 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.ranks import RankInfo
 from rankwise.strategies import DDPStrategy
-from rankwise.strategies._scopes import variables_set
+from rankwise.strategies.job import variables_set
 
 T = TypeVar("T")
 _private: Any = multi_threaded_pg  # untyped

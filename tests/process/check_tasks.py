@@ -18,7 +18,7 @@ from rankwise.strategies import DDPStrategy
 all_reduce_by_its_own_name = dist.all_reduce
 
 
-def told(call: Callable[[], Any]) -> str:
+def ddp_options(call: Callable[[], Any]) -> str:
     """Return the text of the mismatch that a call ends in."""
     try:
         call()
@@ -33,23 +33,27 @@ def mismatches(strategy: DDPStrategy) -> dict[str, str]:
     is_zero = rank == 0
     x = torch.ones(4)
     found = {
-        "kind": told(lambda: dist.broadcast(x, 0) if is_zero else dist.all_reduce(x)),
-        "shape": told(lambda: dist.all_reduce(torch.ones(3 + rank))),
-        "dtype": told(lambda: strategy.all_reduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank]))),
-        "operation": told(lambda: dist.all_reduce(x, op=[dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])),
-        "root": told(lambda: dist.broadcast(x, src=rank)),
-        "by its own name": told(
+        "kind": ddp_options(lambda: dist.broadcast(x, 0) if is_zero else dist.all_reduce(x)),
+        "shape": ddp_options(lambda: dist.all_reduce(torch.ones(3 + rank))),
+        "dtype": ddp_options(
+            lambda: strategy.all_reduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank]))
+        ),
+        "operation": ddp_options(lambda: dist.all_reduce(x, op=[dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])),
+        "root": ddp_options(lambda: dist.broadcast(x, src=rank)),
+        "by its own name": ddp_options(
             lambda: all_reduce_by_its_own_name(x) if is_zero else dist.barrier(),
         ),
-        "objects": told(lambda: dist.all_gather_object([None, None], 1) if is_zero else dist.barrier()),
+        "objects": ddp_options(
+            lambda: dist.all_gather_object([None, None], 1) if is_zero else dist.barrier()
+        ),
     }
     if is_zero:
-        found["order"] = told(lambda: dist.all_reduce(x))
+        found["order"] = ddp_options(lambda: dist.all_reduce(x))
     else:
-        found["order"] = told(lambda: dist.all_reduce(x))
+        found["order"] = ddp_options(lambda: dist.all_reduce(x))
     pair = dist.new_group([0, 1])
-    found["subgroup"] = told(lambda: dist.all_reduce(torch.ones(1 + rank), group=pair, async_op=True))
-    found["afterwards"] = f"{told(lambda: dist.all_reduce(x))}: {x.tolist()}"
+    found["subgroup"] = ddp_options(lambda: dist.all_reduce(torch.ones(1 + rank), group=pair, async_op=True))
+    found["afterwards"] = f"{ddp_options(lambda: dist.all_reduce(x))}: {x.tolist()}"
     return found
 
 
@@ -94,7 +98,7 @@ def sends_among_collectives(strategy: DDPStrategy) -> tuple[list[float], str]:
     else:
         dist.recv_object_list(objects, 0)
     came = [*total.tolist(), *torch.cat(got).tolist(), *objects]
-    return came, told(lambda: dist.all_reduce(torch.ones(1 + rank)))
+    return came, ddp_options(lambda: dist.all_reduce(torch.ones(1 + rank)))
 
 
 def buckets(strategy: DDPStrategy) -> list[str]:
@@ -110,7 +114,7 @@ def buckets(strategy: DDPStrategy) -> list[str]:
         for _ in range(steps):
             step()
         # as many elements of the same dtype: without the check these would pair up silently
-        found.append(told(step if strategy.is_global_zero else lambda: dist.all_reduce(torch.ones(8))))
+        found.append(ddp_options(step if strategy.is_global_zero else lambda: dist.all_reduce(torch.ones(8))))
     return found
 
 

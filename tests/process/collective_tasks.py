@@ -236,7 +236,7 @@ def in_a_subgroup(rank: int) -> dict[str, Any]:
 def existing_group(strategy: DDPStrategy) -> dict[str, Any]:
     """Call init_process_group where there is a group already."""
     variables = {
-        name: value for name, value in strategy.seat.variables.items() if "RANK" in name or "SIZE" in name
+        name: value for name, value in strategy.worker.variables.items() if "RANK" in name or "SIZE" in name
     }
     same = PlainEnvironment({**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
     answers: dict[str, Any] = {"used": init_process_group(same, "gloo").global_rank}

@@ -97,18 +97,18 @@ class FaultRunner:
             exit_code = self._hear()  # the next job's comes after it
         left += leak_checks.wait_until_clean([shared_memory], timeout_s=0.5)
         left += files_left(folder)
-        told, problem = word_of(fault)
+        ddp_options, problem = word_of(fault)
         left += [problem] if problem else []
         stamp = folder / "stamp"
         began_s = float(stamp.read_text()) if stamp.exists() else started
         return Outcome(
             ranks_gone_at_s - began_s,
             gone_at_s - began_s,
-            told["told_at_s"] - began_s if told else -1.0,
+            ddp_options["told_at_s"] - began_s if ddp_options else -1.0,
             exit_code,
-            str(told["exception"]) if told else UNDISTURBED,
-            tuple(rank for rank in told.get("ranks", ()) if rank is not None),
-            (*left, *told.get("left", ())),
+            str(ddp_options["exception"]) if ddp_options else UNDISTURBED,
+            tuple(rank for rank in ddp_options.get("ranks", ()) if rank is not None),
+            (*left, *ddp_options.get("left", ())),
             (folder / "output").read_text(errors="replace"),
         )
 
@@ -165,14 +165,14 @@ def files_left(folder: Path) -> list[str]:
 def word_of(fault: Fault) -> tuple[dict[str, Any], str]:
     """Return what the caller has left word of, and where the job was not what it had to be."""
     folder = Path(fault.folder)
-    told: dict[str, Any] = {}
+    ddp_options: dict[str, Any] = {}
     if (caught := folder / "caught.json").exists():
-        told = json.loads(caught.read_text())
-    if not told and not (fault.cell is not None and fault.cell.ends_main):
-        return told, "the caller has not left word"
+        ddp_options = json.loads(caught.read_text())
+    if not ddp_options and not (fault.cell is not None and fault.cell.ends_main):
+        return ddp_options, "the caller has not left word"
     if fault.cell is not None:
-        return told, "" if (folder / "stamp").exists() else "the fault has not come"
-    return told, "" if _saved_step(folder) == STEPS else f"the job has not trained for {STEPS} steps"
+        return ddp_options, "" if (folder / "stamp").exists() else "the fault has not come"
+    return ddp_options, "" if _saved_step(folder) == STEPS else f"the job has not trained for {STEPS} steps"
 
 
 def problems(cell: Cell, outcome: Outcome) -> list[str]:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from rankwise import Trainer
 from rankwise.callbacks import Callback
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.launchers._dynamo import import_dynamo
+from rankwise.processes.fork_safety import import_dynamo
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
 
 WHO = ("rank", "main", "group")

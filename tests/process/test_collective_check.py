@@ -32,7 +32,7 @@ def results_of(function: Any, rendezvous: str = "private", **arguments: Any) -> 
 
 
 @pytest.fixture(scope="module", params=RENDEZVOUS)
-def told(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+def ddp_options(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """Return what each rank was told of every mistake, by one launch for all tests here."""
     return results_of(mismatches, request.param)
 
@@ -52,20 +52,20 @@ def told(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     ],
 )
 def test_a_mismatch_is_an_error_on_every_rank(
-    told: list[dict[str, str]], mistake: str, zeros: str, ones: str
+    ddp_options: list[dict[str, str]], mistake: str, zeros: str, ones: str
 ) -> None:
     """Both ranks are told the same: what each of them called, and where."""
-    assert told[0][mistake] == told[1][mistake]
+    assert ddp_options[0][mistake] == ddp_options[1][mistake]
     place = r" at check_tasks\.py:(\d+) in <lambda>\n"
     expected = rf"  Seen: global_rank 0: {zeros}{place} +global_rank 1: {ones}{place}"
-    found = re.search(expected, told[0][mistake])
-    assert found is not None, told[0][mistake]
+    found = re.search(expected, ddp_options[0][mistake])
+    assert found is not None, ddp_options[0][mistake]
     assert (found[1] != found[2]) == (mistake == "order")
 
 
-def test_a_mismatch_leaves_the_group_usable(told: list[dict[str, str]]) -> None:
+def test_a_mismatch_leaves_the_group_usable(ddp_options: list[dict[str, str]]) -> None:
     """Nothing was sent, so a rank that catches the error can go on."""
-    assert [found["afterwards"] for found in told] == ["no error: [2.0, 2.0, 2.0, 2.0]"] * 2
+    assert [found["afterwards"] for found in ddp_options] == ["no error: [2.0, 2.0, 2.0, 2.0]"] * 2
 
 
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)

@@ -97,15 +97,15 @@ def test_a_restart_names_the_rank_that_was_killed(caplog: pytest.LogCaptureFixtu
 class KillAfter(Callback):
     """At each start, SIGKILL for a rank after so many steps; the last start is left in peace."""
 
-    def __init__(self, *plan: tuple[int, int]) -> None:
-        self.plan = plan
+    def __init__(self, *spec: tuple[int, int]) -> None:
+        self.spec = spec
         self.steps = 0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.steps += 1
         if (
-            restart_count() < len(self.plan)
-            and (trainer.global_rank, self.steps) == self.plan[restart_count()]
+            restart_count() < len(self.spec)
+            and (trainer.global_rank, self.steps) == self.spec[restart_count()]
         ):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -174,8 +174,8 @@ def test_checkpoint_of_an_earlier_run_is_none_of_ours(tmp_path: Path) -> None:
 class Damage(KillAfter):
     """Before the kill, cuts the last checkpoint in two."""
 
-    def __init__(self, path: Path, *plan: tuple[int, int]) -> None:
-        super().__init__(*plan)
+    def __init__(self, path: Path, *spec: tuple[int, int]) -> None:
+        super().__init__(*spec)
         self.path = path
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -189,7 +189,7 @@ class Damage(KillAfter):
 def log(tmp_path: Path) -> Iterator[Path]:
     """Return the file to which ranks, too, log when they look for a checkpoint."""
     handler = logging.FileHandler(tmp_path / "log")
-    logger = logging.getLogger("rankwise.trainer.restarts")
+    logger = logging.getLogger("rankwise.trainer.checkpointing")
     logger.addHandler(handler)
     yield tmp_path / "log"
     logger.removeHandler(handler)

@@ -92,7 +92,7 @@ def run(method, how, way="launch"):
 ALL = (
     JOB
     + """
-from rankwise.launchers._dynamo import import_dynamo
+from rankwise.processes.fork_safety import import_dynamo
 
 if __name__ == "__main__":
     import_dynamo()
@@ -146,31 +146,31 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def ddp_options(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Run all cases."""
     with module_runner(tmp_path_factory.mktemp("codes")) as runner:
         return Told(runner(ALL, *CODES, timeout=180))
 
 
 @pytest.mark.parametrize("case", CODES)
-def test_the_code_is_the_culprits(case: str, told: Told) -> None:
+def test_the_code_is_the_culprits(case: str, ddp_options: Told) -> None:
     """As a shell gives it, never 0 unless the script goes on; the exit hooks have run, the text is there."""
-    assert f"code {CODES[case]}\n" in told.stdout[case], told.stdout
-    assert "exit hooks ran" in told.stdout[case]
+    assert f"code {CODES[case]}\n" in ddp_options.stdout[case], ddp_options.stdout
+    assert "exit hooks ran" in ddp_options.stdout[case]
     if "own hook" not in case and "caught" not in case:
-        assert told.stderr[case].count("Worker global_rank=1 ") == 1
+        assert ddp_options.stderr[case].count("Worker global_rank=1 ") == 1
 
 
-def test_ones_own_excepthook_is_called(told: Told) -> None:
+def test_ones_own_excepthook_is_called(ddp_options: Told) -> None:
     """A hook that the script has set prints what it likes, and nothing else is printed."""
-    assert "own hook WorkerExitedError" in told.stdout["_exit/own hook"]
-    assert told.stderr["_exit/own hook"] == ""
+    assert "own hook WorkerExitedError" in ddp_options.stdout["_exit/own hook"]
+    assert ddp_options.stderr["_exit/own hook"] == ""
 
 
 @pytest.mark.parametrize("case", ["kill/caught", "_exit/thread"])
-def test_what_is_caught_leaves_no_hook(case: str, told: Told) -> None:
+def test_what_is_caught_leaves_no_hook(case: str, ddp_options: Told) -> None:
     """`sys.excepthook` is what it was once the error is gone, and in a thread it never changes."""
-    assert "as before: True" in told.stdout[case]
+    assert "as before: True" in ddp_options.stdout[case]
 
 
 @pytest.mark.parametrize(

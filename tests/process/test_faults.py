@@ -95,7 +95,7 @@ RERUN_SCRIPT = """
     import json, sys
     import rankwise
     from rankwise.errors import RankwiseError
-    from rankwise.launchers._inherited import inherited_seat
+    from rankwise.launchers.worker_main import inherited_context
     from tests.process.faults import LIMIT_S, STALL_S, Fault, job, problems, strategy_with
 
     def report(text, found):
@@ -112,7 +112,7 @@ RERUN_SCRIPT = """
             connects = (when, rendezvous) == ("before", "tcp")
             report(text, problems(fault, error, LIMIT_S + STALL_S * connects))
         except BaseException as error:
-            if inherited_seat() is not None:
+            if inherited_context() is not None:
                 raise
             report(text, [f"raised {error!r}"])
 """

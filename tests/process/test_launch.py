@@ -400,7 +400,7 @@ def test_what_needs_a_job_says_so() -> None:
         strategy.world_size  # noqa: B018 -- the property raises
     strategy.bind()
     with pytest.raises(LifecycleError, match="in a job"):
-        strategy.seat  # noqa: B018 -- the property raises
+        strategy.worker  # noqa: B018 -- the property raises
 
 
 def test_a_lambda_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

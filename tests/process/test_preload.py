@@ -6,7 +6,7 @@ from tests.helpers.scripts import ScriptRunner
 
 READ = """
     import gc, sys
-    import rankwise.launchers._preload
+    import rankwise.launchers.preload
     print(gc.get_freeze_count())
     sys.exit(3)
 """

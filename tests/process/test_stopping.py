@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.launchers._signals import ECHO_S
+from rankwise.processes.signals import DEBOUNCE_S
 from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import with_tests
 from tests.process.stopping import CODE, OPTIONS, WHO, check_end, send_to
@@ -129,7 +129,7 @@ def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> No
     assert ends[0] == ends[1]
     assert ends[0]["step"] in (7, 8)
     running.wait_for("hanging", count=2, timeout=60)
-    for pause_s in (0.3, ECHO_S + 1):  # the second is an echo
+    for pause_s in (0.3, DEBOUNCE_S + 1):  # the second is an echo
         running.send_signal(signal.SIGTERM)
         time.sleep(pause_s)
     assert running.processes()

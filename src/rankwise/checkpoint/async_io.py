@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import final
 
 from rankwise.checkpoint.base import CheckpointIO
-from rankwise.checkpoint.reasons import telling_why
+from rankwise.checkpoint.reasons import as_checkpoint_error
 from rankwise.checkpoint.torch_io import TorchCheckpointIO
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 
@@ -70,7 +70,7 @@ class AsyncCheckpointIO(CheckpointIO):
             CheckpointError: when it cannot be copied; or one before it could not be written: this one, the
                 newest state, is written nevertheless.
         """
-        with telling_why(path):
+        with as_checkpoint_error(path):
             kept = _Snapshot().of(checkpoint)
         self._leave_to_parent()
         earlier = self._take_error()  # before this save is asked for: its own error is for the next call
@@ -99,7 +99,7 @@ class AsyncCheckpointIO(CheckpointIO):
         """Let what writes look at `part`, now."""
         self.wrapped.check_checkpoint(part, path)
 
-    def tell_when_saving(self, tell: Callable[[bool], None]) -> None:
+    def on_saving_changed(self, tell: Callable[[bool], None]) -> None:
         """Call `tell` with True when the thread begins to write, and with False when nothing is left."""
         self._tell = tell
 

@@ -44,7 +44,7 @@ class CheckpointIO(ABC):
             CheckpointError: naming what cannot be written, or could not be loaded.
         """
 
-    def tell_when_saving(self, tell: Callable[[bool], None]) -> None:  # most write while training waits
+    def on_saving_changed(self, tell: Callable[[bool], None]) -> None:  # most write while training waits
         """Call `tell` with True when a thread begins to write, and with False when nothing is left to write.
 
         From then on, and from any thread. A rank that has to leave is not killed in between.

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 from rankwise.errors import CheckpointError
 
-__all__ = ["reason_for", "telling_why"]
+__all__ = ["reason_for", "as_checkpoint_error"]
 
 
 @contextlib.contextmanager
-def telling_why(path: str | os.PathLike[str]) -> Iterator[None]:
+def as_checkpoint_error(path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise what goes wrong in the block, which prepares or writes a file, as a `CheckpointError`."""
     handled = sys.exc_info()[1]
     try:

@@ -3,8 +3,7 @@
 from rankwise.data.batch_sizes import BatchSizes, batch_sizes
 from rankwise.data.batch_stream import BatchStream, sharded_sampler_of, with_batch_stream
 from rankwise.data.iterable import ShardedIterable, ShardInfo, shard_info
-from rankwise.data.own_split import batches_before_split, check_dealt_by_batches, is_split
-from rankwise.data.sampler import ShardedSampler, tell_epoch
+from rankwise.data.sampler import ShardedSampler, set_epoch_of
 from rankwise.data.sharding import (
     check_shardable,
     in_dataset_order,
@@ -14,6 +13,7 @@ from rankwise.data.sharding import (
     shard_for_prediction,
     shard_for_training,
 )
+from rankwise.data.user_sharding import batches_before_split, check_interleaved_by_batches, is_split
 
 __all__ = [
     "BatchStream",
@@ -23,7 +23,7 @@ __all__ = [
     "ShardedSampler",
     "batch_sizes",
     "batches_before_split",
-    "check_dealt_by_batches",
+    "check_interleaved_by_batches",
     "check_shardable",
     "in_dataset_order",
     "is_shardable",
@@ -34,6 +34,6 @@ __all__ = [
     "shard_for_training",
     "shard_info",
     "sharded_sampler_of",
-    "tell_epoch",
+    "set_epoch_of",
     "with_batch_stream",
 ]

@@ -34,12 +34,12 @@ class BatchSizes:
         """Return how many samples this rank's batch has."""
         return self.size_of(self.rank, batch)
 
-    def total(self, first: int, beyond: Sequence[int]) -> int:
+    def total(self, first: int, ends_by_rank: Sequence[int]) -> int:
         """Return how many samples the ranks' batches from `first` to before `beyond[rank]` have together."""
         return sum(
             self.size_of(rank, batch)
             for rank in range(self.num_replicas)
-            for batch in range(first, beyond[rank])
+            for batch in range(first, ends_by_rank[rank])
         )
 
 

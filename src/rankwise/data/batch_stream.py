@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 from typing_extensions import TypeVar, final
 
 from rankwise.data.random_state import isolated_random_state, mixed_seed, seed_process
-from rankwise.data.sampler import ShardedSampler, has_length, own_generators, own_seed, tell_epoch
+from rankwise.data.sampler import ShardedSampler, has_length, own_generators, own_seed, set_epoch_of
 from rankwise.data.sharding import is_shardable, with_stream
 
 __all__ = ["BatchStream", "SeededBatch", "sharded_sampler_of", "with_batch_stream"]
@@ -63,7 +63,7 @@ class BatchStream(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; passed on to a batch sampler that has epochs too."""
         self.epoch = epoch
-        tell_epoch(epoch, self.batches)
+        set_epoch_of(epoch, self.batches)
 
     def __len__(self) -> int:
         return max(0, len(self.batches) - self.skipped)

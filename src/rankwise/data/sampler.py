@@ -1,4 +1,4 @@
-"""`ShardedSampler`: one rank's part of a stream of indices, or of batches of indices."""
+"""`ShardedSampler`: one rank's part of a stream of indices; `LimitedSampler`: a sampler that ends early."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing_extensions import final
 from rankwise.data.random_state import isolated_random_state, mixed_seed
 
 __all__ = [
+    "LimitedSampler",
     "ShardedSampler",
     "Uneven",
     "has_length",
     "own_generators",
     "own_seed",
-    "tell_epoch",
+    "set_epoch_of",
     "with_wrapped",
 ]
 
@@ -63,7 +64,7 @@ class ShardedSampler(Sampler[Any]):
         """Choose the epoch, for another order; passed on to a base sampler that has epochs too."""
         self.epoch = epoch
         self._drawn = None
-        tell_epoch(epoch, self.sampler)
+        set_epoch_of(epoch, self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         if self._drawn is None and not has_length(self.sampler):
@@ -82,7 +83,7 @@ class ShardedSampler(Sampler[Any]):
 
     def length_of(self, rank: int) -> int:
         """Return how many items a rank takes."""
-        return len(range(rank, self._evened(len(self.sampler)), self.num_replicas))
+        return len(range(rank, self._padded(len(self.sampler)), self.num_replicas))
 
     def items_by_rank(self) -> list[list[Any]]:
         """Return what each rank takes in the next pass, which then yields exactly that."""
@@ -90,8 +91,8 @@ class ShardedSampler(Sampler[Any]):
         return [list(self._dealt(self._drawn, rank)) for rank in range(self.num_replicas)]
 
     def _dealt(self, stream: list[Any], rank: int) -> Iterator[Any]:
-        evened = islice(cycle(stream), self.skip, self.skip + self._evened(len(stream)))
-        return islice(evened, rank, None, self.num_replicas)
+        padded = islice(cycle(stream), self.skip, self.skip + self._padded(len(stream)))
+        return islice(padded, rank, None, self.num_replicas)
 
     def _draw(self) -> list[Any]:
         with isolated_random_state((self.seed + self.epoch) % 2**63, *own_generators(self.sampler)):
@@ -122,7 +123,7 @@ class ShardedSampler(Sampler[Any]):
                 return
             yield from part
 
-    def _evened(self, length: int) -> int:
+    def _padded(self, length: int) -> int:
         """Return how many items all ranks take together of what is left of a stream of `length`."""
         length = max(0, length - self.skip)
         rest = length % self.num_replicas
@@ -140,13 +141,13 @@ def has_length(sampler: Any) -> bool:
     return True
 
 
-def tell_epoch(epoch: int, *samplers: Any) -> None:
+def set_epoch_of(epoch: int, *samplers: Any) -> None:
     """Tell the epoch to samplers, and to those that they wrap, where they have epochs."""
-    told: set[int] = set()
+    ddp_options: set[int] = set()
     for sampler in (inner for outer in samplers for inner in with_wrapped(outer)):
-        if id(sampler) not in told and callable(set_epoch := getattr(sampler, "set_epoch", None)):
+        if id(sampler) not in ddp_options and callable(set_epoch := getattr(sampler, "set_epoch", None)):
             set_epoch(epoch)
-        told.add(id(sampler))
+        ddp_options.add(id(sampler))
 
 
 def with_wrapped(sampler: Any) -> Iterator[Any]:
@@ -169,3 +170,18 @@ def own_seed(sampler: Any) -> int | None:
     """Return the seed of a sampler's order, where the user has given it a generator; otherwise None."""
     seeds = [generator.initial_seed() for generator in own_generators(sampler)]
     return mixed_seed(*seeds) if seeds else None
+
+
+@final
+class LimitedSampler(Sampler[Any]):
+    """Yield the first `count` items of `sampler`."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self.sampler = sampler
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.sampler, self.count)
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.sampler))

@@ -8,10 +8,10 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import TypeVar
 
-from rankwise.data.first_items import FirstItems
 from rankwise.data.iterable import ShardedIterable, can_be_split
-from rankwise.data.own_split import (
-    check_dealt_by_batches,
+from rankwise.data.sampler import LimitedSampler, ShardedSampler, Uneven, has_length, own_seed
+from rankwise.data.user_sharding import (
+    check_interleaved_by_batches,
     check_place,
     deals_as_torch_does,
     is_split,
@@ -20,7 +20,6 @@ from rankwise.data.own_split import (
     sampler_of,
     split_of,
 )
-from rankwise.data.sampler import ShardedSampler, Uneven, has_length, own_seed
 from rankwise.errors import UnshardableLoaderError
 
 __all__ = [
@@ -90,7 +89,7 @@ def shard_for_prediction(loader: Loader, num_replicas: int, rank: int, *, seed: 
     check_shardable(loader, by_index=True)
     loader = in_dataset_order(loader)
     if is_split(loader):
-        check_dealt_by_batches(loader)
+        check_interleaved_by_batches(loader)
         check_place(loader, num_replicas, rank)
         return loader
     stream = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -138,12 +137,12 @@ def _without_padding(loader: Loader, sampler: Any) -> Loader:
         UnshardableLoaderError: when nobody knows which those are.
     """
     samples = sampler_of(loader)
-    if sampler.total_size <= len(sampler.dataset) or isinstance(samples, FirstItems):
+    if sampler.total_size <= len(sampler.dataset) or isinstance(samples, LimitedSampler):
         return loader
     if samples is not sampler or not deals_as_torch_does(sampler):
         raise repeating(sampler)
     return _resampled(
-        loader, FirstItems(sampler, len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas)))
+        loader, LimitedSampler(sampler, len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas)))
     )
 
 
@@ -151,7 +150,7 @@ def _without_last_batch(loader: Loader, batches: BatchSampler) -> Loader:
     """Return a loader that drops nothing, of those samples that `loader` has in whole batches."""
     if not batches.drop_last or not has_length(batches.sampler):
         return loader
-    own = FirstItems(batches.sampler, len(batches) * batches.batch_size)
+    own = LimitedSampler(batches.sampler, len(batches) * batches.batch_size)
     return _resampled(loader, own, drop_last=False)
 
 

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rankwise.doctor._examination import Wanted, examine
-from rankwise.doctor._strategies import list_strategies
+from rankwise.doctor.examination import Wanted, examine
+from rankwise.doctor.strategies import list_strategies
 
 __all__ = ["main"]
 

@@ -1,4 +1,4 @@
-"""`ClusterEnvironment`: who started this process, and which place in the job did it get?"""
+"""`ClusterEnvironment`: who started this process, and its place in the job; typed access to variables."""
 
 from __future__ import annotations
 
@@ -8,12 +8,55 @@ from abc import ABC
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rankwise.environments._port import port_of_job
-from rankwise.environments._variables import Variables
+from typing_extensions import final
+
+from rankwise.environments.network import port_of_job
 from rankwise.errors import EnvironmentVariableError, InvalidArgumentError
 from rankwise.ranks import RankInfo
 
 __all__ = ["ClusterEnvironment"]
+
+_HIGHEST_COUNT = 10_000_000
+
+
+@final
+class Variables:
+    """The variables that one environment reads."""
+
+    def __init__(self, environment: str, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self._environment = environment
+
+    def has(self, name: str) -> bool:
+        """Return whether a variable is set to more than blanks."""
+        return bool(self.environ.get(name, "").strip())
+
+    def text(self, name: str) -> str:
+        """Return a variable that must be set and not empty."""
+        value = self.environ.get(name, "").strip()
+        if not value:
+            raise self.error(f"{name} is not set", {})
+        return value
+
+    def number(self, name: str, highest: int = _HIGHEST_COUNT, lowest: int = 0) -> int:
+        """Return a variable that must hold a whole number from `lowest` to `highest`."""
+        text = self.text(name)
+        # str.isdecimal keeps signs, spaces, underscores and fractions out; isascii other digits
+        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(highest))):
+            raise self.error(f"{name} is not a number from {lowest} to {highest}", {name: text})
+        if not lowest <= int(text) <= highest:
+            raise self.error(f"{name} is not within {lowest} to {highest}", {name: text})
+        return int(text)
+
+    def first_set(self, *names: str) -> str | None:
+        """Return the first of these variables that is set, None where none is."""
+        return next((name for name in names if self.has(name)), None)
+
+    def error(self, problem: str, shown: Mapping[str, str]) -> EnvironmentVariableError:
+        """Build the error that names this environment."""
+        return EnvironmentVariableError(
+            environment=self._environment, problem=problem.rstrip("."), variables=dict(shown)
+        )
 
 
 class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a subclass adds
@@ -76,7 +119,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         return tuple(name for name in cls._needed(environ) if not environ.get(name, "").strip())
 
     @classmethod
-    def traces(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
+    def detected_markers(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
         """Return the variables that prove this launcher to have been at work."""
         return tuple(name for name in cls.markers if environ.get(name, "").strip())
 
@@ -90,7 +133,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
                 would be a silent mistake.
         """
         missing = cls.missing(environ)
-        if missing and not cls.traces(environ):
+        if missing and not cls.detected_markers(environ):
             is_nothing_there = len(missing) == len(cls._needed(environ))
             return "none of its variables is set" if is_nothing_there else f"{', '.join(missing)} not set"
         environment = cls(environ)

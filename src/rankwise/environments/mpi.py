@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 from typing_extensions import final
 
-from rankwise.environments._port import port_of_job
-from rankwise.environments._route import address_toward
 from rankwise.environments.base import ClusterEnvironment
+from rankwise.environments.network import address_toward, port_of_job
 from rankwise.errors import ConfigurationError, MissingExtraError
 
 __all__ = ["MPIEnvironment"]
@@ -55,7 +54,7 @@ class MPIEnvironment(ClusterEnvironment):
         return _HYDRA if not _set(_OPEN_MPI, environ) and _set(_HYDRA, environ) else _OPEN_MPI
 
     @classmethod
-    def traces(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
+    def detected_markers(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
         """Return what only a launcher of MPI sets."""
         return tuple(name for name in _set(cls.table(environ), environ) if not name.startswith("PMI_"))
 

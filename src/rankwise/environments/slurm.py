@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from typing_extensions import final
 
-from rankwise.environments._node_list import expand_counts, expand_node_list
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.mpi import MPIEnvironment
+from rankwise.environments.node_list import expand_counts, expand_node_list
 from rankwise.errors import InvalidArgumentError
 from rankwise.ranks import RankInfo
 

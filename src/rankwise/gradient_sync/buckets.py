@@ -1,9 +1,11 @@
-"""Average gradients over the ranks in few large buckets, whichever rank has which of them."""
+"""Average gradients over the ranks in few large buckets."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,12 +17,64 @@ from rankwise.errors import ConfigurationError
 
 __all__ = [
     "BUCKET_BYTES",
+    "FlatGradients",
     "buckets_of",
     "keep_means",
     "mean_over_ranks",
     "reduce_gradients",
     "trained_among",
 ]
+
+
+@final
+class FlatGradients:
+    """All gradients of some parameters, one tensor for those that share a memory which nothing else is in.
+
+    With `gradient_as_bucket_view=True` these are the buckets of DDP: what is done to all gradients alike
+    then takes one operation for each bucket.
+
+    Args:
+        parameters: whose gradients.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._seen: list[Tensor] = []
+        self._pieces: list[Tensor] = []
+
+    def pieces(self) -> list[Tensor]:
+        """Return tensors that make up the gradients, each element once."""
+        gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
+        if len(gradients) != len(self._seen) or not all(map(is_, gradients, self._seen)):
+            self._look_at(gradients)
+        return self._pieces or gradients
+
+    def _look_at(self, gradients: list[Tensor]) -> None:
+        """Keep what the gradients are made of, if it is few pieces: others would be kept from being freed."""
+        self._seen, self._pieces = [], []
+        by_memory: dict[int, list[Tensor]] = defaultdict(list)
+        for gradient in gradients:
+            by_memory[gradient.untyped_storage().data_ptr()].append(gradient)
+        if len(by_memory) < len(gradients) and all(map(_fill_their_memory, by_memory.values())):
+            self._seen = gradients
+            self._pieces = [_whole_memory(first) for first, *_ in by_memory.values()]
+
+
+def _fill_their_memory(tensors: list[Tensor]) -> bool:
+    """Return whether tensors that share a memory leave nothing of it out, and do not overlap."""
+    if not all(each.layout is torch.strided and each.is_contiguous() for each in tensors):
+        return False
+    end = 0
+    for tensor in sorted(tensors, key=lambda each: (each.storage_offset(), each.numel())):
+        if tensor.dtype != tensors[0].dtype or tensor.storage_offset() != end:
+            return False
+        end += tensor.numel()
+    return end * tensors[0].element_size() == tensors[0].untyped_storage().nbytes()
+
+
+def _whole_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
 
 BUCKET_BYTES = 32 * 2**20
 _EXACT = (torch.float32, torch.float64)
@@ -57,9 +111,9 @@ def reduce_gradients(
     # A weight travels with the first bucket, or alone where that one's numbers are too coarse for it.
     lends_room = bool(buckets) and buckets[0][0].dtype in _EXACT
     works: list[tuple[_Bucket, Any]] = []
-    for number, members in enumerate(buckets):
+    for number, workers in enumerate(buckets):
         lent = weight if number == 0 and lends_room else None
-        bucket = _Bucket.filled(members, lent, 1 / dist.get_world_size(group))
+        bucket = _Bucket.filled(workers, lent, 1 / dist.get_world_size(group))
         works.append((bucket, dist.all_reduce(bucket.flat, group=group, async_op=True)))
     for bucket, work in works:
         work.wait()
@@ -87,33 +141,33 @@ def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
 class _Bucket:
     """Some parameters' gradients, one after another; then one flag for each; then perhaps a weight."""
 
-    members: list[Tensor]
+    workers: list[Tensor]
     flat: Tensor
 
     @classmethod
-    def filled(cls, members: list[Tensor], weight: float | None, share: float) -> _Bucket:
-        first = members[0]
+    def filled(cls, workers: list[Tensor], weight: float | None, share: float) -> _Bucket:
+        first = workers[0]
         pieces = [
             first.new_zeros(member.numel()) if member.grad is None else member.grad.reshape(-1)
-            for member in members
+            for member in workers
         ]
-        flags = [float(member.grad is not None) for member in members]
+        flags = [float(member.grad is not None) for member in workers]
         if weight is not None:
             flags.append(weight)
         tail = torch.tensor(flags, dtype=first.dtype).to(first.device, non_blocking=True)
-        return cls(members, torch.cat([*(piece.detach() for piece in pieces), tail]).mul_(share))
+        return cls(workers, torch.cat([*(piece.detach() for piece in pieces), tail]).mul_(share))
 
     def unpack(self) -> None:
         """Give each parameter its part, creating the gradients that only other ranks had."""
-        sizes = [member.numel() for member in self.members]
+        sizes = [member.numel() for member in self.workers]
         *means, flags = self.flat.split([*sizes, self.flat.numel() - sum(sizes)])
-        keep_means(self.members, means, flags.tolist())
+        keep_means(self.workers, means, flags.tolist())
 
 
-def keep_means(members: Sequence[Tensor], means: Sequence[Tensor], exist: Sequence[float]) -> None:
+def keep_means(workers: Sequence[Tensor], means: Sequence[Tensor], exist: Sequence[float]) -> None:
     """Give each parameter its flat mean, where a number other than 0 says that any rank has a gradient."""
     targets, sources = [], []
-    for member, mean, flag in zip(members, means, exist, strict=False):
+    for member, mean, flag in zip(workers, means, exist, strict=False):
         if flag == 0:
             continue
         if member.grad is None:

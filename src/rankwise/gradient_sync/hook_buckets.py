@@ -16,7 +16,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.buckets import BUCKET_BYTES, buckets_of, keep_means, trained_among
 from rankwise.gradient_sync.weights import WeightedReduction
 
-__all__ = ["HookBucket", "OwnHook"]
+__all__ = ["HookBucket", "ManualHookRunner"]
 
 _REMEMBERING = ("PowerSGDMemory", "PowerSGDState", "PostLocalSGDState")
 
@@ -25,13 +25,13 @@ _REMEMBERING = ("PowerSGDMemory", "PowerSGDState", "PostLocalSGDState")
 class HookBucket:
     """Some parameters' gradients, one after another, with the methods of torch's `GradBucket`."""
 
-    def __init__(self, members: list[Tensor], index: int, is_last: bool) -> None:
-        self.members = members
+    def __init__(self, workers: list[Tensor], index: int, is_last: bool) -> None:
+        self.workers = workers
         self._index = index
         self._is_last = is_last
         pieces = [
             member.new_zeros(member.numel()) if member.grad is None else member.grad.detach().reshape(-1)
-            for member in members
+            for member in workers
         ]
         self._buffer = torch.cat(pieces)
 
@@ -53,17 +53,17 @@ class HookBucket:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients in their shapes, as views of the buffer."""
-        sizes = [member.numel() for member in self.members]
-        parts = zip(self._buffer.split(sizes), self.members, strict=True)
+        sizes = [member.numel() for member in self.workers]
+        parts = zip(self._buffer.split(sizes), self.workers, strict=True)
         return [part.view(member.shape) for part, member in parts]
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters whose gradients these are."""
-        return self.members
+        return self.workers
 
 
 @final
-class OwnHook:
+class ManualHookRunner:
     """The communication hook of a wrapped module, to be run on buckets that DDP has not made.
 
     Args:
@@ -85,7 +85,7 @@ class OwnHook:
             )
 
     @classmethod
-    def of(cls, wrapped: nn.Module) -> OwnHook | None:
+    def of(cls, wrapped: nn.Module) -> ManualHookRunner | None:
         """Return the hook that was registered with a wrapped module; None for DDP's own average.
 
         Raises:
@@ -111,17 +111,17 @@ class OwnHook:
         """
         groups = list(buckets_of(trained_among(parameters), bucket_bytes))
         works = []
-        for index, members in enumerate(groups):
-            bucket = HookBucket(members, index, index + 1 == len(groups))
-            works.append((members, self._hook(self._state, bucket)))
-        flags = [float(member.grad is not None) for members in groups for member in members]
+        for index, workers in enumerate(groups):
+            bucket = HookBucket(workers, index, index + 1 == len(groups))
+            works.append((workers, self._hook(self._state, bucket)))
+        flags = [float(member.grad is not None) for workers in groups for member in workers]
         if not flags:
             return
         exist = torch.tensor(flags, device=groups[0][0].device)
         dist.all_reduce(exist, group=group)
         wanted = iter(exist.tolist())
-        for members, future in works:
+        for workers, future in works:
             flat = future.wait()
             flat = flat if isinstance(flat, Tensor) else flat[0]
-            means = flat.split([member.numel() for member in members])
-            keep_means(members, means, list(itertools.islice(wanted, len(members))))
+            means = flat.split([member.numel() for member in workers])
+            keep_means(workers, means, list(itertools.islice(wanted, len(workers))))

@@ -16,14 +16,13 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTyp
 from rankwise.gradient_sync.averaging import ModelAveraging, refuse_distributed_optimizer
 from rankwise.gradient_sync.built_in_hooks import allreduce_hook
 from rankwise.gradient_sync.comm_hook import CommHook
-from rankwise.gradient_sync.comm_hooks import HookPlace
-from rankwise.gradient_sync.context import Pause, synchronised
-from rankwise.gradient_sync.hook_state import read_state, state_for_rank, write_state
+from rankwise.gradient_sync.comm_hooks import HookPlace, read_state, state_for_rank, write_state
 from rankwise.gradient_sync.modes import GradientSyncMode, resolve_sync_mode
 from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, trained_parameters
+from rankwise.gradient_sync.sync_context import Pause, synchronised
 from rankwise.gradient_sync.unused import UnusedWatch
 from rankwise.gradient_sync.weight_carrier import WeightCarrier
-from rankwise.gradient_sync.weights import WeightBook, WeightedReduction
+from rankwise.gradient_sync.weights import WeightAccumulator, WeightedReduction
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -63,14 +62,14 @@ class GradientSync:
         gradient_weighting: str | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        told = ddp_kwargs or {}
+        ddp_options = ddp_kwargs or {}
         self.mode = resolve_sync_mode(
-            sync_mode, finds_unused_parameters=bool(told.get("find_unused_parameters"))
+            sync_mode, finds_unused_parameters=bool(ddp_options.get("find_unused_parameters"))
         )
         self.hook = CommHook.checked(comm_hook, comm_state, comm_wrapper)
         self.weighting = check_weighting(gradient_weighting)
         self.period = _check_period(model_averaging_period, self.hook)
-        self._check_together(told)
+        self._check_together(ddp_options)
         self._saved: States = []  # of a checkpoint or an earlier job: by rank, then by wrapped module
         self._own: list[dict[str, Any]] = []  # the same, of this very rank
         self._clear()
@@ -83,9 +82,9 @@ class GradientSync:
         self._carriers: dict[int, WeightCarrier] = {}
         self._carrier: WeightCarrier | None = None  # of the module whose block was begun last
         is_compressed = self.hook is not None and not self.hook.is_plain
-        self.weights = WeightBook(is_bounded=is_compressed) if self.weighting == "logged" else None
+        self.weights = WeightAccumulator(is_bounded=is_compressed) if self.weighting == "logged" else None
 
-    def _check_together(self, told: Mapping[str, Any]) -> None:
+    def _check_together(self, ddp_options: Mapping[str, Any]) -> None:
         if self.mode is GradientSyncMode.FORCED_SYNC:
             if self.hook is not None:
                 raise ConfigurationError(
@@ -93,7 +92,7 @@ class GradientSync:
                     facts="a hook changes how DDP averages gradients, and forced_sync averages them itself.",
                     remedy='leave out one of them, or take sync_mode="single_auto_sync".',
                 )
-            if told.get("static_graph"):
+            if ddp_options.get("static_graph"):
                 raise ConfigurationError(
                     message='static_graph=True cannot work with sync_mode="forced_sync".',
                     facts="DDP records a static graph in a backward pass that it reduces itself.",
@@ -107,7 +106,7 @@ class GradientSync:
                 '"auto" stands for this mode where find_unused_parameters=True.',
                 remedy='DDPStrategy(sync_mode="single_auto_sync", ...).',
             )
-        self._has_carrier = self._check_weighted_hook() and not told.get("mixed_precision")
+        self._has_carrier = self._check_weighted_hook() and not ddp_options.get("mixed_precision")
 
     def _check_weighted_hook(self) -> bool:
         """Make sure that the hook can average logged weights with gradients; return whether it needs no help.
@@ -147,7 +146,7 @@ class GradientSync:
         carrier = WeightCarrier.of(module, self.weights) if self._has_carrier else None
         if carrier is None:
             return wrap()
-        with carrier.lent_to(module):
+        with carrier.attached_to(module):
             wrapped = wrap()
             if isinstance(wrapped, DistributedDataParallel) and carrier.is_in(wrapped):
                 self._carriers[id(wrapped)] = carrier

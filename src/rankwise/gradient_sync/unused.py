@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import final
 
 from rankwise.errors import UnusedParametersError
+from rankwise.failures.classify import text_of
 from rankwise.gradient_sync.modes import GradientSyncMode
-from rankwise.process_group.causes import text_of
 
 __all__ = ["UnusedWatch", "check_finished", "explain_unused", "reduced_names"]
 
@@ -51,8 +51,8 @@ def check_finished(wrapped: DistributedDataParallel) -> None:
     try:
         check()
     except RuntimeError as error:
-        explained = explain_unused(error, wrapped)
-        raise error if explained is None else explained from None
+        translate_error = explain_unused(error, wrapped)
+        raise error if translate_error is None else translate_error from None
 
 
 def explain_unused(

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
-from rankwise.gradient_sync.flat_gradients import FlatGradients
+from rankwise.gradient_sync.buckets import FlatGradients
 from rankwise.gradient_sync.parameters import trained_parameters
-from rankwise.gradient_sync.weights import EXACT, WeightBook, divide_tensors, no_gradient_came
+from rankwise.gradient_sync.weights import EXACT, WeightAccumulator, divide_tensors, no_gradient_came
 
 __all__ = ["WeightCarrier"]
 
@@ -36,7 +36,7 @@ class WeightCarrier:
         like: one of them, whose dtype can count weights.
     """
 
-    def __init__(self, book: WeightBook, averaged: list[Tensor], like: Tensor) -> None:
+    def __init__(self, book: WeightAccumulator, averaged: list[Tensor], like: Tensor) -> None:
         self._book = book
         self._averaged = averaged
         self._watched = averaged[-1]  # its gradient tells whether any came
@@ -46,14 +46,14 @@ class WeightCarrier:
         self._zero = torch.zeros_like(self.total)
 
     @classmethod
-    def of(cls, module: nn.Module, book: WeightBook | None) -> WeightCarrier | None:
+    def of(cls, module: nn.Module, book: WeightAccumulator | None) -> WeightCarrier | None:
         """Return one for a module; None where there are no weights, or it has 16-bit parameters only."""
         averaged = trained_parameters(module)
         like = next((parameter for parameter in averaged if parameter.dtype in EXACT), None)
         return None if book is None or like is None else cls(book, averaged, like)
 
     @contextmanager
-    def lent_to(self, module: nn.Module) -> Iterator[None]:
+    def attached_to(self, module: nn.Module) -> Iterator[None]:
         """Have the parameter in a child of the module; the last one, so that DDP's numbers of others stay."""
         lent = nn.Module()
         lent.total = self.total

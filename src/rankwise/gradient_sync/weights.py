@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from rankwise.gradient_sync.comm_hooks import Hook
 
-__all__ = ["EXACT", "WeightBook", "WeightedReduction", "divide", "divide_tensors", "no_gradient_came"]
+__all__ = ["EXACT", "WeightAccumulator", "WeightedReduction", "divide", "divide_tensors", "no_gradient_came"]
 
 EXACT = (torch.float32, torch.float64)
 
 
 @final
-class WeightBook:
+class WeightAccumulator:
     """This rank's weights of the window of microbatches that is being accumulated.
 
     Every loss is multiplied by its weight. What the ranks average is then a sum of weighted gradients, and is
@@ -117,7 +117,7 @@ class WeightedReduction:
         others: the hook for the other buckets, with `group` as its state.
     """
 
-    def __init__(self, book: WeightBook, group: dist.ProcessGroup | None, others: Hook) -> None:
+    def __init__(self, book: WeightAccumulator, group: dist.ProcessGroup | None, others: Hook) -> None:
         self._book = book
         self._group = group
         self._others = others

@@ -1,10 +1,9 @@
 """Launchers: start processes, watch them, end them.
 
-A launcher hands each rank a `Seat`; a strategy takes it and does the rest. The two classes are all that one
-knows of the other.
+A launcher runs an entry with a `WorkerContext` on each rank; a strategy does the rest.
 """
 
 from rankwise.launchers.base import Launcher
-from rankwise.launchers.seat import MeetingPoint, Seat
+from rankwise.launchers.context import RendezvousEndpoint, WorkerContext
 
-__all__ = ["Launcher", "MeetingPoint", "Seat"]
+__all__ = ["Launcher", "RendezvousEndpoint", "WorkerContext"]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rankwise.launchers.seat import Entry
+from rankwise.launchers.context import Entry
 
 __all__ = ["Launcher"]
 

@@ -1,4 +1,4 @@
-"""Run a function in workers that torch's elastic agent starts, and starts again after a failure."""
+"""`ElasticLauncher`: torch's elastic agent starts the ranks, and starts them again after a failure."""
 
 from __future__ import annotations
 
@@ -22,33 +22,66 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final
 
-from rankwise import _tied
 from rankwise.errors import WorkerError
-from rankwise.launchers._agents_log import agents_log_heard
-from rankwise.launchers._launches import note_launch
-from rankwise.launchers._leave import leave
-from rankwise.launchers._memory_file import pack, unpack
-from rankwise.launchers._pickling import pack_or_explain
-from rankwise.launchers._records import FailureRecord, first_cause
-from rankwise.launchers._signals import Echoes, StoppedBySignal, leave_interrupts_to_the_main_process
+from rankwise.failures.classify import start_exception_chain
+from rankwise.failures.record import FailureRecord, first_cause
 from rankwise.launchers.base import Launcher
+from rankwise.launchers.context import Entry, WorkerContext
 from rankwise.launchers.multiprocess import (
     PRELOAD,
     Descriptor,
     owned_descriptor,
     refuse_what_cannot_be_imported,
     refuse_where_impossible,
-    rest_before_fork,
+    settle_before_fork,
 )
-from rankwise.launchers.seat import Entry, Seat
-from rankwise.process_group.causes import work_begins
-from rankwise.process_group.starts import Start, note_start
+from rankwise.processes import parent_death
+from rankwise.processes.command_line import count_launch
+from rankwise.processes.exit_codes import exit_now
+from rankwise.processes.shared_memory import pack, pack_or_explain, unpack
+from rankwise.processes.signals import SignalDebouncer, StoppedBySignal, ignore_interrupts_in_workers
 from rankwise.ranks import RankInfo
+from rankwise.stores.restart import RestartInfo, note_restart
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 __all__ = ["ElasticLauncher", "Nodes"]
+
+# The agent restarts its ranks without telling anybody why; it only logs torch's exception.
+_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+
+
+@contextmanager
+def agent_log_shown(on_exit: Callable[[int, int], None]) -> Iterator[None]:
+    """Keep the agent from printing its own traceback, which leads nowhere, for every rank that fails.
+
+    Args:
+        on_exit: called with the pid of a rank that left without an exception, and its exit status: negative
+            for the signal that killed it.
+
+    Mutates: level and filters of loggers of torch, until the block ends.
+    """
+    from torch.multiprocessing import ProcessExitedException
+
+    def hear(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ProcessExitedException):
+            on_exit(error.error_pid, error.exit_code)
+        return record.levelno >= logging.CRITICAL
+
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+        logger.addFilter(hear)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.removeFilter(hear)
+            logger.setLevel(level)
+
 
 # A rank whose failure reads like the echo of another's leaves that much later, after the other.
 _SETTLE_S = 0.5
@@ -116,12 +149,12 @@ class ElasticLauncher(Launcher):
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, watch, start again, bring back; see `Launcher.launch`."""
-        note_launch()
+        count_launch()
         refuse_where_impossible(self._start_method)
         started_s = time.monotonic()
         with ExitStack() as cleanup:
             job = self._prepare(entry, described, cleanup)
-            with _signals_of_the_agent(), agents_log_heard(job.note_exit):
+            with _signals_of_the_agent(), agent_log_shown(job.note_exit):
                 failures = self._run(job)
             gc.collect()  # the agent, with the store that it hosts, is a cycle
             if failures:
@@ -160,7 +193,7 @@ class ElasticLauncher(Launcher):
             start_method=multiprocessing.get_start_method(allow_none=True)
             or multiprocessing.get_all_start_methods()[0],
             environ=dict(os.environ) if self._start_method == "forkserver" else None,
-            openmp_threads=rest_before_fork() if self._start_method == "fork" else None,
+            openmp_threads=settle_before_fork() if self._start_method == "fork" else None,
             agent_pid=os.getpid(),
             is_alone=not self._nodes.endpoint,
         )
@@ -169,8 +202,7 @@ class ElasticLauncher(Launcher):
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher.api import LaunchConfig
 
-        from rankwise.launchers._loopback_rendezvous import LOOPBACK, register_loopback
-        from rankwise.launchers._nodes_rendezvous import NODES, register_nodes
+        from rankwise.launchers.elastic_rendezvous import LOOPBACK, NODES, register_loopback, register_nodes
 
         register_loopback()
         register_nodes()
@@ -213,7 +245,7 @@ class _Job:
     is_alone: bool
     silent: list[FailureRecord] = field(default_factory=list)
     # The same on all nodes, where torch's own count is each agent's.
-    start: Start = field(default_factory=Start)
+    start: RestartInfo = field(default_factory=RestartInfo)
 
     def records(self) -> list[FailureRecord]:
         """Return what the ranks of the last start have said of their failures."""
@@ -230,7 +262,7 @@ class _Job:
         texts = [os.pread(each.number, os.fstat(each.number).st_size, 0) for each in self.failures]
         return [FailureRecord.from_json(text) for text in texts if text]
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: RestartInfo) -> None:
         """Note which start it is; say that all ranks start again, and why; runs in the agent's process."""
         self.start = start
         if start.number:
@@ -242,8 +274,8 @@ class _Job:
             "a rank ended without a word" if self.is_alone else "nodes came or went, or a rank was killed"
         )
         # Where nodes come or go, the ranks that are there are asked to stop, and do.
-        told = [each for each in self.records() if each.exception_type != StoppedBySignal.__name__]
-        if not (records := [*self.silent, *told]):
+        ddp_options = [each for each in self.records() if each.exception_type != StoppedBySignal.__name__]
+        if not (records := [*self.silent, *ddp_options]):
             return unknown
         cause = first_cause(records)
         return f"{unknown}; {cause.line()}" if cause.is_consequence else cause.line()
@@ -267,14 +299,14 @@ def _signals_of_the_agent() -> Iterator[None]:
     is_main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _AGENT_SIGNALS} if is_main_thread else {}
     variable = os.environ.get(_SIGNALS_VARIABLE)
-    was_interrupted, echoes = False, Echoes()
+    was_interrupted, debouncer = False, SignalDebouncer()
 
     def end(signum: int, interrupted: FrameType | None) -> None:
         nonlocal was_interrupted
         if signum == signal.SIGINT:
             was_interrupted = True  # which ranks leave to this process: SIGINT would tell them nothing
             raise SignalException("interrupted", sigval=signal.SIGKILL)
-        if not echoes.is_echo():
+        if not debouncer.is_propagated():
             raise SignalException(f"signal {signum}", sigval=signal.Signals(signum))
 
     try:
@@ -297,9 +329,9 @@ def _signals_of_the_agent() -> Iterator[None]:
 def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> WorkerError:
     """Return the exception for a job that failed more often than it may."""
     records = job.records()
-    told = {record.pid for record in records}
+    ddp_options = {record.pid for record in records}
     for global_rank, failure in failures.items():
-        if failure.pid not in told:
+        if failure.pid not in ddp_options:
             records.append(
                 FailureRecord(
                     global_rank,
@@ -317,14 +349,14 @@ def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> W
 # ---------------------------------------------------------------------------------------- the worker's side
 
 
-@work_begins()
+@start_exception_chain()
 def _work(job: _Job) -> None:
     """Be one rank: the function that every started process runs, under torchrun's variables."""
     for number in _AGENT_SIGNALS:  # a fork inherits the agent's handlers, which raise
         signal.signal(number, signal.SIG_DFL)
     _leave_with(job.agent_pid)
-    leave_interrupts_to_the_main_process()
-    _tied.tie_children_to_this_process()
+    ignore_interrupts_in_workers()
+    parent_death.end_children_with_this_process()
     multiprocessing.set_start_method(job.start_method, force=True)
     if job.environ is not None:
         os.environ.update({**job.environ, **_own_variables()})
@@ -333,31 +365,31 @@ def _work(job: _Job) -> None:
 
         torch.set_num_threads(job.openmp_threads)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.start.number)
-    note_start(job.start)
-    seat = _seat()
-    local_rank = seat.ranks.local_rank
+    note_restart(job.start)
+    worker = _worker()
+    local_rank = worker.ranks.local_rank
     failure = job.failures[local_rank].number
-    _leave_word(failure, FailureRecord.of_exit(seat.ranks, os.getpid(), 0, ""))
+    _publish_failure(failure, FailureRecord.of_exit(worker.ranks, os.getpid(), 0, ""))
     try:
-        value = _entry_of(job)(seat)
-        pack((seat.ranks.global_rank, value), job.values[local_rank].number)
+        value = _entry_of(job)(worker)
+        pack((worker.ranks.global_rank, value), job.values[local_rank].number)
     except BaseException as error:  # noqa: BLE001  whatever ended it
-        record = FailureRecord.of_exception(seat.ranks, error)
-        _leave_word(failure, record)
+        record = FailureRecord.of_exception(worker.ranks, error)
+        _publish_failure(failure, record)
         if record.is_consequence:
             time.sleep(_SETTLE_S)
-        leave(record.exit_status or 1)
+        exit_now(record.exit_status or 1)
 
 
-def _leave_word(descriptor: int, record: FailureRecord) -> None:
+def _publish_failure(descriptor: int, record: FailureRecord) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, record.to_json(), 0)
 
 
-def _seat() -> Seat:
+def _worker() -> WorkerContext:
     number = {name: int(os.environ[name]) for name in _RANK_VARIABLES}
     ranks = RankInfo(*number.values())
-    return Seat(ranks, address=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+    return WorkerContext(ranks, address=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
 
 
 # In the order of RankInfo's fields.
@@ -390,6 +422,6 @@ def _leave_with(agent_pid: int) -> None:
     def wait() -> None:
         if agent is not None:
             select.select([agent], [], [])
-        leave(1)
+        exit_now(1)
 
     threading.Thread(target=wait, name="rankwise-lifeline", daemon=True).start()

@@ -11,14 +11,14 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from typing_extensions import final
 
-from rankwise import _tied
-from rankwise.launchers._stacks import stacks_on_signal
 from rankwise.launchers.base import Launcher
-from rankwise.launchers.seat import Entry, Seat
-from rankwise.process_group.pulse import NO_FILE, pulse_written_to
-from rankwise.process_group.rendezvous import open_store
-from rankwise.process_group.starts import start_at
+from rankwise.launchers.context import Entry, WorkerContext
+from rankwise.launchers.stacks import stacks_on_signal
+from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to
+from rankwise.processes import parent_death
 from rankwise.ranks import RankInfo
+from rankwise.stores.restart import find_restart
+from rankwise.stores.tcp import open_store
 
 __all__ = ["InlineLauncher"]
 
@@ -57,7 +57,7 @@ class InlineLauncher(Launcher):
         """Call `entry`; a failure is the exception itself, and in torchrun's error file if there is one."""
         if self._agents_store is not None and self._address is None:
             _find_start(self._agents_store, self._ranks)
-        seat = Seat(
+        worker = WorkerContext(
             self._ranks,
             address=self._address,
             hosts_store=self._hosts_store,
@@ -67,10 +67,10 @@ class InlineLauncher(Launcher):
         try:
             with ExitStack() as stack:
                 stack.enter_context(stacks_on_signal())
-                stack.enter_context(_tied.children_tied())
+                stack.enter_context(parent_death.children_end_with_parent())
                 if self._address:
-                    stack.enter_context(pulse_written_to(NO_FILE))
-                return {self._ranks.global_rank: entry(seat)}
+                    stack.enter_context(heartbeat_written_to(NO_FILE))
+                return {self._ranks.global_rank: entry(worker)}
         except Exception as error:
             get_error_handler().record_exception(
                 error
@@ -84,4 +84,4 @@ class InlineLauncher(Launcher):
 def _find_start(address: tuple[str, int], ranks: RankInfo) -> None:
     """Learn from the agent's store which start this is; a rank that is alone needs it for nothing else."""
     store = open_store(None, address, hosts=False, timeout=_ANSWER)
-    start_at(address, store, ranks, _ANSWER)
+    find_restart(address, store, ranks, _ANSWER)

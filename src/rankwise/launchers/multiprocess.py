@@ -23,32 +23,28 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-from rankwise import _tied
 from rankwise.errors import LaunchRefusedError
-from rankwise.launchers import _at_fork
-from rankwise.launchers._channel import Kind, RankChannel
-from rankwise.launchers._dynamo import import_dynamo
-from rankwise.launchers._launches import note_launch
-from rankwise.launchers._leave import leave
-from rankwise.launchers._lifeline import Lifeline
-from rankwise.launchers._memory_file import create_memory_file, pack, unpack
-from rankwise.launchers._openmp import pause_openmp
-from rankwise.launchers._other_nodes import OtherNodes
-from rankwise.launchers._pickling import pack_or_explain
-from rankwise.launchers._pools import end_pools
-from rankwise.launchers._processes import MultiprocessingProcess
-from rankwise.launchers._signals import (
-    StoppedBySignal,
-    interrupts_blocked,
-    leave_interrupts_to_the_main_process,
-)
-from rankwise.launchers._stacks import write_stacks_on_signal
-from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
-from rankwise.launchers.seat import Entry, MeetingPoint, Seat, torchrun_variables
-from rankwise.process_group.pulse import LEAVING, PulseReader, beat, write_pulse_to
-from rankwise.process_group.rendezvous import host_store, hosted_store
+from rankwise.launchers.channel import Kind, RankChannel
+from rankwise.launchers.context import Entry, RendezvousEndpoint, WorkerContext, torchrun_variables
+from rankwise.launchers.cross_node_failures import CrossNodeFailures
+from rankwise.launchers.stacks import write_stacks_on_signal
+from rankwise.launchers.supervisor import Supervisor
+from rankwise.monitoring.heartbeat import LEAVING, HeartbeatReader, report_phase, write_heartbeat_to
+from rankwise.processes import fork_safety, parent_death
+from rankwise.processes.command_line import count_launch
+from rankwise.processes.exit_codes import end_pools, exit_now
+from rankwise.processes.fork_safety import import_dynamo, pause_openmp
+from rankwise.processes.parent_death import ParentDeathPipe
+from rankwise.processes.shared_memory import create_memory_file, pack, pack_or_explain, unpack
+from rankwise.processes.signals import (
+    StoppedBySignal,
+    ignore_interrupts_in_workers,
+    interrupts_blocked,
+)
+from rankwise.processes.started_process import MultiprocessingProcess
 from rankwise.ranks import RankInfo
+from rankwise.stores.tcp import host_store, hosted_store
 
 __all__ = [
     "PRELOAD",
@@ -57,14 +53,14 @@ __all__ = [
     "owned_descriptor",
     "refuse_what_cannot_be_imported",
     "refuse_where_impossible",
-    "rest_before_fork",
+    "settle_before_fork",
 ]
 
 # A fork copies locks as they are: no other thread may be looking up names for a store of its own meanwhile.
 _one_at_a_time = threading.Lock()
 # The jobs on several nodes, which all meet in one store: every node counts the same.
 _jobs = itertools.count(1)
-PRELOAD = "rankwise.launchers._preload"
+PRELOAD = "rankwise.launchers.preload"
 
 
 def _unlock_in_child() -> None:
@@ -95,40 +91,40 @@ class MultiprocessLauncher(Launcher):
     def __init__(
         self,
         start_method: str,
-        seats: tuple[RankInfo, ...],
+        local_ranks: tuple[RankInfo, ...],
         *,
         grace_period_s: float,
         init_timeout: timedelta,
         stop_signals: Sequence[int] = (signal.SIGTERM,),
         stall_warning_s: float = 60.0,
         teardown_timeout_s: float | None = None,
-        meeting: MeetingPoint | None = None,
+        endpoint: RendezvousEndpoint | None = None,
     ) -> None:
         self.pickles_entry = start_method != "fork"
         self._start_method = start_method
-        self._seats = seats
+        self._local_ranks = local_ranks
         self._init_timeout = init_timeout
         self._watch_options = (grace_period_s, tuple(stop_signals), stall_warning_s, teardown_timeout_s)
-        self._meeting = meeting
+        self._endpoint = endpoint
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, bring back; see `Launcher.launch`."""
-        note_launch()
+        count_launch()
         refuse_where_impossible(self._start_method)
         with ExitStack() as cleanup:
             with _one_at_a_time:
                 job = self._prepare(entry, described, rendezvous, cleanup)
-            other_nodes = OtherNodes(self._meeting, self._seats[0], job.number)
-            cleanup.callback(other_nodes.wait_until_told)
-            supervisor = Supervisor(*self._watch_options, other_nodes.tell)
-            values = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._seats}
-            pulses = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._seats}
+            cross_node_failures = CrossNodeFailures(self._endpoint, self._local_ranks[0], job.number)
+            cleanup.callback(cross_node_failures.wait_until_published)
+            supervisor = Supervisor(*self._watch_options, cross_node_failures.tell)
+            values = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._local_ranks}
+            heartbeats = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._local_ranks}
             with _ending_everything(supervisor):
                 with _one_at_a_time:
-                    self._start(job, values, pulses, supervisor)
+                    self._start(job, values, heartbeats, supervisor)
                 supervisor.start()
                 supervisor.begin_job(until_exit=True)
-                with supervisor.hearing_signals(), _ended_with_the_program(supervisor):
+                with supervisor.handle_signals(), _ended_with_the_program(supervisor):
                     supervisor.wait_job()
             return {rank: unpack(descriptor, copy=False) for rank, descriptor in values.items()}
 
@@ -139,9 +135,9 @@ class MultiprocessLauncher(Launcher):
         self, entry: Entry, described: Mapping[str, object], rendezvous: str, cleanup: ExitStack
     ) -> _Job:
         address = None
-        if self._meeting is not None:
-            address = self._meeting.address
-            if self._meeting.hosts:
+        if self._endpoint is not None:
+            address = self._endpoint.address
+            if self._endpoint.hosts:
                 hosted_store(self._init_timeout, address)
         elif rendezvous == "tcp":
             store, address = host_store(self._init_timeout)
@@ -158,28 +154,28 @@ class MultiprocessLauncher(Launcher):
             start_method=multiprocessing.get_start_method(allow_none=True)
             or multiprocessing.get_all_start_methods()[0],
             environ=dict(os.environ) if self._start_method == "forkserver" else None,
-            openmp_threads=rest_before_fork() if self._start_method == "fork" else None,
+            openmp_threads=settle_before_fork() if self._start_method == "fork" else None,
             run_id=f"rankwise-{os.getpid()}",
-            number=1 if self._meeting is None else next(_jobs),
+            number=1 if self._endpoint is None else next(_jobs),
         )
 
     def _start(
-        self, job: _Job, values: Mapping[int, int], pulses: Mapping[int, int], supervisor: Supervisor
+        self, job: _Job, values: Mapping[int, int], heartbeats: Mapping[int, int], supervisor: Supervisor
     ) -> None:
         context: Any = multiprocessing.get_context(self._start_method)
         if self._start_method == "forkserver":
             context.set_forkserver_preload([PRELOAD])
         if self._start_method != "fork":
             resource_tracker.ensure_running()  # otherwise later: it lets SIGINT through again
-        for ranks in self._seats:
+        for ranks in self._local_ranks:
             with interrupts_blocked(), ExitStack() as undo:
-                lifeline = Lifeline()
-                undo.callback(lifeline.close)
-                numbers = (values[ranks.global_rank], pulses[ranks.global_rank], lifeline.worker_end)
-                pulse = PulseReader(pulses[ranks.global_rank])
+                parent_pipe = ParentDeathPipe()
+                undo.callback(parent_pipe.close)
+                numbers = (values[ranks.global_rank], heartbeats[ranks.global_rank], parent_pipe.worker_end)
+                heartbeat = HeartbeatReader(heartbeats[ranks.global_rank])
                 ours, theirs = socket.socketpair()
                 undo.callback(_close, ours)
-                _at_fork.close_in_child(ours)
+                fork_safety.close_in_child(ours)
                 process = context.Process(
                     target=_work,
                     args=(job, ranks, theirs, *map(Descriptor, numbers)),
@@ -188,12 +184,12 @@ class MultiprocessLauncher(Launcher):
                 undo.callback(_end, process)
                 with theirs:
                     process.start()
-                supervisor.add(ranks, ours, MultiprocessingProcess(process, lifeline), pulse)
+                supervisor.add(ranks, ours, MultiprocessingProcess(process, parent_pipe), heartbeat)
                 undo.pop_all()  # from here on the supervisor's
 
 
 def _close(sock: socket.socket) -> None:
-    _at_fork.forget(sock)
+    fork_safety.forget(sock)
     sock.close()
 
 
@@ -282,15 +278,15 @@ def _work(
     ranks: RankInfo,
     sock: socket.socket,
     values: Descriptor,
-    pulse: Descriptor,
-    lifeline: Descriptor,
+    heartbeat: Descriptor,
+    parent_pipe: Descriptor,
 ) -> None:
     """Be one rank: the function that every started process runs."""
-    leave_interrupts_to_the_main_process()
-    _tied.tie_children_to_this_process()
-    write_pulse_to(pulse.number)
+    ignore_interrupts_in_workers()
+    parent_death.end_children_with_this_process()
+    write_heartbeat_to(heartbeat.number)
     write_stacks_on_signal()
-    channel = RankChannel(sock, on_lost=_leave_at_once)
+    channel = RankChannel(sock, on_lost=_exit_immediately)
     channel.send(Kind.HELLO)
     multiprocessing.set_start_method(job.start_method, force=True)
     if job.environ is not None:
@@ -299,15 +295,15 @@ def _work(
     if job.openmp_threads is not None:
         torch.set_num_threads(job.openmp_threads)
     variables = torchrun_variables(ranks, job.address, job.run_id)
-    seat = Seat(ranks, variables, job.address, channel=channel, job=job.number)
+    worker = WorkerContext(ranks, variables, job.address, channel=channel, job=job.number)
     try:
-        seat.occupy(_entry_of(job), finish=lambda value: pack(value, values.number))
+        worker.run(_entry_of(job), finish=lambda value: pack(value, values.number))
         channel.send(Kind.DONE)
     except StoppedBySignal:
         pass  # told over the channel; the main process raises it, as this one has nothing else to do
     except BaseException:  # noqa: BLE001  whatever ended it
-        leave(1)  # told over the channel; the main process raises it
-    beat(LEAVING)
+        exit_now(1)  # told over the channel; the main process raises it
+    report_phase(LEAVING)
     if job.entry is not None:
         _end_fork()
     gc.freeze()  # what is left need not be searched for garbage: the process ends
@@ -317,11 +313,11 @@ def _entry_of(job: _Job) -> Entry:
     if job.entry is not None:
         return job.entry
 
-    def unpack_and_run(seat: Seat) -> Any:
+    def unpack_and_run(worker: WorkerContext) -> Any:
         if job.packed_entry is None:
             raise ValueError("the job holds no function")
         entry: Entry = unpack(job.packed_entry.number, copy=False)
-        return entry(seat)
+        return entry(worker)
 
     return unpack_and_run
 
@@ -336,17 +332,17 @@ def _end_fork() -> None:
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
     util._exit_function()  # type: ignore[attr-defined]  # typeshed leaves it out
-    leave(0)
+    exit_now(0)
 
 
-def _leave_at_once() -> None:
-    leave(1)
+def _exit_immediately() -> None:
+    exit_now(1)
 
 
 # ---------------------------------------------------------------------------------------- before the start
 
 
-def rest_before_fork() -> int | None:
+def settle_before_fork() -> int | None:
     """Make this process safe to fork; return the number of threads to fall back to, or None."""
     import_dynamo()  # once here is less than once in every rank
     return None if pause_openmp() else 1

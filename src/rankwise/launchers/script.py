@@ -18,29 +18,29 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import final
 
-from rankwise import _tied
-from rankwise._say import say
-from rankwise._start import SEAT_VARIABLE
 from rankwise.errors import LaunchRefusedError, WorkerError
-from rankwise.launchers import _at_fork
-from rankwise.launchers._channel import Kind, RankChannel
-from rankwise.launchers._command import rerun_command
-from rankwise.launchers._exit_code import exit_code_of
-from rankwise.launchers._inherited import InheritedSeat, describe_seat, inherited_seat
-from rankwise.launchers._launches import launches_begun, note_launch
-from rankwise.launchers._leave import leave
-from rankwise.launchers._lifeline import Lifeline
-from rankwise.launchers._main_process import wait_until_over
-from rankwise.launchers._memory_file import create_memory_file, pack, unpack
-from rankwise.launchers._other_nodes import OtherNodes
-from rankwise.launchers._processes import PopenProcess
-from rankwise.launchers._signals import StoppedBySignal, interrupts_blocked
-from rankwise.launchers._supervise import Supervisor
 from rankwise.launchers.base import Launcher
-from rankwise.launchers.seat import Entry, MeetingPoint, Seat, torchrun_variables
-from rankwise.process_group.pulse import LEAVING, PulseReader, beat, pulse_written_to
-from rankwise.process_group.rendezvous import forget_store, host_store, hosted_store
+from rankwise.launchers.channel import Kind, RankChannel
+from rankwise.launchers.context import Entry, RendezvousEndpoint, WorkerContext, torchrun_variables
+from rankwise.launchers.cross_node_failures import CrossNodeFailures
+from rankwise.launchers.supervisor import Supervisor
+from rankwise.launchers.worker_main import (
+    InheritedContext,
+    describe_context,
+    inherited_context,
+    wait_until_over,
+)
+from rankwise.monitoring.heartbeat import LEAVING, HeartbeatReader, heartbeat_written_to, report_phase
+from rankwise.processes import fork_safety, parent_death
+from rankwise.processes.command_line import CONTEXT_VARIABLE, count_launch, launch_count, rerun_command
+from rankwise.processes.exit_codes import exit_code_of, exit_now
+from rankwise.processes.parent_death import ParentDeathPipe
+from rankwise.processes.shared_memory import create_memory_file, pack, unpack
+from rankwise.processes.signals import StoppedBySignal, interrupts_blocked
+from rankwise.processes.started_process import PopenProcess
+from rankwise.processes.stderr import write_stderr
 from rankwise.ranks import RankInfo
+from rankwise.stores.tcp import forget_store, host_store, hosted_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -70,7 +70,7 @@ class ScriptLauncher(Launcher):
 
     def __init__(
         self,
-        seats: tuple[RankInfo, ...],
+        local_ranks: tuple[RankInfo, ...],
         *,
         grace_period_s: float,
         init_timeout: timedelta,
@@ -78,13 +78,13 @@ class ScriptLauncher(Launcher):
         stall_warning_s: float = 60.0,
         teardown_timeout_s: float | None = None,
         command: Sequence[str] | None = None,
-        meeting: MeetingPoint | None = None,
+        endpoint: RendezvousEndpoint | None = None,
     ) -> None:
-        self._seats = seats
+        self._local_ranks = local_ranks
         self._init_timeout = init_timeout
         self._watch_options = (grace_period_s, tuple(stop_signals), stall_warning_s, teardown_timeout_s)
         self._command = command
-        self._meeting = meeting
+        self._endpoint = endpoint
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Run as this process's rank, wait for the others; see `Launcher.launch`.
@@ -92,13 +92,13 @@ class ScriptLauncher(Launcher):
         In the main process the values of the other ranks come along where they can be pickled; in the others
         each has its own.
         """
-        earlier = note_launch()
-        mine = inherited_seat()
+        earlier = count_launch()
+        mine = inherited_context()
         if mine is not None:
             self._check_fits(mine.ranks, mine.address, rendezvous)
             return _run_in_worker(mine, entry, self._watch_options[-1])
         group = self._new_group(earlier, rendezvous) if _group is None else _group
-        self._check_fits(group.seats[0], group.address, rendezvous)
+        self._check_fits(group.local_ranks[0], group.address, rendezvous)
         return group.run(entry)
 
     def close(self) -> None:
@@ -109,11 +109,11 @@ class ScriptLauncher(Launcher):
         command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
         if earlier and self._command is None:
             raise _leads_elsewhere(earlier)
-        other_nodes = OtherNodes(self._meeting, self._seats[0])
-        supervisor = Supervisor(*self._watch_options, other_nodes.tell)
-        group = _ScriptGroup(self._seats, supervisor, other_nodes)
+        cross_node_failures = CrossNodeFailures(self._endpoint, self._local_ranks[0])
+        supervisor = Supervisor(*self._watch_options, cross_node_failures.tell)
+        group = _ScriptGroup(self._local_ranks, supervisor, cross_node_failures)
         try:
-            group.meet(self._meeting, rendezvous, self._init_timeout)
+            group.meet(self._endpoint, rendezvous, self._init_timeout)
             group.start(command, directory)
             _group = group
         except BaseException:
@@ -123,10 +123,10 @@ class ScriptLauncher(Launcher):
 
     def _check_fits(self, existing: RankInfo, address: tuple[str, int] | None, rendezvous: str) -> None:
         """Refuse what the processes of this script cannot do; each of them comes to the same answer."""
-        if existing.local_world_size != len(self._seats):
+        if existing.local_world_size != len(self._local_ranks):
             raise LaunchRefusedError(
                 message=f"This script already runs as {existing.local_world_size} processes; "
-                f"it cannot go on as {len(self._seats)}.",
+                f"it cannot go on as {len(self._local_ranks)}.",
                 remedy=f"use devices={existing.local_world_size} for every strategy of the script; "
                 'strategy="single_device" runs in each of its processes by itself.',
             )
@@ -151,7 +151,7 @@ def can_rerun() -> bool:
     """Whether running this process's command again leads to the launch that comes next."""
     if script_place() is not None:
         return True
-    if launches_begun() > 0:
+    if launch_count() > 0:
         return False
     try:
         rerun_command()
@@ -168,10 +168,10 @@ def script_ranks() -> int | None:
 
 def script_place() -> RankInfo | None:
     """Return the ranks with which this process already runs its script, or None where it runs alone."""
-    mine = inherited_seat()
+    mine = inherited_context()
     if mine is not None:
         return mine.ranks
-    return None if _group is None else _group.seats[0]
+    return None if _group is None else _group.local_ranks[0]
 
 
 # ---------------------------------------------------------------------------------------- the main process
@@ -181,35 +181,40 @@ def script_place() -> RankInfo | None:
 class _ScriptGroup:
     """The processes that run one script together; lives until the script ends or one of them fails."""
 
-    def __init__(self, seats: tuple[RankInfo, ...], supervisor: Supervisor, other_nodes: OtherNodes) -> None:
-        self.seats = seats
+    def __init__(
+        self,
+        local_ranks: tuple[RankInfo, ...],
+        supervisor: Supervisor,
+        cross_node_failures: CrossNodeFailures,
+    ) -> None:
+        self.local_ranks = local_ranks
         self._supervisor = supervisor
-        self._other_nodes = other_nodes
+        self._cross_node_failures = cross_node_failures
         self._store: Store | None = None
         self.address: tuple[str, int] | None = None
         self._run_id = f"rankwise-{os.getpid()}"
         self._values: dict[int, int] = {}
-        self._pulses: dict[int, int] = {}
+        self._heartbeats: dict[int, int] = {}
         self._jobs = 0
         self._is_in_job = False
         ours, mine = socket.socketpair()
-        self._supervisor.add(seats[0], ours, None, self._new_pulse(seats[0]))
+        self._supervisor.add(local_ranks[0], ours, None, self._new_heartbeat(local_ranks[0]))
         self._channel = RankChannel(mine, on_lost=_nothing)
-        _at_fork.close_in_child(mine)
+        fork_safety.close_in_child(mine)
         self._mine = mine
 
-    def meet(self, meeting: MeetingPoint | None, rendezvous: str, init_timeout: timedelta) -> None:
+    def meet(self, endpoint: RendezvousEndpoint | None, rendezvous: str, init_timeout: timedelta) -> None:
         """Host the store through which the ranks meet, where this process has to."""
-        if meeting is not None:
-            self.address = meeting.address
-            self._store = hosted_store(init_timeout, meeting.address) if meeting.hosts else None
+        if endpoint is not None:
+            self.address = endpoint.address
+            self._store = hosted_store(init_timeout, endpoint.address) if endpoint.hosts else None
         elif rendezvous == "tcp":
             self._store, self.address = host_store(init_timeout)
 
     def start(self, command: list[str], directory: str) -> None:
         """Start the other ranks, and watch them from here on until this process ends."""
         with interrupts_blocked():
-            for ranks in self.seats[1:]:
+            for ranks in self.local_ranks[1:]:
                 self._start_one(ranks, command, directory)
         self._supervisor.start()
         atexit.register(self._finish_script)
@@ -219,10 +224,10 @@ class _ScriptGroup:
         if error := self._supervisor.error():
             self.end()
             raise error
-        self._jobs = self._other_nodes.job = self._jobs + 1
-        ranks = self.seats[0]
+        self._jobs = self._cross_node_failures.job = self._jobs + 1
+        ranks = self.local_ranks[0]
         variables = torchrun_variables(ranks, self.address, self._run_id)
-        seat = Seat(
+        worker = WorkerContext(
             ranks,
             variables,
             self.address,
@@ -234,7 +239,7 @@ class _ScriptGroup:
         try:
             self._supervisor.begin_job(until_exit=False)
             with self._in_job(ranks):
-                value = seat.occupy(entry, finish=lambda _: self._channel.send(Kind.DONE))
+                value = worker.run(entry, finish=lambda _: self._channel.send(Kind.DONE))
                 self._supervisor.wait_job()
             values = {ranks.global_rank: value, **self._other_values()}
         except StoppedBySignal as stopped:
@@ -254,37 +259,43 @@ class _ScriptGroup:
     @contextmanager
     def _in_job(self, ranks: RankInfo) -> Iterator[None]:
         """Be rank 0 in the block: hear signals, tell how far it is, and take along what it forks."""
-        pulse = self._pulses[ranks.global_rank]
-        with self._supervisor.hearing_signals(), pulse_written_to(pulse), _tied.children_tied():
+        heartbeat = self._heartbeats[ranks.global_rank]
+        with (
+            self._supervisor.handle_signals(),
+            heartbeat_written_to(heartbeat),
+            parent_death.children_end_with_parent(),
+        ):
             yield
 
     def _start_one(self, ranks: RankInfo, command: list[str], directory: str) -> None:
         values = self._values[ranks.global_rank] = create_memory_file()
-        pulse = self._new_pulse(ranks)
+        heartbeat = self._new_heartbeat(ranks)
         with ExitStack() as undo:
             ours, theirs = socket.socketpair()
             undo.callback(ours.close)
             undo.callback(theirs.close)
-            descriptors = (theirs.fileno(), values, self._pulses[ranks.global_rank])
-            named = dict(zip(("channel", "value_descriptor", "pulse_descriptor"), descriptors, strict=True))
+            descriptors = (theirs.fileno(), values, self._heartbeats[ranks.global_rank])
+            named = dict(
+                zip(("channel", "value_descriptor", "heartbeat_descriptor"), descriptors, strict=True)
+            )
             variables = torchrun_variables(ranks, self.address, self._run_id)
-            seat = describe_seat(ranks, self.address, self._run_id, **named)
-            lifeline = Lifeline()
-            undo.callback(lifeline.close)
+            worker = describe_context(ranks, self.address, self._run_id, **named)
+            parent_pipe = ParentDeathPipe()
+            undo.callback(parent_pipe.close)
             popen = subprocess.Popen(
                 command,
                 cwd=directory,
-                env={**os.environ, **variables, SEAT_VARIABLE: seat},
-                pass_fds=(*descriptors, lifeline.worker_end),
+                env={**os.environ, **variables, CONTEXT_VARIABLE: worker},
+                pass_fds=(*descriptors, parent_pipe.worker_end),
             )
             undo.callback(_kill, popen)
-            self._supervisor.add(ranks, ours, PopenProcess(popen, lifeline), pulse)
+            self._supervisor.add(ranks, ours, PopenProcess(popen, parent_pipe), heartbeat)
             undo.pop_all()
         theirs.close()
 
-    def _new_pulse(self, ranks: RankInfo) -> PulseReader:
-        descriptor = self._pulses[ranks.global_rank] = create_memory_file()
-        return PulseReader(descriptor)
+    def _new_heartbeat(self, ranks: RankInfo) -> HeartbeatReader:
+        descriptor = self._heartbeats[ranks.global_rank] = create_memory_file()
+        return HeartbeatReader(descriptor)
 
     def _other_values(self) -> dict[int, Any]:
         values = {}
@@ -316,18 +327,18 @@ class _ScriptGroup:
             self._supervisor.end_all()
         finally:
             self._supervisor.close()
-            _at_fork.forget(self._mine)
+            fork_safety.forget(self._mine)
             self._channel.close()
-            for descriptor in (*self._values.values(), *self._pulses.values()):
+            for descriptor in (*self._values.values(), *self._heartbeats.values()):
                 os.close(descriptor)
-            self._other_nodes.wait_until_told()
+            self._cross_node_failures.wait_until_published()
             if self.address is not None:
                 forget_store(self.address)
             self._drop_store()
 
     def _end_waits(self) -> None:
         self._drop_store()  # this process's own wait in it, in C++, hears no signal, but ends with its host
-        self._other_nodes.forget_store_soon(lambda: self._is_in_job)
+        self._cross_node_failures.forget_store_soon(lambda: self._is_in_job)
 
     def _drop_store(self) -> None:
         self._store = None
@@ -349,7 +360,7 @@ class _ScriptGroup:
             _show(error)
             self.end()
         finally:
-            leave(exit_code_of(error))
+            exit_now(exit_code_of(error))
 
 
 _group: _ScriptGroup | None = None
@@ -358,12 +369,12 @@ _group: _ScriptGroup | None = None
 # ---------------------------------------------------------------------------------------- the other ranks
 
 
-def _run_in_worker(mine: InheritedSeat, entry: Entry, timeout_s: float | None) -> dict[int, Any]:
+def _run_in_worker(mine: InheritedContext, entry: Entry, timeout_s: float | None) -> dict[int, Any]:
     mine.jobs += 1
     if mine.jobs == 1:
-        atexit.register(beat, LEAVING)
+        atexit.register(report_phase, LEAVING)
     variables = torchrun_variables(mine.ranks, mine.address, mine.run_id)
-    seat = Seat(mine.ranks, variables, mine.address, channel=mine.channel, job=mine.jobs)
+    worker = WorkerContext(mine.ranks, variables, mine.address, channel=mine.channel, job=mine.jobs)
 
     def finish(value: object) -> None:
         try:
@@ -374,7 +385,7 @@ def _run_in_worker(mine: InheritedSeat, entry: Entry, timeout_s: float | None) -
         wait_until_over(mine.channel, timeout_s)
 
     try:
-        return {mine.ranks.global_rank: seat.occupy(entry, finish)}
+        return {mine.ranks.global_rank: worker.run(entry, finish)}
     except StoppedBySignal:
         raise
     except BaseException:  # noqa: BLE001  whatever ended it
@@ -386,9 +397,9 @@ def _run_in_worker(mine: InheritedSeat, entry: Entry, timeout_s: float | None) -
 
 def _show(error: BaseException) -> None:
     if isinstance(error, WorkerError):  # its own traceback says more than ours
-        say(f"{type(error).__name__}: {error}\n", _LAST_WORDS_S)
+        write_stderr(f"{type(error).__name__}: {error}\n", _LAST_WORDS_S)
     else:
-        say("".join(traceback.format_exception(error)), _LAST_WORDS_S)
+        write_stderr("".join(traceback.format_exception(error)), _LAST_WORDS_S)
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:

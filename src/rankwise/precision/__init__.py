@@ -2,7 +2,7 @@
 
 from rankwise.precision.base import Precision
 from rankwise.precision.factory import create_precision
-from rankwise.precision.finite import are_finite
+from rankwise.precision.loss_scaling import are_finite
 from rankwise.precision.master_weights import MasterWeightsPrecision
 from rankwise.precision.mixed import MixedPrecision
 from rankwise.precision.true_formats import DoublePrecision, HalfPrecision

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError, UnknownNameError
-from rankwise.precision.finite import are_finite
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rankwise.precision.base import Precision
 
-__all__ = ["LossScaler", "format_and_scaler"]
+__all__ = ["LossScaler", "are_finite", "format_and_scaler"]
+
+
+def are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Return whether no element is infinite or NaN; waits for the device once."""
+    # The largest magnitude: unlike a sum of squares it does not overflow by itself.
+    return bool(get_total_norm(gradients, float("inf")).isfinite()) if gradients else True
+
 
 _DEFAULTS = {
     "init_scale": 2.0**16,

@@ -1,18 +1,25 @@
 """The process group: where the ranks meet, what carries it, and what they do together."""
 
-from rankwise.process_group.aliases import all_gather_ddp_if_available, sync_ddp, sync_ddp_if_available
 from rankwise.process_group.backend import check_backend, default_backend
 from rankwise.process_group.collectives import all_reduce, barrier, broadcast
-from rankwise.process_group.connecting import init_process_group
-from rankwise.process_group.gathering import all_gather, all_gather_object, gather_all_tensors, gather_object
+from rankwise.process_group.gathering import (
+    all_gather,
+    all_gather_ddp_if_available,
+    all_gather_object,
+    gather_all_tensors,
+    gather_object,
+    sync_ddp,
+    sync_ddp_if_available,
+)
 from rankwise.process_group.group import (
     gloo_on_interface,
     gloo_on_loopback,
+    init_process_group,
     join_process_group,
     process_group,
 )
-from rankwise.process_group.stores import default_store
-from rankwise.process_group.turns import rank_zero_first
+from rankwise.process_group.rank_zero import rank_zero_first
+from rankwise.stores.tcp import default_store
 
 __all__ = [
     "all_gather",

@@ -15,9 +15,9 @@ from torch.distributed import distributed_c10d
 from typing_extensions import final
 
 from rankwise.errors import CollectiveMismatchError
+from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.process_group.interception import Call, call_from_here, intercepted
-from rankwise.process_group.pulse import waiting_in
-from rankwise.process_group.sections import refuse_in_rank_zero_section
+from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
 
 __all__ = ["CollectiveCheck"]
 
@@ -35,7 +35,7 @@ class _Meeting:
     """A collective that the members of a group have to come to: its `number` among those of the group."""
 
     group: str
-    members: tuple[int, ...]
+    workers: tuple[int, ...]
     number: int
 
     @property
@@ -44,7 +44,7 @@ class _Meeting:
 
     @property
     def all_keys(self) -> list[str]:
-        return [f"{self.key}/{name}" for name in ("votes", "differ", "met")]
+        return [f"{self.key}/{name}" for name in ("counter", "differ", "met")]
 
 
 @final
@@ -89,11 +89,11 @@ class CollectiveCheck:
         world = dist.group.WORLD
         for group in list(distributed_c10d._world.pg_names):  # torch has no public list of them
             if group is not world and group.size() > 1:
-                meeting = self._next(group)
-                self._store.set(f"{meeting.key}/call/{self._rank}", _END)
-                self._vote(meeting, _END)
+                endpoint = self._next(group)
+                self._store.set(f"{endpoint.key}/call/{self._rank}", _END)
+                self._vote(endpoint, _END)
         if world is not None:
-            with waiting_in(_END):
+            with blocked_in(_END):
                 self._meet(self._next(world), _END, _END, _LONG)
 
     def compare(self, group: dist.ProcessGroup, name: str) -> None:
@@ -107,7 +107,7 @@ class CollectiveCheck:
     def _before(self, call: Call) -> None:
         text = f"{call.what} {call.where}"
         refuse_in_rank_zero_section(text, call.group.size())
-        with waiting_in(f"{call.name} {call.where}"):
+        with blocked_in(f"{call.name} {call.where}"):
             self._meet(self._next(call.group), text, call.identity, self._timeout)
 
     def _next(self, group: dist.ProcessGroup) -> _Meeting:
@@ -117,56 +117,56 @@ class CollectiveCheck:
             number = self._numbers[name]
         return _Meeting(name, tuple(dist.get_process_group_ranks(group)), number)
 
-    def _meet(self, meeting: _Meeting, call: str, identity: str, timeout: timedelta) -> None:
+    def _meet(self, endpoint: _Meeting, call: str, identity: str, timeout: timedelta) -> None:
         """Wait until all members have come to the same call, or raise."""
-        self._store.set(f"last/{self._rank}", f"{meeting.key} {call}")
-        if not self._vote(meeting, identity):
+        self._store.set(f"last/{self._rank}", f"{endpoint.key} {call}")
+        if not self._vote(endpoint, identity):
             try:
-                self._store.wait([f"{meeting.key}/met"], timeout)
+                self._store.wait([f"{endpoint.key}/met"], timeout)
             except dist.DistStoreError:
-                raise self._late(meeting, timeout) from None
-        if self._store.check([f"{meeting.key}/differ"]):
-            raise self._mismatch(meeting, call)
+                raise self._late(endpoint, timeout) from None
+        if self._store.check([f"{endpoint.key}/differ"]):
+            raise self._mismatch(endpoint, call)
 
-    def _vote(self, meeting: _Meeting, identity: str) -> bool:
+    def _vote(self, endpoint: _Meeting, identity: str) -> bool:
         """Say what this rank calls, and return whether it is the last; that one says how it came out."""
         fingerprint = zlib.crc32(identity.encode())
-        size = len(meeting.members)
-        count, total = divmod(self._store.add(f"{meeting.key}/votes", _ONE + fingerprint), _ONE)
+        size = len(endpoint.workers)
+        count, total = divmod(self._store.add(f"{endpoint.key}/votes", _ONE + fingerprint), _ONE)
         if count < size:
             return False
         if total != size * fingerprint:
-            self._store.set(f"{meeting.key}/differ", "1")
-        self._store.set(f"{meeting.key}/met", "1")
-        for key in _Meeting(meeting.group, (), meeting.number - 1).all_keys:
+            self._store.set(f"{endpoint.key}/differ", "1")
+        self._store.set(f"{endpoint.key}/met", "1")
+        for key in _Meeting(endpoint.group, (), endpoint.number - 1).all_keys:
             self._store.delete_key(key)  # all have left that one
         return True
 
     # ------------------------------------------------------------------ errors
 
-    def _mismatch(self, meeting: _Meeting, call: str) -> CollectiveMismatchError:
-        self._store.set(f"{meeting.key}/call/{self._rank}", call)
+    def _mismatch(self, endpoint: _Meeting, call: str) -> CollectiveMismatchError:
+        self._store.set(f"{endpoint.key}/call/{self._rank}", call)
         calls: dict[int, str] = {}
-        for rank in meeting.members:
-            key = f"{meeting.key}/call/{rank}"
+        for rank in endpoint.workers:
+            key = f"{endpoint.key}/call/{rank}"
             try:
                 self._store.wait([key], _PATIENCE)
                 calls[rank] = self._store.get(key).decode()
             except dist.DistStoreError:
                 calls[rank] = "another call"  # it has ended since
         return CollectiveMismatchError(
-            group=_described(meeting), number=meeting.number, calls=_by_call(calls)
+            group=_described(endpoint), number=endpoint.number, calls=_by_call(calls)
         )
 
-    def _late(self, meeting: _Meeting, timeout: timedelta) -> CollectiveMismatchError:
+    def _late(self, endpoint: _Meeting, timeout: timedelta) -> CollectiveMismatchError:
         here: dict[int, str] = {}
         elsewhere: dict[int, str] = {}
-        for rank in meeting.members:
+        for rank in endpoint.workers:
             key, _, call = self._last_call(rank).partition(" ")
-            (here if key == meeting.key else elsewhere)[rank] = call
+            (here if key == endpoint.key else elsewhere)[rank] = call
         return CollectiveMismatchError(
-            group=_described(meeting),
-            number=meeting.number,
+            group=_described(endpoint),
+            number=endpoint.number,
             calls=_by_call(here),
             missing=_by_call(elsewhere),
             timeout_s=timeout.total_seconds(),
@@ -177,10 +177,10 @@ class CollectiveCheck:
         return self._store.get(key).decode() if self._store.check([key]) else f"none {_NOTHING_YET}"
 
 
-def _described(meeting: _Meeting) -> str:
-    if len(meeting.members) == dist.get_world_size():
+def _described(endpoint: _Meeting) -> str:
+    if len(endpoint.workers) == dist.get_world_size():
         return "all ranks"
-    return f"global_rank {', '.join(map(str, meeting.members))}"
+    return f"global_rank {', '.join(map(str, endpoint.workers))}"
 
 
 def _by_call(calls: Mapping[int, str]) -> dict[str, tuple[int, ...]]:

@@ -1,20 +1,129 @@
-"""Gather from all ranks: tensors of one shape, of many shapes, and anything picklable."""
+"""Gather tensors and objects of any size from all ranks."""
 
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
+from typing_extensions import final
 
-from rankwise.errors import InvalidArgumentError, TensorMismatchError
-from rankwise.process_group._frames import INLINE_BYTES, Description, Frame
-from rankwise.process_group._members import carrier_of, is_distributed, size_of
+from rankwise.errors import InvalidArgumentError, LifecycleError, TensorMismatchError
+from rankwise.process_group.collectives import all_reduce, carrier_of, is_distributed, size_of
 
-__all__ = ["all_gather", "all_gather_object", "gather_all_tensors", "gather_object"]
+__all__ = [
+    "Description",
+    "Frame",
+    "INLINE_BYTES",
+    "all_gather",
+    "all_gather_ddp_if_available",
+    "all_gather_object",
+    "gather_all_tensors",
+    "gather_object",
+    "sync_ddp",
+    "sync_ddp_if_available",
+]
+
+_MAX_DIMENSIONS = 64  # torch's own limit
+_FACTS = struct.Struct("<4q")  # is it a tensor, dtype, bytes, number of dimensions; the dimensions follow
+_HEADER_BYTES = _FACTS.size + _MAX_DIMENSIONS * 8
+INLINE_BYTES = 4096
+_FRAME_BYTES = _HEADER_BYTES + INLINE_BYTES
+
+# dtypes by a number that does not depend on the order in which a version of torch defines them
+_DTYPES = {
+    zlib.crc32(str(dtype).encode()): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
+
+
+@final
+@dataclass(frozen=True)
+class Description:
+    """What a rank wants to gather.
+
+    Attributes:
+        dtype: of its tensor; None where it has none.
+        shape: of its tensor.
+        num_bytes: of its tensor, or of the text that says what it has instead.
+        instead: that text.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    num_bytes: int
+    instead: str = ""
+
+    def __str__(self) -> str:
+        return self.instead or f"{self.dtype}, shape {self.shape}"
+
+
+@final
+class Frame:
+    """A message of fixed size that describes a rank's tensor, and holds it if it is small.
+
+    The header is written and read as plain memory: as operations on tensors that took longer than sending it.
+
+    Attributes:
+        memory: the bytes.
+        tensor: the same memory, as bytes on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self.memory = bytearray(_FRAME_BYTES)
+        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, value: object) -> Frame:
+        """Return the frame of a value."""
+        frame = cls()
+        if not (isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized):
+            text = _what_it_is(value).encode()[:INLINE_BYTES]
+            _FACTS.pack_into(frame.memory, 0, 0, 0, len(text), 0)
+            frame.memory[_HEADER_BYTES : _HEADER_BYTES + len(text)] = text
+            return frame
+        num_bytes = value.numel() * value.element_size()
+        _FACTS.pack_into(frame.memory, 0, 1, _NUMBERS[value.dtype], num_bytes, value.ndim)
+        struct.pack_into(f"<{value.ndim}q", frame.memory, _FACTS.size, *value.shape)
+        if 0 < num_bytes <= INLINE_BYTES:
+            frame._held(value.dtype, value.shape).copy_(value.detach())
+        return frame
+
+    @cached_property
+    def description(self) -> Description:
+        """What the frame describes."""
+        is_tensor, number, num_bytes, ndim = _FACTS.unpack_from(self.memory)
+        if not is_tensor:
+            text = bytes(self.memory[_HEADER_BYTES : _HEADER_BYTES + num_bytes])
+            return Description(None, (), num_bytes, text.decode(errors="replace"))
+        shape = struct.unpack_from(f"<{ndim}q", self.memory, _FACTS.size)
+        return Description(_DTYPES[number], shape, num_bytes)
+
+    def inline(self) -> torch.Tensor:
+        """Return a copy of the small tensor that the frame holds."""
+        dtype, shape = self.description.dtype, self.description.shape
+        if dtype is None or self.description.num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        return self._held(dtype, shape).clone()
+
+    def _held(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the memory of the small tensor, as one of this dtype and shape."""
+        count = math.prod(shape)
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=_HEADER_BYTES).view(shape)
+
+
+def _what_it_is(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor that is not dense (layout {value.layout}, dtype {value.dtype})"
+    return f"no tensor but {type(value).__name__}"
+
 
 T = TypeVar("T")
 
@@ -215,6 +324,52 @@ def gather_object(value: T, dst: int = 0, group: dist.ProcessGroup | None = None
     return values
 
 
-def _check_member(dst: int, members: Sequence[int]) -> None:
-    if dst not in members:
-        raise InvalidArgumentError(argument="dst", value=dst, expected=f"one of the ranks {list(members)}")
+def _check_member(dst: int, workers: Sequence[int]) -> None:
+    if dst not in workers:
+        raise InvalidArgumentError(argument="dst", value=dst, expected=f"one of the ranks {list(workers)}")
+
+
+def sync_ddp(
+    result: T, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp.RedOpType | None = None
+) -> T:
+    """Reduce a tensor over the ranks, by default to its sum; see `all_reduce`.
+
+    Collective: every rank must call this, in the same order, with the same shape and dtype. No barrier comes
+    first, and the input stays as it is.
+
+    Args:
+        result: a tensor, or tensors in nested containers.
+        group: the ranks to reduce over; all of them by default.
+        reduce_op: a name as `all_reduce` takes it, or torch's own operation.
+
+    Raises:
+        LifecycleError: when there is no process group.
+    """
+    if not is_distributed():
+        raise LifecycleError(
+            call="sync_ddp()",
+            state="no process group",
+            needed="one",
+            remedy="use sync_ddp_if_available(), or call it within a job.",
+        )
+    return all_reduce(result, group, _name(reduce_op))
+
+
+def sync_ddp_if_available(
+    result: T, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp.RedOpType | None = None
+) -> T:
+    """Do what `sync_ddp` does; without a process group return `result` itself."""
+    return sync_ddp(result, group, reduce_op) if is_distributed() else result
+
+
+def all_gather_ddp_if_available(
+    tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bool = False
+) -> T:
+    """Gather a tensor as `(world_size, *)`; without a process group return it itself. See `all_gather`."""
+    return all_gather(tensor, group, sync_grads)
+
+
+def _name(operation: str | dist.ReduceOp.RedOpType | None) -> str:
+    if operation is None:
+        return "sum"
+    return operation if isinstance(operation, str) else str(operation).rpartition(".")[2].lower()

@@ -2,9 +2,9 @@
 
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.ddp import DDPStrategy
-from rankwise.strategies.ddp_elastic import DDPElasticStrategy
-from rankwise.strategies.ddp_variants import AutoStrategy, DDPForkStrategy, DDPSpawnStrategy
+from rankwise.strategies.elastic import DDPElasticStrategy
 from rankwise.strategies.single_device import SingleDeviceStrategy
+from rankwise.strategies.variants import AutoStrategy, DDPForkStrategy, DDPSpawnStrategy
 
 __all__ = [
     "AutoStrategy",

@@ -39,7 +39,7 @@ class ComparedCollectives(Strategy):
         if not self.check_collectives or self.world_size == 1:
             yield
             return
-        own = self.seat.open_another(store, self.init_timeout)
+        own = self.worker.open_another(store, self.init_timeout)
         self._check = CollectiveCheck(self.global_rank, own, self.timeout)
         try:
             with self._check.checking():
@@ -55,7 +55,7 @@ class ComparedCollectives(Strategy):
             register_ddp_comm_hook(wrapped, hook="allreduce")
         _BucketsRebuilt(wrapped, self._check)
 
-    def all_have_finished(self) -> None:
+    def before_finish(self) -> None:
         """Compare that all ranks are done, and none waits for others in a collective."""
         if self._check is not None:
             self._check.finish()

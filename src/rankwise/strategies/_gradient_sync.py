@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from rankwise.gradient_sync import GradientSync
 from rankwise.gradient_sync.buffers import share_buffers
 from rankwise.gradient_sync.unused import explain_unused
+from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.precision import Precision
-from rankwise.process_group.pulse import waiting_in
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -66,7 +66,7 @@ class Gradients:
         Args:
             module: what `setup_module` returned.
         """
-        with waiting_in("share_buffers"):
+        with blocked_in("share_buffers"):
             share_buffers(module)
 
     def weighted_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
@@ -97,10 +97,10 @@ class Gradients:
         sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
         return sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer)
 
-    def explained(self, error: BaseException) -> BaseException:
+    def translate_error(self, error: BaseException) -> BaseException:
         """Return DDP's error about unused parameters with their names in it, and any other as it is."""
-        explained = explain_unused(error)
-        return error if explained is None else explained.with_traceback(error.__traceback__)
+        translate_error = explain_unused(error)
+        return error if translate_error is None else translate_error.with_traceback(error.__traceback__)
 
     def comm_hook_states(self) -> list[list[dict[str, Any]]]:
         """Return what communication hooks remember, by rank and wrapped module; on rank 0, elsewhere [].

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from rankwise.checkpoint import CheckpointIO
-from rankwise.process_group.echoes import echo_of
-from rankwise.process_group.pulse import beat
+from rankwise.failures.classify import mark_propagated
+from rankwise.monitoring.heartbeat import report_phase
 from rankwise.strategies._together import Together
 
 __all__ = ["Saving"]
@@ -33,13 +33,13 @@ class Saving(Together):
         error: Exception | None = None
         if self.ranks.is_global_zero:
             try:
-                beat("checkpoint")
+                report_phase("checkpoint")
                 self.checkpoint_io.save_checkpoint(checkpoint, path)
             except Exception as raised:  # noqa: BLE001  raised below, once the other ranks know
                 error = raised
         error = self.broadcast(error)
         if error is not None:
-            raise error if self.ranks.is_global_zero else echo_of(error)
+            raise error if self.ranks.is_global_zero else mark_propagated(error)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a checkpoint, to the CPU."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankwise.process_group import collectives, gathering, turns
-from rankwise.process_group.pulse import waiting_in
-from rankwise.process_group.sections import refuse_in_rank_zero_section
+from rankwise.monitoring.heartbeat import blocked_in
+from rankwise.process_group import collectives, gathering, rank_zero
+from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
 from rankwise.ranks import RankInfo
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ class Together(ABC):
 
         Collective: every rank must call this, in the same order.
         """
-        votes = torch.tensor(int(decision), device=self.root_device)
+        counter = torch.tensor(int(decision), device=self.root_device)
         with self._collective("reduce_boolean_decision"):
-            count = int(collectives.all_reduce(votes, reduce_op="sum"))
+            count = int(collectives.all_reduce(counter, reduce_op="sum"))
         return count == self.ranks.world_size if all else count > 0
 
-    def all_have_finished(self) -> None:
+    def before_finish(self) -> None:
         """Do what is to be done together once what was launched has returned here; nothing by default.
 
         Collective: where it does something, every rank must call this.
@@ -114,7 +114,7 @@ class Together(ABC):
 
         See `rankwise.process_group.rank_zero_first`.
         """
-        return turns.rank_zero_first(local, ranks=self.ranks)
+        return rank_zero.rank_zero_first(local, ranks=self.ranks)
 
     def _collective(self, name: str, group: ProcessGroup | None = None) -> AbstractContextManager[None]:
         """Return a context for a collective: other processes see that this rank waits in it.
@@ -124,7 +124,7 @@ class Together(ABC):
         """
         if self.ranks.world_size > 1:
             refuse_in_rank_zero_section(name, None if group is None else group.size())
-        return waiting_in(name)
+        return blocked_in(name)
 
     def _group(self, group: ProcessGroup | None) -> ProcessGroup | None:
         return self.data_parallel_group if group is None else group

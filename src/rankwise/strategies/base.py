@@ -16,22 +16,27 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError
 from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
-from rankwise.launchers._exit_code import exit_code_kept
-from rankwise.launchers.seat import Seat
+from rankwise.launchers.context import WorkerContext
+from rankwise.monitoring.heartbeat import report_phase
 from rankwise.precision import Precision
-from rankwise.process_group.pulse import beat
+from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, set_rank_zero_only
-from rankwise.strategies._arguments import check_instance
 from rankwise.strategies._around_module import AroundModule
-from rankwise.strategies._binding import check_environment, check_world, find_environment
-from rankwise.strategies._compiled import uncompiled
-from rankwise.strategies._devices import check_devices, check_num_nodes, device_type, local_devices
 from rankwise.strategies._gradient_sync import Gradients
-from rankwise.strategies._job import RankEntry
-from rankwise.strategies._redirect import call_through
 from rankwise.strategies._saving import Saving
-from rankwise.strategies._scopes import rank_zero_set, variables_set
 from rankwise.strategies._state import State
+from rankwise.strategies.config import check_instance
+from rankwise.strategies.job import RankEntry, rank_zero_set, variables_set
+from rankwise.strategies.module_wrapping import forward_redirect, uncompiled
+from rankwise.strategies.placement import (
+    check_devices,
+    check_environment,
+    check_num_nodes,
+    check_world,
+    device_type,
+    find_environment,
+    local_devices,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -87,7 +92,7 @@ class Strategy(AroundModule, Gradients, Saving):
         self._ranks: RankInfo | None = None
         self._local_devices: list[torch.device] = []
         self._launcher: Launcher | None = None
-        self._seat: Seat | None = None
+        self._worker: WorkerContext | None = None
         self._job = ExitStack()
         self._is_group_wanted = True
 
@@ -270,10 +275,10 @@ class Strategy(AroundModule, Gradients, Saving):
     def _rendezvous_of_launch(self) -> str:
         return "private"
 
-    def take_seat(self, seat: Seat) -> None:
-        """Become the rank that `seat` says; called by the launcher's side."""
-        self._seat = seat
-        self._ranks = seat.ranks
+    def attach(self, worker: WorkerContext) -> None:
+        """Become the rank that `worker` says; called by the launcher's side."""
+        self._worker = worker
+        self._ranks = worker.ranks
         self._state = State.IN_JOB
 
     def setup_environment(self) -> None:
@@ -281,7 +286,7 @@ class Strategy(AroundModule, Gradients, Saving):
 
         Mutates: `os.environ`, until `teardown`.
         """
-        self._job.enter_context(variables_set(self.seat.variables))
+        self._job.enter_context(variables_set(self.worker.variables))
         self._job.enter_context(rank_zero_set(self.ranks.global_rank))
         self.precision.device_type = self.root_device.type
         if self.root_device.type == "cuda":
@@ -293,15 +298,15 @@ class Strategy(AroundModule, Gradients, Saving):
             self._job.close()
         finally:
             self._job = ExitStack()
-            self._seat = None
+            self._worker = None
             self._state = State.BOUND
 
     @property
-    def seat(self) -> Seat:
+    def worker(self) -> WorkerContext:
         """This rank's seat in the job that runs now."""
-        if self._seat is None:
-            raise self._not_yet("seat", "'in a job'")
-        return self._seat
+        if self._worker is None:
+            raise self._not_yet("worker", "'in a job'")
+        return self._worker
 
     # ------------------------------------------------------------------ the model
 
@@ -321,7 +326,7 @@ class Strategy(AroundModule, Gradients, Saving):
 
     def call_method(self, wrapped: nn.Module, method: str, *args: Any) -> Any:
         """Run a method of the user's module through the wrapper, as its forward pass."""
-        return call_through(wrapped, self.unwrap_module(wrapped), method, *args)
+        return forward_redirect(wrapped, self.unwrap_module(wrapped), method, *args)
 
     def batch_to_device(self, batch: T) -> T:
         """Move every tensor of a batch (nested as it may be) to this rank's device."""
@@ -333,12 +338,12 @@ class Strategy(AroundModule, Gradients, Saving):
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Compute gradients; `options` are those of `Tensor.backward`."""
-        beat("backward", waits=True)
+        report_phase("backward", waits=True)
         self.precision.backward(loss, **options)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Let an optimizer step once; return what its `step` returns."""
-        beat("optimizer")
+        report_phase("optimizer")
         return self.precision.optimizer_step(optimizer, closure)
 
     def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -369,7 +374,7 @@ class Strategy(AroundModule, Gradients, Saving):
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without what belongs to the launching process alone."""
-        return {**self.__dict__, "_launcher": None, "_seat": None, "_job": None, "results": {}}
+        return {**self.__dict__, "_launcher": None, "_worker": None, "_job": None, "results": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -22,10 +22,11 @@ from rankwise.gradient_sync.parameters import check_parameters, trained_paramete
 from rankwise.launchers import Launcher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
 from rankwise.launchers.script import ScriptLauncher, script_ranks
+from rankwise.monitoring.heartbeat import report_phase
 from rankwise.process_group import check_backend, default_backend, gloo_on_interface, process_group
-from rankwise.process_group.pulse import beat
 from rankwise.ranks import RankInfo
-from rankwise.strategies._arguments import (
+from rankwise.strategies._compared_collectives import ComparedCollectives, is_check_wanted
+from rankwise.strategies.config import (
     RENDEZVOUS,
     START_METHODS,
     check_choice,
@@ -36,20 +37,23 @@ from rankwise.strategies._arguments import (
     check_timeout,
     from_parallel_devices,
 )
-from rankwise.strategies._compared_collectives import ComparedCollectives, is_check_wanted
-from rankwise.strategies._compiled import compile_within, uncompiled
-from rankwise.strategies._nodes import (
+from rankwise.strategies.job import threads_shared_by
+from rankwise.strategies.module_wrapping import (
+    SyncedBatchNorms,
+    averages_everywhere,
+    check_sync_batchnorm,
+    checked_wrapper,
+    compile_within,
+    uncompiled,
+)
+from rankwise.strategies.placement import (
     inline_launcher,
     interface_of,
-    local_seats,
-    meeting_point,
     place_on_node,
+    ranks_on_node,
     refuse_private_elsewhere,
+    rendezvous_endpoint,
 )
-from rankwise.strategies._same_gradients import averages_everywhere
-from rankwise.strategies._scopes import threads_shared_by
-from rankwise.strategies._sync_batchnorm import SyncedBatchNorms, check_sync_batchnorm
-from rankwise.strategies._wrapper import checked_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -174,7 +178,7 @@ class DDPStrategy(ComparedCollectives):
         self.init_timeout = check_timeout("init_timeout", init_timeout)
         self.grace_period_s = check_grace_period(grace_period_s)
         self.stall_warning = check_timeout("stall_warning", stall_warning)
-        told = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
+        ddp_options = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
         self.gradients = GradientSync(
             sync_mode=sync_mode,
             comm_hook=comm_hook,
@@ -182,9 +186,9 @@ class DDPStrategy(ComparedCollectives):
             comm_wrapper=comm_wrapper,
             model_averaging_period=model_averaging_period,
             gradient_weighting=gradient_weighting,
-            ddp_kwargs=told,
+            ddp_kwargs=ddp_options,
         )
-        self.ddp_kwargs = {**self.gradients.ddp_defaults, **told}
+        self.ddp_kwargs = {**self.gradients.ddp_defaults, **ddp_options}
         self.check_collectives = is_check_wanted(check_collectives)
         self._command = check_command(command)
         self.sync_batchnorm = sync_batchnorm
@@ -217,18 +221,18 @@ class DDPStrategy(ComparedCollectives):
         is_alone_here = self.local_world_size == 1 and not self.ranks.is_one_node
         if environment.creates_processes_externally or (is_alone_here and self.start_method == "popen"):
             return inline_launcher(environment, self.ranks)
-        seats = local_seats(self.ranks)
+        local_ranks = ranks_on_node(self.ranks)
         options: dict[str, Any] = {
             "grace_period_s": self.grace_period_s,
             "init_timeout": self.init_timeout,
             "stall_warning_s": self.stall_warning.total_seconds(),
             "teardown_timeout_s": self.timeout.total_seconds(),
             "stop_signals": [signal.SIGTERM, *filter(None, [environment.requeue_signal])],
-            "meeting": meeting_point(environment, self.ranks),
+            "endpoint": rendezvous_endpoint(environment, self.ranks),
         }
         if self.start_method == "popen" or script_ranks() is not None:
-            return ScriptLauncher(seats, command=self._command, **options)
-        return MultiprocessLauncher(self.start_method, seats, **options)
+            return ScriptLauncher(local_ranks, command=self._command, **options)
+        return MultiprocessLauncher(self.start_method, local_ranks, **options)
 
     def _rendezvous_of_launch(self) -> str:
         if self.rendezvous == "private" and not self._is_group_wanted:
@@ -251,19 +255,19 @@ class DDPStrategy(ComparedCollectives):
         """
         super().setup_environment()
         self._job.enter_context(threads_shared_by(self.local_world_size))
-        self._job.enter_context(gloo_on_interface(interface_of(self.ranks, self.seat.address)))
+        self._job.enter_context(gloo_on_interface(interface_of(self.ranks, self.worker.address)))
         if self._is_group_wanted:
-            beat("connecting", waits=True)
-            store = self.seat.open_store(self.init_timeout)
+            report_phase("connecting", waits=True)
+            store = self.worker.open_store(self.init_timeout)
             options: dict[str, Any] = {"timeout": self.timeout, "init_timeout": self.init_timeout}
             options["once_met"] = lambda places: self._job.enter_context(
-                self.seat.heard_by(places, self.init_timeout, self.stall_warning)
+                self.worker.start_monitors(places, self.init_timeout, self.stall_warning)
             )
             group = process_group(store, self.ranks, self.process_group_backend, self.root_device, **options)
             self._job.enter_context(group)
-            self.seat.limit_store(self.timeout)
+            self.worker.limit_store(self.timeout)
             self._job.enter_context(self.collectives_compared(store))
-        beat("running")
+        report_phase("running")
         self._job.callback(self._drop_wrappers)
 
     def _drop_wrappers(self) -> None:

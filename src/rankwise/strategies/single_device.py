@@ -11,8 +11,8 @@ from rankwise.errors import InvalidArgumentError
 from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.ranks import RankInfo
-from rankwise.strategies._nodes import inline_launcher
 from rankwise.strategies.base import Strategy
+from rankwise.strategies.placement import inline_launcher
 
 __all__ = ["SingleDeviceStrategy"]
 

@@ -12,17 +12,17 @@ from typing_extensions import final
 from rankwise.callbacks import Callback
 from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError
 from rankwise.trainer import arguments
-from rankwise.trainer.checkpoints import check_hyper_parameters, find_checkpoint, make_checkpoint
-from rankwise.trainer.facts import TrainerFacts
-from rankwise.trainer.keywords import with_known_keywords
-from rankwise.trainer.loaders import check_loaders
-from rankwise.trainer.manual_optimization import check_manual
+from rankwise.trainer.arguments import with_known_keywords
+from rankwise.trainer.checkpointing import check_hyper_parameters, find_checkpoint, make_checkpoint
+from rankwise.trainer.data_loaders import check_loaders
+from rankwise.trainer.loops.batch_schedule import UNEVEN_INPUTS
+from rankwise.trainer.loops.manual import check_manual
+from rankwise.trainer.loops.nonfinite import POLICIES, check_hook
+from rankwise.trainer.loops.prediction import GATHERINGS, Gather
 from rankwise.trainer.module import TrainingModule
-from rankwise.trainer.nonfinite import POLICIES, check_hook
-from rankwise.trainer.prediction_loop import GATHERINGS, Gather
-from rankwise.trainer.stage import Plan, StageName, check_module, run_stage
-from rankwise.trainer.state import restore
-from rankwise.trainer.turns import UNEVEN_INPUTS
+from rankwise.trainer.stages import StageName, StageSpec, check_module, run_stage
+from rankwise.trainer.state import TrainerState
+from rankwise.trainer.state_transfer import restore
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
@@ -32,7 +32,7 @@ __all__ = ["Trainer"]
 
 
 @final
-class Trainer(TrainerFacts):
+class Trainer(TrainerState):
     """Run a `TrainingModule` through its stages, on the processes that a strategy provides.
 
     Names and defaults are Lightning's. Everything is checked here, before any process starts.
@@ -335,7 +335,7 @@ class Trainer(TrainerFacts):
         for phase, given in loaders.items():
             check_loaders(self, phase, given)
         path = find_checkpoint(self, ckpt_path)
-        plan = Plan(
+        spec = StageSpec(
             stage,
             seed=torch.initial_seed(),
             brings_state_back=not self.strategy.runs_in_caller,
@@ -345,7 +345,7 @@ class Trainer(TrainerFacts):
         )
         self._adopt(model, stage)
         self.ckpt_path = path
-        value, state = self.strategy.launch(run_stage, model=model, trainer=self, loaders=loaders, plan=plan)
+        value, state = self.strategy.launch(run_stage, model=model, trainer=self, loaders=loaders, spec=spec)
         if state is not None:
             restore(self, model, state)
         return value

@@ -19,11 +19,11 @@ from torch.utils.data import (
 
 from rankwise.data import (
     check_shardable,
+    set_epoch_of,
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
     shard_info,
-    tell_epoch,
 )
 from rankwise.errors import UnshardableLoaderError
 
@@ -181,7 +181,7 @@ def test_iterable_data_that_can_be_split(shard: Any, dataset: Any) -> None:
 def test_iterable_data_are_told_the_epoch() -> None:
     """An epoch reaches the data through what splits it; other attributes are the data's own."""
     dataset: Any = shard_for_training(DataLoader(InParts()), 2, 0).dataset
-    tell_epoch(3, dataset)
+    set_epoch_of(3, dataset)
     assert (dataset.epoch, dataset.numbers) == (3, DATA)
     assert pickle.loads(pickle.dumps(dataset)).numbers == DATA
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import pytest
 
 from rankwise.doctor import Report
-from rankwise.doctor._examination import Wanted, examine
-from rankwise.doctor._measure import Measurement, Meeting, RankFacts, describe_measurements, describe_ranks
-from rankwise.doctor._network import examine_network, interfaces
-from rankwise.environments import _route
+from rankwise.doctor.examination import Wanted, examine
+from rankwise.doctor.measure import Measurement, Meeting, RankFacts, describe_measurements, describe_ranks
+from rankwise.doctor.network import examine_network, interfaces
+from rankwise.environments import network
 from rankwise.environments.detect import environment_names
 from rankwise.ranks import rank_zero_only
 
@@ -150,8 +150,8 @@ def test_a_host_that_is_loopback_to_itself(
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda _, *more, **options: look_up("127.0.1.1", *more, **options)
     )
-    monkeypatch.setattr(_route, "_interfaces", lambda: addresses)
-    monkeypatch.setattr(_route, "_carries", lambda name: True)
+    monkeypatch.setattr(network, "_interfaces", lambda: addresses)
+    monkeypatch.setattr(network, "_carries", lambda name: True)
     [note] = examine_network({}, "gpu01", {}).findings
     assert not note.is_error
     assert said in note.what
@@ -164,8 +164,8 @@ def rank(number: int, torch_version: str = "2.13.0") -> RankFacts:
 
 def test_different_versions() -> None:
     """Ranks that differ in a version are grouped by it."""
-    meeting = Meeting("gloo", (rank(0), rank(1, "2.6.0"), rank(2)), ())
-    [finding] = describe_ranks(meeting, "started by hand").findings
+    endpoint = Meeting("gloo", (rank(0), rank(1, "2.6.0"), rank(2)), ())
+    [finding] = describe_ranks(endpoint, "started by hand").findings
     assert "torch: 2.13.0 on ranks 0, 2; 2.6.0 on ranks 1" in finding.what
 
 

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from rankwise.environments._node_list import expand_counts, expand_node_list
+from rankwise.environments.node_list import expand_counts, expand_node_list
 from rankwise.errors import InvalidArgumentError
 
 

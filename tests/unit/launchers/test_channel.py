@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from rankwise.launchers._channel import FrameReader, Kind, RankChannel, frame, split_id, with_id
-from rankwise.launchers._records import FailureRecord
-from rankwise.launchers.seat import Seat
+from rankwise.failures.record import FailureRecord
+from rankwise.launchers.channel import FrameReader, Kind, RankChannel, frame, split_id, with_id
+from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
 
 LIMIT_S = 30  # nothing here takes so long, unless it hangs
@@ -132,15 +132,15 @@ def test_a_signal_does_not_cut_a_frame(ends: Ends) -> None:
 
 def test_a_report_that_was_interrupted_is_none(ends: Ends) -> None:
     """What a signal handler raises while a failure is being reported is reported too; then nothing is."""
-    seat = Seat(RankInfo(0, 0, 0, 1, 1, 1), channel=ends.channel)
+    worker = WorkerContext(RankInfo(0, 0, 0, 1, 1, 1), channel=ends.channel)
     with pytest.raises(Interrupted), interrupted(ends):
-        seat.report_failure(ValueError("x" * (1 << 20)))
-    report = threading.Thread(target=seat.report_failure, args=(ValueError("second"),))
+        worker.report_failure(ValueError("x" * (1 << 20)))
+    report = threading.Thread(target=worker.report_failure, args=(ValueError("second"),))
     report.start()
     texts = [FailureRecord.from_json(ends.receive()[1]).exception_message[:6] for _ in range(2)]
     report.join()
     assert texts == ["x" * 6, "second"]
-    seat.report_failure(ValueError("third"))
+    worker.report_failure(ValueError("third"))
     ends.channel.send(Kind.DONE)
     assert ends.receive() == (Kind.DONE, b"")
 

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from rankwise.launchers._records import FailureRecord
+from rankwise.failures.record import FailureRecord
 from rankwise.launchers.elastic import _Job
 from rankwise.launchers.multiprocess import Descriptor, owned_descriptor
-from rankwise.process_group.starts import Start
+from rankwise.stores.restart import RestartInfo
 
 THERE = FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=0)
 RAISED = FailureRecord(0, 0, 0, 100, at_s=3.0, exception_type="ValueError", exception_message="not yet")
@@ -65,6 +65,6 @@ def test_why_all_start_again(
         os.pwrite(job.failures[record.local_rank].number, record.to_json(), 0)
     for pid, status in exits:
         job.note_exit(pid, status)
-    job.begin(Start(1, "a job"))
+    job.begin(RestartInfo(1, "a job"))
     assert caplog.messages == [f"All ranks start again (restart 1): {why}"]
     assert job.silent == []

@@ -7,8 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from rankwise.process_group.private_store import PrivateStore, StoreTable
-from rankwise.process_group.wire import pack_fields, unpack_fields
+from rankwise.stores.private import PrivateStore, StoreTable, pack_fields, unpack_fields
 
 
 def ask(table: StoreTable, *fields: bytes) -> list[bytes]:

@@ -25,7 +25,7 @@ from rankwise.loggers import CSVLogger
 from rankwise.precision import Precision
 from rankwise.strategies import DDPSpawnStrategy, SingleDeviceStrategy
 from rankwise.trainer import Trainer
-from rankwise.trainer.keywords import _ELSEWHERE
+from rankwise.trainer.arguments import _ELSEWHERE
 from tests.unit.trainer.helpers import trainer
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rankwise.errors import CheckpointError
 from rankwise.precision import MasterWeightsPrecision, Precision
-from rankwise.trainer.state import capture, restore
+from rankwise.trainer.state_transfer import capture, restore
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 NAMES = ["64-true", "bf16-mixed", "16-mixed", "16-true", "bf16-true", "16-master", "bf16-master"]

@@ -1,0 +1,116 @@
+"""This machine: versions, devices, back ends, and what is known to go wrong with them."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import rankwise
+from rankwise.doctor.report import Finding, Section
+from rankwise.process_group import default_backend
+from rankwise.strategies.job import usable_cores
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  only its size is looked at
+_LITTLE_SHARED_MEMORY = 256 * 2**20
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the ranks of a job should have in common."""
+    return {
+        "rankwise": rankwise.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda or "none",
+    }
+
+
+def examine_versions() -> Section:
+    """Say which versions are installed."""
+    facts = {**versions(), "platform": platform.platform()}
+    line = "rankwise {rankwise}, torch {torch}, Python {python}, CUDA {cuda}".format(**facts)
+    return Section("versions", "Versions", facts, [line, facts["platform"]])
+
+
+def examine_devices(environ: Mapping[str, str]) -> Section:
+    """Say which devices there are."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    facts: dict[str, Any] = {
+        "cuda": gpus,
+        "cuda_visible_devices": environ.get("CUDA_VISIBLE_DEVICES"),
+        "cpu_cores": usable_cores(),
+        "omp_num_threads": environ.get("OMP_NUM_THREADS"),
+        "shared_memory_bytes": _shared_memory(),
+    }
+    lines = [f"cuda:{index}: {name}" for index, name in enumerate(gpus)] or ["no CUDA device"]
+    lines.append(f"{facts['cpu_cores']} CPU cores for this process")
+    return Section("devices", "Devices", facts, lines, _device_findings(facts))
+
+
+def _shared_memory() -> int | None:
+    return shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.exists() else None
+
+
+def _device_findings(facts: Mapping[str, Any]) -> list[Finding]:
+    findings = []
+    if not facts["cuda"] and Path("/dev/nvidia0").exists():
+        is_hidden = facts["cuda_visible_devices"] == ""
+        findings.append(
+            Finding(
+                f"This machine has an NVIDIA GPU, but torch {torch.__version__} sees none.",
+                "unset CUDA_VISIBLE_DEVICES, which is empty."
+                if is_hidden
+                else "install a torch with CUDA that fits the driver (nvidia-smi shows its version): "
+                "https://pytorch.org/get-started",
+            )
+        )
+    shared = facts["shared_memory_bytes"]
+    if shared is not None and shared < _LITTLE_SHARED_MEMORY:
+        findings.append(
+            Finding(
+                f"{_SHARED_MEMORY} holds only {shared / 2**20:.0f} MiB, and DataLoader workers send their "
+                "batches through it.",
+                "start the container with --shm-size=2g (Kubernetes: an emptyDir of medium Memory there).",
+                is_error=False,
+            )
+        )
+    return findings
+
+
+def examine_backends(environ: Mapping[str, str]) -> Section:
+    """Say which back ends this torch has."""
+    has = {
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+        "mpi": dist.is_available() and dist.is_mpi_available(),
+    }
+    kinds = ("cpu", "cuda") if torch.cuda.device_count() else ("cpu",)
+    used = {kind: default_backend(kind) for kind in kinds}
+    lines = [f"{name}: {'available' if is_there else 'not in this torch'}" for name, is_there in has.items()]
+    lines.append("used by default: " + ", ".join(f"{name} on {kind}" for kind, name in used.items()))
+    facts = {"available": has, "default": used}
+    return Section("back_ends", "Back ends", facts, lines, _backend_findings(has, environ))
+
+
+def _backend_findings(has: Mapping[str, bool], environ: Mapping[str, str]) -> list[Finding]:
+    findings = []
+    if torch.cuda.device_count() and not has["nccl"]:
+        findings.append(
+            Finding(
+                "There are CUDA devices, but this torch has no NCCL: gradients would travel through the CPU.",
+                "install a torch that has it: the Linux wheels of https://pytorch.org/get-started do.",
+            )
+        )
+    if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        findings.append(
+            Finding(
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DistributedDataParallel on gloo.",
+                "unset it, or use TORCH_DISTRIBUTED_DEBUG=INFO.",
+            )
+        )
+    return findings

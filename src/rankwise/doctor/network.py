@@ -1,0 +1,180 @@
+"""Addresses: this host's name and interfaces, which one the ranks meet on, how fast names are looked up."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rankwise.doctor.report import Finding, Section
+from rankwise.environments.network import (
+    address_toward,
+    interface_toward,
+    is_own_loopback_name,
+    listening_address,
+)
+from rankwise.errors import ConfigurationError
+
+_LONGEST_LOOKUP_S = 6.0  # a resolver that does not answer gives up after 5 s
+_SLOW_LOOKUP_S = 1.0
+_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def lookup_seconds() -> float:
+    """Return how long the slower one of two look-ups took: the host's address by name, a name by address."""
+    host = socket.gethostname()
+    return max(_seconds(lambda: socket.gethostbyname(host)), _seconds(lambda: socket.gethostbyaddr(host)))
+
+
+def _seconds(look_up: Callable[[], object]) -> float:
+    # In a thread of its own: a resolver that does not answer cannot be interrupted.
+    def run() -> None:
+        with contextlib.suppress(OSError):  # an unknown name is an answer too
+            look_up()
+
+    started = time.monotonic()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_LONGEST_LOOKUP_S)
+    return time.monotonic() - started
+
+
+def interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each interface that has one."""
+    found = {}
+    if sys.platform == "linux":
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                found[name] = _address_of(name)
+    return found
+
+
+def _address_of(interface: str) -> str:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        answer = fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)
+    return socket.inet_ntoa(answer[20:24])
+
+
+def examine_network(
+    environ: Mapping[str, str],
+    main_address: str | None,
+    slowest_lookups: Mapping[str, float],
+    other_node: str | None = None,
+) -> Section:
+    """Say where the ranks meet.
+
+    Args:
+        environ: the variables of this process.
+        main_address: rank 0's, where there are several nodes; None on one.
+        slowest_lookups: by host, how long its look-up of names took, in seconds.
+        other_node: the name of a node that is not rank 0's, where one is known.
+    """
+    there = interfaces()
+    facts: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "interfaces": there,
+        "main_address": main_address,
+        "interface": None if main_address is None else _interface(main_address),
+        "lookup_seconds": {host: round(seconds, 3) for host, seconds in slowest_lookups.items()},
+    }
+    lines = [f"host name: {facts['host']}"]
+    lines += [f"interface {name}: {address}" for name, address in there.items()]
+    lines.append(_meeting_place(main_address, facts["interface"]))
+    lines += [
+        f"names are looked up in {seconds * 1000:.0f} ms on {host}"
+        for host, seconds in slowest_lookups.items()
+    ]
+    findings = [*_lookup_findings(slowest_lookups), *_interface_findings(environ, there)]
+    findings += _address_findings(main_address, other_node)
+    return Section("network", "Addresses", facts, lines, findings)
+
+
+def _meeting_place(main_address: str | None, interface: str | None) -> str:
+    if main_address is None:
+        return "the ranks of one node meet on loopback alone: nobody else can reach them"
+    if interface is None:
+        return f"rank 0 is at {main_address}"
+    return f"rank 0 is at {main_address}, reached through interface {interface}"
+
+
+def _interface(main_address: str) -> str | None:
+    try:
+        return interface_toward(main_address)
+    except ConfigurationError:
+        return None
+
+
+def _lookup_findings(slowest: Mapping[str, float]) -> list[Finding]:
+    slow = [host for host, seconds in slowest.items() if seconds > _SLOW_LOOKUP_S]
+    if not slow:
+        return []
+    return [
+        Finding(
+            f"Looking up host names took {max(slowest.values()):.1f} s on {', '.join(slow)}. torch does so "
+            "for every connection to its TCP store: the ranks may meet late, or not in time.",
+            "name the host and its address in /etc/hosts, or correct /etc/resolv.conf.",
+            is_error=False,
+        )
+    ]
+
+
+def _interface_findings(environ: Mapping[str, str], there: Mapping[str, str]) -> list[Finding]:
+    findings = []
+    for variable in _INTERFACE_VARIABLES:
+        # NCCL's may be a list, prefixes, or an exclusion: only a plain name is surely wrong
+        wanted = environ.get(variable, "")
+        is_known = any(name.startswith(wanted.lstrip("=")) for name in there)
+        if wanted and there and not is_known and wanted.replace("=", "").isalnum():
+            findings.append(
+                Finding(
+                    f"{variable}={wanted} names an interface that this machine does not have.",
+                    f"use one of {', '.join(there)}, or unset it.",
+                )
+            )
+    return findings
+
+
+def _address_findings(main_address: str | None, other_node: str | None) -> list[Finding]:
+    if main_address is None:
+        return []
+    try:
+        address_toward(main_address)
+    except ConfigurationError as error:
+        return [Finding(error.summary(), error.fix())]
+    if is_own_loopback_name(main_address):
+        return _own_name_findings(main_address, other_node)
+    # A name that is loopback on its own host is another address elsewhere; these are loopback everywhere.
+    if main_address in ("localhost", "::1") or main_address.startswith("127."):
+        return [
+            Finding(
+                f"The main address {main_address!r} is loopback, but the job has several nodes.",
+                "set MASTER_ADDR to an address of rank 0's node that the other nodes can reach. (Where all "
+                "nodes are this one machine, nothing has to be done.)",
+                is_error=False,
+            )
+        ]
+    return []
+
+
+def _own_name_findings(main_address: str, other_node: str | None) -> list[Finding]:
+    try:
+        address = listening_address(main_address, other_node)
+    except ConfigurationError as error:
+        return [Finding(f"{error.summary()} {error.seen()}", error.fix(), is_error=False)]
+    return [
+        Finding(
+            f"This host knows its own name {main_address!r} as loopback (Debian's /etc/hosts says so). "
+            f"The ranks meet at {address}: that must be what the other nodes know by the name.",
+            f"nothing, where it is; otherwise set MASTER_ADDR={address} (or the right one) on every node.",
+            is_error=False,
+        )
+    ]

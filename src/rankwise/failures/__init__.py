@@ -1,0 +1,3 @@
+"""What failed first."""
+
+__all__: list[str] = []

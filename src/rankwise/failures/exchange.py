@@ -1,0 +1,213 @@
+"""What ranks tell one another through the store when a job fails that no supervisor sees as a whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from typing_extensions import final
+
+from rankwise.errors import NodesLostError
+from rankwise.failures.classify import text_of
+from rankwise.monitoring.heartbeat import FailureTime, failure_time_of
+from rankwise.monitoring.rank_monitor import StatusReply, notify_failure, query_status, reply_key
+from rankwise.stores.rendezvous import FAILURE, RankIdentity, read_key
+
+__all__ = ["FailureExchange", "StatusReport", "publish_failure", "published_failure", "wait_until_read"]
+
+_COUNT, _ALL_DONE = "done", b"all are done"
+# How long the rank that failed first has to say so, once others feel it, and how long the store may take.
+_PATIENCE = timedelta(seconds=0.7)
+_LIMIT_S = 1.5
+# How long whoever has the store stays, so that the others can read what has failed.
+_LINGER_S = 1.0
+# How long a rank that is done waits for those of other nodes, and how often it looks.
+_LONGEST_WAIT = timedelta(minutes=10)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+
+
+@final
+@dataclass(frozen=True)
+class StatusReport:
+    """What the ranks have answered.
+
+    Attributes:
+        missing: the global ranks that hold the others up: they do not wait, or do not answer.
+        last_seen: where each of the others is, in a line.
+        lost: those that do not answer.
+    """
+
+    missing: tuple[int, ...]
+    last_seen: tuple[str, ...]
+    lost: tuple[RankIdentity, ...]
+
+
+@final
+class FailureExchange:
+    """One rank's way to say why it ends, and to hear why it has to.
+
+    Args:
+        store: the job's own.
+        places: all ranks, by global rank.
+        mine: this rank's place.
+    """
+
+    def __init__(self, store: dist.Store, places: Sequence[RankIdentity], mine: RankIdentity) -> None:
+        self.began_s = time.monotonic()
+        self.is_one_node = len({place.node_rank for place in places}) == 1
+        self._store = store
+        self._places = places
+        self._mine = mine
+        self._heard: bytes | None = None
+
+    def say(self, record: bytes) -> None:
+        """Leave this rank's failure for the others, unless one is there already."""
+        self._within_limit(lambda: publish_failure(self._store, record, len(self._places)))
+
+    def note(self, record: bytes) -> None:
+        """Keep what another rank has left: the store may be gone when this one asks."""
+        self._heard = record
+
+    def wait_until_read(self) -> None:
+        """Stay until the other ranks have read what has failed, if something has: this rank has the store."""
+
+        def wait() -> None:
+            if published_failure(self._store) is not None:
+                ranks = {place.global_rank for place in self._places}
+                wait_until_read(self._store, ranks - {self._mine.global_rank})
+
+        self._within_limit(wait)
+
+    def wait_for_other_ranks(self, patience: timedelta = _LONGEST_WAIT) -> bytes | NodesLostError | None:
+        """Say that this rank is done, and wait until all are.
+
+        Returns:
+            The record of a rank that failed instead; or which ranks do not answer at the end of this one's
+            patience; None where all are done, work on, or are gone with the store.
+        """
+        if not self._within_limit(self._count_me):
+            return self._heard
+        deadline = time.monotonic() + patience.total_seconds()
+        pause_s = _FIRST_PAUSE_S
+        heard: list[bytes] = []
+        while self._within_limit(lambda: self._listen(heard)):
+            if heard:
+                return None if heard == [_ALL_DONE] else heard[0]
+            if time.monotonic() > deadline:
+                answer = self.hear(TimeoutError(f"done, and waited {patience} for the others"))
+                return None if isinstance(answer, StatusReport) else answer
+            time.sleep(pause_s)  # and not in the store, in C++, where no signal is heard
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self._heard
+
+    def _count_me(self) -> None:
+        if self._store.add(_COUNT, 1) == len(self._places):
+            self._store.compare_set(FAILURE, "", _ALL_DONE.decode())
+
+    def _listen(self, heard: list[bytes]) -> None:
+        if self._store.check([FAILURE]):
+            heard.append(bytes(self._store.get(FAILURE)))
+
+    def hear(
+        self, error: BaseException, *, is_timeout: bool = False
+    ) -> bytes | NodesLostError | StatusReport:
+        """Find out why a collective failed here with `error`.
+
+        Args:
+            error: what was raised here.
+            is_timeout: whether it says that others did not come in time; the ranks then show their stacks.
+
+        Returns:
+            The record of the rank that failed first; or which ranks are not to be heard of any more, if whole
+            nodes are not or nobody was late; or else what all have answered.
+        """
+        if self._heard is not None:
+            return self._heard
+        heard: list[bytes | StatusReport] = []
+        gave_up = failure_time_of(error) if is_timeout else None
+        if not self._within_limit(lambda: heard.append(self._query_status(gave_up))):
+            # The store is with node 0: from elsewhere that node is away, from there all others are.
+            is_with_the_store = self._mine.node_rank == 0
+            lost = (place for place in self._places if (place.node_rank == 0) != is_with_the_store)
+            heard.append(StatusReport((), (), tuple(lost)))
+        [answer] = heard
+        if isinstance(answer, StatusReport) and (
+            self._misses_a_node(answer) or (answer.lost and not is_timeout)
+        ):
+            return NodesLostError(tuple(map(str, answer.lost)), f"{type(error).__name__}: {text_of(error)}")
+        return answer
+
+    def _misses_a_node(self, roll: StatusReport) -> bool:
+        there = {place.node_rank for place in self._places if place not in roll.lost}
+        return any(place.node_rank not in there for place in roll.lost)
+
+    def _query_status(self, gave_up: FailureTime | None) -> bytes | StatusReport:
+        self._store.set(reply_key(self._mine.global_rank), StatusReply.of_this_rank(self._mine, gave_up))
+        query_status(self._store, len(self._places), "" if gave_up is None else "a collective timed out")
+        try:
+            self._store.wait([FAILURE], _PATIENCE)
+            return bytes(self._store.get(FAILURE))
+        except dist.DistStoreError:
+            return self._roll()
+
+    def _roll(self) -> StatusReport:
+        keys = {place: reply_key(place.global_rank) for place in self._places}
+        answers = {
+            place: StatusReply(self._store.get(key))
+            for place, key in keys.items()
+            if self._store.check([key])
+        }
+        lost = tuple(place for place in self._places if place not in answers)
+        others = [place for place in self._places if place.global_rank != self._mine.global_rank]
+        return StatusReport(
+            tuple(place.global_rank for place in others if place in lost or not answers[place].waits),
+            tuple(f"{each} does not answer" if each in lost else answers[each].line for each in others),
+            lost,
+        )
+
+    def _within_limit(self, call: Callable[[], object]) -> bool:
+        """Run a call to the store that may never come back, as over a cable that is cut."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                call()
+            except (RuntimeError, ValueError):
+                return  # the store is gone
+            done.set()
+
+        thread = threading.Thread(target=run, name="rankwise-last-words", daemon=True)
+        thread.start()
+        thread.join(_LIMIT_S)
+        return done.is_set()
+
+
+def publish_failure(store: dist.Store, record: bytes, count: int) -> None:
+    """Leave a failure for all ranks of a job, unless one is there, or all are done; and wake them.
+
+    Args:
+        store: the job's.
+        record: what has failed.
+        count: how many ranks there are.
+    """
+    text = record.decode()
+    if store.compare_set(FAILURE, "", text) == record:
+        notify_failure(store, count)
+
+
+def published_failure(store: dist.Store) -> bytes | None:
+    """Return the record of the rank that failed first, None where none has."""
+    left = bytes(store.get(FAILURE)) if store.check([FAILURE]) else _ALL_DONE
+    return None if left == _ALL_DONE else left
+
+
+def wait_until_read(store: dist.Store, ranks: Iterable[int]) -> None:
+    """Give ranks the time to read what has failed: without whoever has the store, they no longer could."""
+    keys = [read_key(rank) for rank in ranks]
+    deadline = time.monotonic() + _LINGER_S
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(_LINGER_S / 50)  # and not in the store, which writes on stderr where it waits in vain

@@ -1,0 +1,244 @@
+"""A rank's seat in a job: who it is, where it meets the others, and how it talks to the supervisor."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import final
+
+from rankwise.failures.record import FailureRecord
+from rankwise.launchers.channel import Kind, RankChannel
+from rankwise.processes.interrupt import Interruptible
+from rankwise.processes.signals import StoppedBySignal
+from rankwise.ranks import RankInfo
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from rankwise.failures.exchange import FailureExchange
+    from rankwise.process_group.stop_agreement import StopAgreement
+    from rankwise.stores.rendezvous import RankIdentity
+
+__all__ = ["Entry", "RendezvousEndpoint", "WorkerContext", "store_of_job", "torchrun_variables"]
+
+Entry = Callable[["WorkerContext"], Any]
+
+
+@final
+@dataclass(frozen=True)
+class RendezvousEndpoint:
+    """Where the nodes of a job meet: host and port, and whether this node hosts the store there."""
+
+    address: tuple[str, int]
+    hosts: bool
+
+
+@final
+@dataclass
+class WorkerContext:
+    """What a launcher hands to the function that it runs as a rank.
+
+    Attributes:
+        ranks: who this process is.
+        variables: environment variables that the rank is to see: torchrun's contract.
+        address: host and port of the store, or None where it is private (or not needed).
+        hosts_store: whether this rank has to host the store itself.
+        store_outlives: whether the store may have the keys of an earlier start, as an elastic agent's has.
+        channel: to the supervisor; None where nothing was launched (`inline`).
+        on_stop: called from another thread when this rank has to leave, before it is interrupted.
+        job: counts the jobs of this group of processes, from 1; keeps their keys apart in the store.
+        failure_exchange: to the ranks that no supervisor of this node sees, once they have met.
+    """
+
+    ranks: RankInfo
+    variables: Mapping[str, str] = field(default_factory=dict)
+    address: tuple[str, int] | None = None
+    hosts_store: bool = False
+    store_outlives: bool = False
+    channel: RankChannel | None = None
+    job: int = 1
+    on_stop: Callable[[], None] | None = None
+    failure_exchange: FailureExchange | None = None
+    _has_reported: bool = False
+    _start: int = 0
+    _store: Store | None = None  # a group uses the store for as long as it lives, but does not keep it
+
+    def open_store(self, timeout: timedelta) -> Store:
+        """Return the store through which the ranks of this job meet.
+
+        Raises:
+            RendezvousTimeoutError: when the host of a TCP store cannot be reached in time; where the store
+                outlives a start, also when not all ranks of this one come in time.
+        """
+        from rankwise.stores.restart import find_restart
+        from rankwise.stores.tcp import open_store
+
+        ask = None if self.channel is None else self.channel.ask_store
+        self._store = open_store(ask, self.address, hosts=self.hosts_store, timeout=timeout)
+        if self.store_outlives and self.address is not None:
+            self._start = find_restart(self.address, self._store, self.ranks, timeout).number
+        return self._of_this_job(self._store)
+
+    def limit_store(self, timeout: timedelta) -> None:
+        """Let the store have that long to answer from here on: the ranks have met."""
+        if self._store is not None:
+            self._store.set_timeout(timeout)
+
+    def agree_on_stopping(self, timeout: timedelta) -> StopAgreement:
+        """Return this rank's part in agreeing with the others when to stop; not started yet.
+
+        Args:
+            timeout: how long to wait for the other ranks' answers.
+        """
+        from rankwise.process_group.stop_agreement import StopAgreement
+
+        store = self.open_store(timeout) if self._store is None else self._of_this_job(self._store)
+        return StopAgreement(self.ranks, store, partial(self.open_another, store, timeout), timeout)
+
+    @contextmanager
+    def start_monitors(
+        self, places: Sequence[RankIdentity], timeout: timedelta, stall_warning: timedelta
+    ) -> Iterator[None]:
+        """Be able, in the block, to ask the other ranks where they are and what ends the job; answer them.
+
+        On one node the supervisor knows all that, if there is one.
+
+        Args:
+            places: all ranks, by global rank; none where they have not met through the job's store.
+            timeout: how long to wait for the store's host.
+            stall_warning: after how long in one phase a rank is reported that others wait for.
+        """
+        from rankwise.failures.exchange import FailureExchange
+        from rankwise.monitoring.rank_monitor import StatusListener
+        from rankwise.monitoring.stragglers import StragglerMonitor
+
+        if self._store is None or len(places) < 2 or (self.ranks.is_one_node and self.channel is not None):
+            yield
+            return
+        store, mine = self._of_this_job(self._store), places[self.ranks.global_rank]
+        self.failure_exchange = FailureExchange(store, places, mine)
+        open_listener = partial(self.open_another, store, timeout)
+        on_failure = partial(self._on_remote_failure, self.failure_exchange)
+        answering = StatusListener(
+            store, open_listener, mine, on_failure=on_failure, shows_stacks=self.channel is None
+        )
+        is_supervised, warn_after_s = self.channel is not None, stall_warning.total_seconds()
+        straggler_monitor = StragglerMonitor(
+            open_listener, places, mine, warn_after_s, is_supervised=is_supervised
+        )
+        answering.start()
+        straggler_monitor.start()
+        try:
+            yield
+        finally:
+            straggler_monitor.close()
+            answering.close()
+            if self.hosts_store:
+                self.failure_exchange.wait_until_read()
+            self.failure_exchange = None
+
+    def _on_remote_failure(self, failure_exchange: FailureExchange, text: bytes) -> None:
+        """Keep the record of the rank that failed first; the supervisor sees those of this node itself."""
+        failure_exchange.note(text)
+        record = FailureRecord.from_json(text)
+        if self.channel is not None and record.node_rank != self.ranks.node_rank:
+            record = dataclasses.replace(record, at_s=time.monotonic())  # each node has a clock of its own
+            self.channel.send(Kind.ELSEWHERE, record.to_json())
+
+    def open_another(self, store: Store, timeout: timedelta) -> Store:
+        """Return the job's store once more, where a thread that waits in it would hold up others."""
+        from rankwise.stores.tcp import open_another
+
+        if self.address is None:
+            return store  # a private store answers several threads at once
+        return self._of_this_job(open_another(self.address, timeout))
+
+    def _of_this_job(self, store: Store) -> Store:
+        return store_of_job(store, self.job, self._start)
+
+    def report_failure(self, error: BaseException, record: FailureRecord | None = None) -> None:
+        """Tell the supervisor what ended this rank's work; only the first report counts.
+
+        Args:
+            error: what was raised.
+            record: what to report where the failure was another node's.
+        """
+        if isinstance(error, StoppedBySignal):
+            return  # no failure: every rank stops, at the same step
+        if self.channel is not None and not self._has_reported:
+            record = FailureRecord.of_exception(self.ranks, error) if record is None else record
+            record = dataclasses.replace(record, has_met=self.failure_exchange is not None)
+            self.channel.send(Kind.FAILURE, record.to_json())
+            self._has_reported = True  # not before: what a signal handler raises meanwhile is reported then
+
+    def run(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
+        """Run `entry` as this rank, then `finish` with its value; report how it ended.
+
+        Raises:
+            JobStopped: when the supervisor said stop. Anything that `entry` raises.
+            StoppedBySignal: when all ranks have stopped for a signal.
+        """
+        if self.channel is None:
+            raise ValueError("this seat has no channel: nobody supervises it")
+        try:
+            with Interruptible() as block:
+                self.channel.call_on_stop(partial(self._leave, block))
+                value = entry(self)
+                finish(value)
+                return value
+        except StoppedBySignal as stopped:
+            self.channel.send(Kind.STOPPED, b"%d" % stopped.signal_number)
+            raise
+        except BaseException as error:
+            self.report_failure(error)
+            raise
+        finally:
+            self.channel.call_on_stop(None)
+
+    def _leave(self, block: Interruptible) -> None:
+        if self.on_stop is not None:
+            self.on_stop()
+        block.interrupt()
+
+
+def store_of_job(store: Store, job: int, start: int = 0) -> Store:
+    """Return what a store has for one job, in one start of it."""
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"start{start}/job{job}", store)
+
+
+def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None, run_id: str) -> dict[str, str]:
+    """Return the variables that torchrun gives its workers; `MASTER_*` only where something listens.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """
+    variables: dict[str, object] = {
+        "RANK": ranks.global_rank,
+        "WORLD_SIZE": ranks.world_size,
+        "LOCAL_RANK": ranks.local_rank,
+        "LOCAL_WORLD_SIZE": ranks.local_world_size,
+        "GROUP_RANK": ranks.node_rank,
+        "GROUP_WORLD_SIZE": ranks.num_nodes,
+        "ROLE_RANK": ranks.global_rank,
+        "ROLE_WORLD_SIZE": ranks.world_size,
+        "ROLE_NAME": "default",
+    }
+    if address is not None:
+        variables |= {
+            "MASTER_ADDR": address[0],
+            "MASTER_PORT": address[1],
+            # every rank is a client of the launching process's store, as under torchrun's agent
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_RUN_ID": run_id,
+        }
+    return {name: str(value) for name, value in variables.items()}

@@ -1,0 +1,198 @@
+"""Rendezvous handlers for torch's elastic agent: on one node, and between nodes.
+
+torch (2.13) keeps the store of the first start for all others and tells its address in that start only: a
+node that comes back waits for it in vain. And each agent counts restarts by itself, so that nodes disagree
+about which start it is. Its stores listen on every interface.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from typing_extensions import final
+
+from rankwise.errors import ProcessGroupError
+from rankwise.stores.restart import RestartInfo
+from rankwise.stores.tcp import host_store, open_another
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["LOOPBACK", "NODES", "register_loopback", "register_nodes"]
+
+LOOPBACK = "rankwise_loopback"
+"""The name of the rendezvous back end, for `LaunchConfig(rdzv_backend=...)`."""
+
+
+def register_loopback() -> None:
+    """Make the back end known to torch; again and again does no harm."""
+    rendezvous_handler_registry.register(LOOPBACK, LoopbackRendezvous)
+
+
+@final
+class LoopbackRendezvous(RendezvousHandler):
+    """A rendezvous of one. torch's own back ends listen on every interface.
+
+    Args:
+        parameters: what the launcher was configured with; `on_start` in it is told of each start.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+        self._timeout = timedelta(seconds=parameters.get_as_int("timeout", 600) or 600)
+        self._on_start: Callable[[RestartInfo], None] = parameters.get("on_start", _nothing)
+        self._job = f"{self._run_id}/{secrets.token_hex(8)}"  # another job may have the same id
+        self._starts = 0
+        self._store: Store | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Every rank is a client of the store that this process hosts."""
+        return True
+
+    def get_backend(self) -> str:
+        return LOOPBACK
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Host a new store: a restarted job must not find the keys of the one before."""
+        self._on_start(RestartInfo(self._starts, self._job))
+        self._starts += 1
+        self._store, address = host_store(self._timeout)
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(*address))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
+
+
+def _nothing(start: RestartInfo) -> None:
+    pass
+
+
+NODES = "rankwise_nodes"
+"""The name of the rendezvous back end, for `LaunchConfig(rdzv_backend=...)`."""
+
+_DEFAULT_PORT = 29400  # torch's
+_ANSWER = timedelta(seconds=60)  # torch's
+_MEETING = "rankwise/meeting"
+
+
+def register_nodes() -> None:
+    """Make the back end known to torch; again and again does no harm."""
+    rendezvous_handler_registry.register(NODES, NodesRendezvous)
+
+
+@final
+class NodesRendezvous(RendezvousHandler):
+    """torch's handler, but that the node of rank 0 hosts a store of its own for each start.
+
+    Args:
+        parameters: what the launcher was configured with; `on_start` in it is told of each start, the same
+            on all nodes; `own_address` says, given the endpoint's host, at which address
+            this node listens.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORT)
+        self._own_address: Callable[[], str] = partial(parameters.config["own_address"], host)
+        self._timeout = timedelta(seconds=parameters.get_as_int("timeout", 600) or 600)
+        store = self._agents_store(host, port, parameters.get_as_bool("is_host"))
+        backend = C10dRendezvousBackend(store, parameters.run_id)
+        self._inner: Any = create_handler(store, backend, parameters)
+        self._on_start: Callable[[RestartInfo], None] = parameters.config["on_start"]
+        self._store: Store | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Every rank is a client of the store that rank 0's agent hosts."""
+        return True
+
+    def get_backend(self) -> str:
+        return NODES
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other agents; a restarted job must not find the keys of the one before."""
+        self._store = None
+        info: RendezvousInfo = self._inner.next_rendezvous()
+        if info.rank == 0:
+            self._open(info.store)
+        host, port, *start = json.loads(info.store.get(_MEETING))
+        self._on_start(RestartInfo(*start))
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(host, port))
+
+    def _open(self, endpoint: Any) -> None:
+        """Host the store of this start, and say where; `endpoint` is the agents' own, new for each start."""
+        self._store, (host, port) = host_store(self._timeout, (self._own_address(), 0))
+        agents = PrefixStore(f"rankwise/{self.get_run_id()}", endpoint.underlying_store)
+        token = agents.compare_set("job", "", secrets.token_hex(8)).decode()  # the first start's
+        job = f"{self.get_run_id()}/{token}"  # another job may have the same id, at another time
+        endpoint.set(_MEETING, json.dumps([host, port, agents.add("starts", 1) - 1, job]))
+        # What torch's handler waits for on a node that is new in this start.
+        endpoint.set(RendezvousStoreInfo.MASTER_ADDR_KEY, host)
+        endpoint.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port))
+
+    def _agents_store(self, host: str, port: int, is_host: bool | None) -> Store:
+        """Return the store in which the agents meet: hosted here if the endpoint is, and by nobody yet."""
+        is_here = _is_this_host(host, port) if is_host is None else is_host
+        address = (self._own_address() if is_here else host, port)
+        try:
+            store = host_store(self._timeout, address)[0] if is_here else open_another(address, self._timeout)
+        except ProcessGroupError:
+            if is_host:
+                raise
+            store = open_another(address, self._timeout)  # another agent of this host has it
+        store.set_timeout(_ANSWER)
+        return store
+
+    def is_closed(self) -> bool:
+        return bool(self._inner.is_closed())
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return int(self._inner.num_nodes_waiting())
+
+    def get_run_id(self) -> str:
+        return str(self._inner.get_run_id())
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return bool(self._inner.shutdown())
+
+
+def _is_this_host(host: str, port: int) -> bool:
+    """Whether a name or an address is this very host's: what goes there comes from there. Sends nothing."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own, other = (str(end[0]).partition("%")[0] for end in (probe.getsockname(), probe.getpeername()))
+    except OSError:
+        return False  # not known, or not yet
+    return own == other or ipaddress.ip_address(own).is_loopback

@@ -1,0 +1,114 @@
+"""The failures of a job, and the exception that tells them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from typing_extensions import final
+
+from rankwise.errors import WorkerError
+from rankwise.failures.record import FailureRecord, first_cause
+from rankwise.launchers.worker_state import WorkerState
+from rankwise.monitoring.heartbeat import Heartbeat
+
+# How soon a rank in a collective without a phase of its own notices that another rank has failed.
+_AT_ONCE_S = 0.2
+
+
+@final
+class Failures:
+    """What the ranks of a job have reported, or were seen to end with.
+
+    Args:
+        members: all local ranks; the list is the supervisor's.
+        on_failure: called with each.
+
+    Attributes:
+        stopped: the global ranks that were told to stop after the first failure.
+    """
+
+    def __init__(
+        self, workers: Sequence[WorkerState], on_failure: Callable[[FailureRecord], None] | None = None
+    ) -> None:
+        self.stopped: list[int] = []
+        self._workers = workers
+        self._on_failure = on_failure
+        self._records: list[FailureRecord] = []
+        self._late: list[FailureRecord] = []
+        self._started_s = time.monotonic()
+        self._heartbeats: dict[WorkerState, Heartbeat] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
+    def add(self, record: FailureRecord) -> None:
+        """Take one more; at the first that is a timeout, note where everybody is."""
+        if any(record.is_same_failure(other) for other in self._records):
+            return  # of another node, of which several ranks here have heard
+        self._records.append(record)
+        if self._on_failure is not None:
+            self._on_failure(record)
+        if record.is_timeout and not self._heartbeats:
+            # Nobody has been told to stop yet; who has given up just as well brings its heartbeat along.
+            self._heartbeats = {each: each.heartbeat.read() for each in self._workers if not each.has_ended}
+
+    def add_late(self, record: FailureRecord) -> None:
+        """Take the end of a rank that somebody else killed while it was told to stop: a line, no cause."""
+        if self._records:
+            self._late.append(record)
+            if record.global_rank in self.stopped:
+                self.stopped.remove(record.global_rank)
+
+    def reason(self) -> str:
+        """Return the first failure in a line; without one, why ranks are told to stop all the same."""
+        return self._records[0].line() if self._records else "the main process was told to end"
+
+    def error(self) -> WorkerError | None:
+        """Return the first failure as an exception, or None."""
+        if not self._records:
+            return None
+        cause = first_cause(self._records)
+        others = [record for record in (*self._records, *self._late) if record is not cause]
+        others = [record for record in others if record.exception_type != "JobStopped"]
+        cause = self._of_timeout(cause) if cause.is_timeout else cause
+        stopped = [rank for rank in self.stopped if rank != cause.global_rank]  # the cause may be heard late
+        return cause.to_error(self._started_s, stopped, others)
+
+    def _of_timeout(self, cause: FailureRecord) -> FailureRecord:
+        """Return a timeout's record with who had not come by then, and where each of the others was.
+
+        Where all of them were in a wait, it was for those that have not given up: one that hangs or is
+        suspended there. Where all have, it was for one another, in different collectives: nobody had come.
+        """
+        own = {record.global_rank: record for record in self._records if record.is_timeout or record.is_felt}
+        waited = {rank for rank, record in own.items() if _waited_with(cause, record)}
+        missing, last_seen = {*cause.missing} - waited, []
+        others = {*cause.missing, *own} - {cause.global_rank}
+        for member, heartbeat in self._heartbeats_of_others(cause, own):
+            last_seen.append(member.seen_in(heartbeat, cause.at_s))
+            rank = member.ranks.global_rank
+            others.add(rank)
+            has_come = rank in waited if rank in own else heartbeat.waited_at(cause.at_s)
+            if not has_come:
+                missing.add(rank)
+        seen = cause.last_seen or tuple(last_seen)
+        missing = missing or {*others} - {*own} or others
+        return dataclasses.replace(cause, missing=tuple(sorted(missing)), last_seen=seen)
+
+    def _heartbeats_of_others(
+        self, cause: FailureRecord, own: Mapping[int, FailureRecord]
+    ) -> Iterator[tuple[WorkerState, Heartbeat]]:
+        for member in self._workers:
+            record = own.get(member.ranks.global_rank)
+            heartbeat = self._heartbeats.get(member) if record is None else record.heartbeat
+            if record is not cause and heartbeat is not None:
+                yield member, heartbeat
+
+
+def _waited_with(cause: FailureRecord, record: FailureRecord) -> bool:
+    """Return whether a rank whose wait has ended was in it when the first one gave up; as far as is known."""
+    if record.heartbeat is not None and record.heartbeat.waits:
+        return record.heartbeat.waited_at(cause.at_s)
+    return record.is_timeout or record.at_s - cause.at_s < _AT_ONCE_S

@@ -1,0 +1,76 @@
+"""What the forkserver imports once, so that the processes it forks need not; and how it ends.
+
+It must not raise: the forkserver would end with it, and say nothing. Any other process may import it too, as
+tools that read all modules do, and is left as it is.
+"""
+
+import atexit
+import contextlib
+import gc
+import multiprocessing
+import multiprocessing.util
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+_PARENT_ENDS_S = 1.0
+_POLL_S = 0.01
+_IS_SERVER = any("multiprocessing.forkserver" in argument for argument in sys.orig_argv)
+
+
+def exit_when_idle(server: int, main_process: int, folder: Path | None) -> None:
+    """End the server: it has nothing to finish, and unloading torch would take it a second or more.
+
+    A main process that was killed has left multiprocessing's folder for the server's socket behind.
+    """
+    if os.getpid() != server:  # a process that the server has forked
+        return
+    deadline = time.monotonic() + _PARENT_ENDS_S
+    while os.getppid() == main_process and time.monotonic() < deadline:
+        time.sleep(_POLL_S)  # it has closed its files, and has yet to end
+    if folder is not None and os.getppid() != main_process:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _folder_of_the_socket() -> Path | None:
+    """Return the folder that multiprocessing has made for the socket on which this server listens."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 -- Path.iterdir would leave the folder open
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as opened:
+            address = opened.getsockname() if opened.family == socket.AF_UNIX else ""
+            if isinstance(address, str) and Path(address).parent.name.startswith("pymp-"):
+                return Path(address).parent
+    return None
+
+
+def enable_interrupts(_: object) -> None:
+    """Let a process that is no rank of ours be interrupted, before it begins with its work.
+
+    The server was started with SIGINT blocked, for the ranks' sake, and hands that on to all that it forks.
+    """
+    if not multiprocessing.current_process().name.startswith("rankwise-"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+with contextlib.suppress(Exception):
+    if _IS_SERVER and signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        multiprocessing.util.register_after_fork(enable_interrupts, enable_interrupts)
+
+with contextlib.suppress(Exception):
+    if _IS_SERVER:
+        atexit.register(exit_when_idle, os.getpid(), os.getppid(), _folder_of_the_socket())
+
+with contextlib.suppress(Exception):
+    from rankwise.processes.fork_safety import import_dynamo
+
+    import_dynamo()
+    import torch.nn.parallel  # noqa: F401
+
+    import rankwise.launchers.multiprocess  # noqa: F401  the worker function lives there
+
+    if _IS_SERVER:
+        gc.freeze()  # what is here stays: its forks need not search it when they end

@@ -1,0 +1,3 @@
+"""Where each rank is: its step, its phase, its stacks."""
+
+__all__: list[str] = []

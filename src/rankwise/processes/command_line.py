@@ -1,0 +1,113 @@
+"""The command line that runs this script again, and the count of its launches."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rankwise.errors import LaunchRefusedError
+
+__all__ = ["launch_count", "count_launch"]
+
+WORKING_DIRECTORY = str(Path.cwd())
+
+# Set by the main process of strategy "ddp" for the scripts that it runs again.
+CONTEXT_VARIABLE = "RANKWISE_SEAT"
+
+
+_REMEDY = 'use strategy="ddp_spawn", or "ddp_notebook" in a notebook or shell.'
+
+
+def rerun_command() -> tuple[list[str], str]:
+    """Return the command that this process was started with, and the directory it was started in.
+
+    Interpreter flags, `-m`, `-c` and a changed `sys.argv` survive: `sys.orig_argv` is the true command line.
+
+    Raises:
+        LaunchRefusedError: when running it again would not run this script again.
+    """
+    problem = _problem(sys.orig_argv)
+    if problem is not None:
+        raise LaunchRefusedError(
+            message=f'strategy="ddp" runs the script again for each rank, which cannot work {problem}.',
+            facts=f"the command line is {sys.orig_argv!r}.",
+            remedy=_REMEDY,
+        )
+    return [sys.executable, *sys.orig_argv[1:]], _original_directory(sys.orig_argv)
+
+
+def _problem(command: Sequence[str]) -> str | None:
+    if "ipykernel" in sys.modules and "IPython" in sys.modules and _in_kernel():
+        return "in a notebook"
+    if "ps1" in sys.__dict__ or sys.flags.interactive:
+        return "in an interactive shell"
+    if (
+        "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules
+    ):  # a script that a test starts has no pytest
+        return "inside pytest"
+    if multiprocessing.process.parent_process() is not None:
+        return "in a process that multiprocessing started"
+    if not sys.executable:
+        return "where there is no Python executable"
+    if _script(command) is None:
+        return "with a script that came through stdin"
+    return None
+
+
+def _in_kernel() -> bool:
+    from IPython import get_ipython  # type: ignore[import-not-found,unused-ignore]  # there when this is called
+
+    return get_ipython() is not None
+
+
+def _script(command: Sequence[str]) -> str | None:
+    """Return what the interpreter runs: a path, `-m` or `-c`; None for stdin."""
+    words = iter(command[1:])
+    for word in words:
+        if word in ("-W", "-X", "--check-hash-based-pycs"):
+            next(words, None)
+        elif word == "-" or not word.startswith("-"):
+            return None if word == "-" else word
+        elif not word.startswith("--") and (letter := _running_flag(word)):
+            return letter
+    return None
+
+
+def _running_flag(word: str) -> str | None:
+    """Return `-m` or `-c` where a cluster of short flags, such as `-Om`, ends in one."""
+    for letter in word[1:]:
+        if letter in "mc":
+            return f"-{letter}"
+        if letter in "WX":
+            return None  # the rest is that option's value
+    return None
+
+
+def _original_directory(command: Sequence[str]) -> str:
+    """Return where the process was started: the script's full path less the one on the command line."""
+    script = _script(command) or ""
+    full = getattr(sys.modules["__main__"], "__file__", None)
+    if script.startswith("-") or full is None or Path(script).is_absolute() or not Path(full).is_absolute():
+        return WORKING_DIRECTORY
+    parts, given = Path(full).parts, Path(os.path.normpath(script)).parts
+    if ".." in given or parts[-len(given) :] != given:
+        return WORKING_DIRECTORY
+    return str(Path(*parts[: -len(given)]))
+
+
+_begun = 0
+
+
+def launch_count() -> int:
+    """Return how many launches have begun in this process, whatever became of them."""
+    return _begun
+
+
+def count_launch() -> int:
+    """Note that one more begins; return how many did before it."""
+    global _begun
+    _begun += 1
+    return _begun - 1

@@ -1,0 +1,126 @@
+"""Exit codes, and how a process exits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from typing_extensions import final
+
+from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError
+
+__all__ = ["exit_now"]
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process without exit hooks, once what it has printed is written out."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue  # closed, or nobody reads it any more, or there is none
+    os._exit(code)
+
+
+# Where each module keeps the threads that serve its pools. They wait for work until they are told of the end.
+_THREADS = {"concurrent.futures.thread": "_threads_queues", "concurrent.futures.process": "_threads_wakeups"}
+
+
+def end_pools() -> None:
+    """Let the pools of this process finish what they have to do, then end their threads and processes.
+
+    Python's own hook for that knows the caller's pools, too, whose threads are in another process, and the
+    thread that has launched the job may be one of them.
+    """
+    for name, its_threads in _THREADS.items():
+        if (module := sys.modules.get(name)) is None:
+            continue
+        threads = getattr(module, its_threads)
+        for thread in list(threads):
+            if thread is threading.current_thread() or not thread.is_alive():
+                del threads[thread]
+        module._python_exit()
+
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+_FAILURE = 1
+# What runs others' code and catches all that it raises: there no exception comes to the interpreter's end.
+_HOSTS = ("_pytest", "IPython", "ipykernel", "code", "bdb", "doctest", "unittest")
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return what a shell says of the worker that failed, or of what else ended the script; never 0."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, WorkerKilledError):
+        return 128 + error.signal_number
+    if isinstance(error, WorkerExitedError):
+        return error.exit_code & 0xFF or _FAILURE
+    return _FAILURE
+
+
+@contextmanager
+def exit_code_kept() -> Iterator[None]:
+    """Make a worker's failure that leaves the block, and that nobody catches, end the script with its code.
+
+    The traceback is printed as always, by the `sys.excepthook` that there is. Where somebody below catches
+    all exceptions (a notebook, pytest), and outside the main thread, nothing changes.
+
+    Mutates: `sys.excepthook`, for as long as the exception lives.
+    """
+    try:
+        yield
+    except WorkerError as error:
+        is_in_main_thread = threading.current_thread() is threading.main_thread()
+        if exit_code_of(error) != _FAILURE and is_in_main_thread and not _is_hosted(sys._getframe()):
+            sys.excepthook = _ExitCodeHook(error, sys.excepthook)
+        raise
+
+
+@final
+class _ExitCodeHook:
+    """A `sys.excepthook` that does what the one before it does, and then, for one error, exits with its code.
+
+    CPython takes a `SystemExit` that a hook raises for the script's own, exit hooks and flushing included.
+    """
+
+    def __init__(self, error: WorkerError, before: _Hook) -> None:
+        self._error = weakref.ref(error, self._restore)
+        self._before = before
+
+    def __call__(
+        self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+    ) -> None:
+        self._before(kind, value, traceback)
+        if isinstance(value, WorkerError) and value is self._error() and not _is_interactive():
+            raise SystemExit(exit_code_of(value))
+
+    def _restore(self, error: object) -> None:
+        if sys.excepthook is self:
+            sys.excepthook = self._before_all_that_is_over()
+
+    def _before_all_that_is_over(self) -> _Hook:
+        before = self._before
+        while isinstance(before, _ExitCodeHook) and before._error() is None:
+            before = before._before
+        return before
+
+
+def _is_hosted(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _HOSTS:
+            return True
+        frame = frame.f_back
+    return _is_interactive()
+
+
+def _is_interactive() -> bool:
+    return "ps1" in vars(sys) or bool(sys.flags.inspect or os.environ.get("PYTHONINSPECT"))

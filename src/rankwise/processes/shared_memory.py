@@ -1,0 +1,205 @@
+"""Memory files that carry values between processes, and the pickling errors of such values.
+
+Layout: length of the pickle (8 bytes; 0 while the file is not complete), the pickle, then each storage at a
+multiple of 64. The length is written last.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from typing_extensions import final
+
+from rankwise.errors import NotPicklableError
+
+_HEADER = struct.Struct("!Q")
+_ALIGNMENT = 64
+
+
+def create_memory_file() -> int:
+    """Return a descriptor of an anonymous file that no other process can open by name."""
+    if "memfd_create" in os.__dict__:
+        return os.memfd_create("rankwise", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # unlinked from the start: what platforms without memfd have
+        return os.dup(file.fileno())
+
+
+def pack(value: object, descriptor: int) -> None:
+    """Write a value; tensors that share a storage still do when it is read.
+
+    Raises:
+        Whatever pickle raises for a value that cannot be pickled.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(value)
+    pickled = stream.getbuffer()
+    start = _aligned(_HEADER.size + len(pickled))
+    size = start + pickler.size
+    os.ftruncate(descriptor, 0)
+    os.ftruncate(descriptor, max(size, mmap.PAGESIZE))
+    with mmap.mmap(descriptor, 0) as memory:
+        memory[_HEADER.size : _HEADER.size + len(pickled)] = bytes(pickled)
+        for offset, storage in pickler.storages:
+            _copy_storage(storage, memory, start + offset)
+        memory[: _HEADER.size] = _HEADER.pack(len(pickled))
+
+
+def unpack(descriptor: int, *, copy: bool) -> Any:
+    """Read the value back.
+
+    Without `copy` its tensors lie in the file's memory, mapped privately: nothing is copied until it is
+    written to, and the file must not be packed again.
+
+    Raises:
+        EOFError: when no complete value was packed.
+    """
+    size = os.fstat(descriptor).st_size
+    if size < _HEADER.size:
+        raise EOFError("nothing was packed")
+    memory = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    (length,) = _HEADER.unpack_from(memory)
+    if length == 0:
+        raise EOFError("the value is not complete")
+    pickled = io.BytesIO(memory[_HEADER.size : _HEADER.size + length])
+    return _Unpickler(pickled, memory, _aligned(_HEADER.size + length), copy).load()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copy_storage(storage: torch.UntypedStorage, memory: mmap.mmap, offset: int) -> None:
+    if storage.nbytes():
+        target = torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=offset)
+        target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()))
+
+
+@final
+class _Pickler(pickle.Pickler):
+    """Put each storage aside once, and a reference to its place into the pickle."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.storages: list[tuple[int, torch.UntypedStorage]] = []
+        self.size = 0
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: object) -> tuple[int, int, torch.dtype | None] | None:
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype = obj._untyped_storage, obj.dtype
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, dtype = obj, None
+        else:
+            return None
+        return self._place(storage), storage.nbytes(), dtype
+
+    def _place(self, storage: torch.UntypedStorage) -> int:
+        key = storage._cdata
+        if key not in self._places:
+            self._places[key] = self.size
+            self.storages.append((self.size, storage))  # keeps it alive, so that the key stays its own
+            self.size = _aligned(self.size + storage.nbytes())
+        return self._places[key]
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    """Find the storages again in the mapped memory."""
+
+    def __init__(self, stream: io.BytesIO, memory: mmap.mmap, start: int, copy: bool) -> None:
+        super().__init__(stream)
+        self._memory = memory
+        self._start = start
+        self._copy = copy
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_load(self, pid: tuple[int, int, torch.dtype | None]) -> object:
+        offset, nbytes, dtype = pid
+        storage = self._storages.get(offset)
+        if storage is None or storage.nbytes() < nbytes:
+            storage = self._storages[offset] = self._storage(offset, nbytes)
+        if dtype is None:
+            return storage
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+    def _storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        if nbytes == 0:
+            return torch.UntypedStorage(0)
+        view = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=self._start + offset)
+        return (view.clone() if self._copy else view).untyped_storage()
+
+
+_DEPTH = 20
+
+
+def pack_or_explain(value: object, descriptor: int, start_method: str, roots: Mapping[str, object]) -> None:
+    """Pack a value that is to travel to the workers.
+
+    Raises:
+        NotPicklableError: names the attribute that cannot be pickled, starting from one of the `roots`.
+    """
+    try:
+        pack(value, descriptor)
+    except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+        path, culprit = _find(roots)
+        reason = str(culprit or error).partition("\n")[0]
+        raise NotPicklableError(path=path, reason=reason, start_method=start_method) from None
+
+
+def _find(roots: Mapping[str, object]) -> tuple[str, Exception | None]:
+    path, error = "what is launched", None
+    children: Iterator[tuple[str, object]] = iter(roots.items())
+    seen: set[int] = set()
+    for _ in range(_DEPTH):
+        for child_path, child in children:
+            failure = _failure(child)
+            if failure is not None and id(child) not in seen:
+                path, error = child_path, failure
+                seen.add(id(child))
+                children = _parts(child, child_path)
+                break
+        else:
+            break
+    return path, error
+
+
+def _failure(value: object) -> Exception | None:
+    try:
+        _Pickler(io.BytesIO()).dump(value)
+    except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+        return error
+    return None
+
+
+def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yield what a value is made of, each part with its path."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield f"{path}[{key!r}]", part
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, part in enumerate(value):
+            yield f"{path}[{index}]", part
+    else:
+        for name, part in _state(value).items():
+            if name in ("_modules", "_parameters", "_buffers") and isinstance(part, Mapping):
+                yield from ((f"{path}.{key}", submodule) for key, submodule in part.items())
+            else:
+                yield f"{path}.{name}", part
+
+
+def _state(value: object) -> Mapping[str, object]:
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:  # noqa: BLE001  pickling runs anybody's code
+        return getattr(value, "__dict__", {})
+    state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
+    return state if isinstance(state, Mapping) else {}

@@ -1,0 +1,3 @@
+"""Key-value stores through which ranks exchange small values."""
+
+__all__: list[str] = []

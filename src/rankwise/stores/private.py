@@ -1,0 +1,201 @@
+"""A store over the channels to the launching process, and its message format."""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+from typing_extensions import final
+
+__all__ = ["PrivateStore", "StoreTable"]
+
+_COUNT = struct.Struct("!H")
+_LENGTH = struct.Struct("!I")
+
+
+def pack_fields(fields: Iterable[bytes]) -> bytes:
+    """Write several byte strings as one."""
+    parts = list(fields)
+    chunks = [_COUNT.pack(len(parts))]
+    for part in parts:
+        chunks += (_LENGTH.pack(len(part)), part)
+    return b"".join(chunks)
+
+
+def unpack_fields(data: bytes) -> list[bytes]:
+    """Read back what `pack_fields` wrote.
+
+    Raises:
+        ValueError: when the bytes are not such a message.
+    """
+    try:
+        (count,) = _COUNT.unpack_from(data)
+        offset, fields = _COUNT.size, []
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(data, offset)
+            offset += _LENGTH.size
+            fields.append(data[offset : offset + length])
+            offset += length
+    except struct.error as error:
+        raise ValueError(f"not a message of the store: {error}") from None
+    if offset != len(data):
+        raise ValueError(f"not a message of the store: {len(data)} bytes, expected {offset}")
+    return fields
+
+
+Reply = Callable[[bytes], None]
+Request = Callable[[bytes, float], bytes]
+
+
+@final
+class StoreTable:
+    """The dictionary itself, kept by the supervisor; answers at once or when the awaited keys are set."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._waiting: list[tuple[list[bytes], Reply]] = []
+
+    def handle(self, request: bytes, reply: Reply) -> None:
+        """Answer one request of a `PrivateStore`, now or later.
+
+        Raises:
+            ValueError: when the request is none.
+        """
+        operation, *fields = unpack_fields(request)
+        if operation == b"wait":
+            self._waiting.append((fields, reply))
+            self._release()
+            return
+        reply(self._answer(operation, fields))
+        if operation in (b"set", b"add", b"compare_set"):
+            self._release()
+
+    def _answer(self, operation: bytes, fields: list[bytes]) -> bytes:
+        match operation, fields:
+            case b"set", [key, value]:
+                self._values[key] = value
+                return b""
+            case b"get", [key]:
+                return self._values.get(key, b"")
+            case b"add", [key, amount]:
+                return self._add(key, amount)
+            case b"check", keys:
+                return b"1" if self._has(keys) else b"0"
+            case b"compare_set", [key, expected, desired]:
+                return self._compare_set(key, expected, desired)
+            case b"delete", [key]:
+                return b"1" if self._values.pop(key, None) is not None else b"0"
+            case b"count", []:
+                return b"%d" % len(self._values)
+        raise ValueError(f"not a request of the store: {operation!r} with {len(fields)} fields")
+
+    def _add(self, key: bytes, amount: bytes) -> bytes:
+        try:
+            before = int(self._values.get(key) or b"0")
+        except ValueError:
+            return b""  # the rank that asked raises
+        self._values[key] = b"%d" % (before + int(amount))
+        return self._values[key]
+
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        current = self._values.get(key)
+        if current == expected or (current is None and not expected):
+            self._values[key] = desired
+            return desired
+        return expected if current is None else current
+
+    def _has(self, keys: list[bytes]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _release(self) -> None:
+        ready = [waiter for waiter in self._waiting if self._has(waiter[0])]
+        self._waiting = [waiter for waiter in self._waiting if waiter not in ready]
+        for _, reply in ready:
+            reply(b"")
+
+
+@final
+class PrivateStore(dist.Store):
+    """The store as a rank sees it. Nobody can reach it who does not hold a channel of this job.
+
+    Args:
+        request: sends one request over the channel and returns the answer; raises `TimeoutError`.
+        timeout: how long `wait` and `get` wait for a key.
+    """
+
+    def __init__(self, request: Request, timeout: timedelta) -> None:
+        super().__init__()
+        self._request = request
+        self._timeout = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value; waits until it is set."""
+        self.wait([key], self._timeout)
+        return self._ask("get", key)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a key's number, 0 where it is not set; return the sum.
+
+        Raises:
+            ValueError: when the key's value is no number.
+        """
+        total = self._ask("add", key, str(operator.index(value)))
+        if not total:
+            raise ValueError(f"cannot add {value} to {key!r}, whose value is no number")
+        return int(total)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set."""
+        return self._ask("check", *keys) == b"1"
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Set a key if it has the expected value; return its value afterwards."""
+        return self._ask("compare_set", key, expected_value, desired_value)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; return whether it was set."""
+        return self._ask("delete", key) == b"1"
+
+    deleteKey = delete_key  # noqa: N815  what torch's PrefixStore calls, where others have their Python names
+
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        return int(self._ask("count"))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long `wait` and `get` wait."""
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `wait` and `get` wait."""
+        return self._timeout
+
+    def clone(self) -> PrivateStore:
+        """Return a store that is safe to use from another thread; this one is."""
+        return self
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set.
+
+        Raises:
+            torch.distributed.DistStoreError: when they are not set in time.
+        """
+        limit = self._timeout if timeout is None else timeout
+        self._ask("wait", *keys, timeout_s=limit.total_seconds())
+
+    def _ask(self, operation: str, *fields: str | bytes, timeout_s: float | None = None) -> bytes:
+        encoded = [field.encode() if isinstance(field, str) else bytes(field) for field in fields]
+        limit = self._timeout.total_seconds() if timeout_s is None else timeout_s
+        try:
+            return self._request(pack_fields([operation.encode(), *encoded]), limit)
+        except TimeoutError:
+            message = f"store: {operation} of {', '.join(map(str, fields))} had no answer in {limit:g} s"
+            raise dist.DistStoreError(message) from None

@@ -1,0 +1,133 @@
+"""TCP stores: torch's `TCPStore` on a socket of our own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
+from rankwise.stores.private import PrivateStore
+
+__all__ = ["default_store", "host_store", "open_store"]
+
+_LOOPBACK = "127.0.0.1"
+_BACKLOG = 1024
+
+# The stores joined at an address that an outer launcher gave. A second job of this process meets there again:
+# the address is the outer launcher's, so the store lives as long as the process does.
+_joined: dict[tuple[str, int], dist.Store] = {}
+_hosted: dict[tuple[str, int], dist.Store] = {}
+
+
+def host_store(
+    timeout: timedelta, address: tuple[str, int] = (_LOOPBACK, 0)
+) -> tuple[dist.Store, tuple[str, int]]:
+    """Host a TCP store on a socket bound here: on loopback, at a port of the kernel's choice.
+
+    Returns:
+        The store, which listens until it is dropped, and its host and port.
+
+    Raises:
+        ProcessGroupError: when nobody can listen there: another does, or it is no address of this host.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ProcessGroupError(
+            f"The store of the job cannot listen at {address[0]}:{address[1]} on {socket.gethostname()!r}: "
+            f"{error.strerror or error}.",
+            "set MASTER_ADDR to an address of global_rank 0's node, and MASTER_PORT to a free port there.",
+        ) from None
+    host, port = listener.getsockname()[:2]
+    store = dist.TCPStore(
+        host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, (host, port)
+
+
+def hosted_store(timeout: timedelta, address: tuple[str, int]) -> dist.Store:
+    """Host a TCP store at an address that others were given, for as long as this process lives.
+
+    The next job of several nodes meets there again, and another node may come to it before this one.
+
+    Raises:
+        ProcessGroupError: as `host_store`.
+    """
+    if address not in _hosted:
+        _hosted[address] = host_store(timeout, address)[0]
+    return _hosted[address]
+
+
+def hosted_here(address: tuple[str, int]) -> dist.Store:
+    """Return the store that `hosted_store` hosts at an address.
+
+    Raises:
+        KeyError: where it hosts none there, or no longer.
+    """
+    return _hosted[address]
+
+
+def open_store(
+    ask: Callable[[bytes, float], bytes] | None,
+    address: tuple[str, int] | None,
+    *,
+    hosts: bool,
+    timeout: timedelta,
+) -> dist.Store:
+    """Return this rank's store. Keep it for as long as a process group uses it: C++ alone does not.
+
+    Args:
+        ask: sends a request to the private store; used where there is no address. Without either, the process
+            is alone and meets nobody.
+        address: host and port of a TCP store.
+        hosts: whether this rank has to host it.
+        timeout: how long to wait for the host, and for keys.
+
+    Raises:
+        RendezvousTimeoutError: when the host cannot be reached in time.
+    """
+    if address is not None:
+        if address not in _joined:
+            _joined[address] = host_store(timeout, address)[0] if hosts else _connect(address, timeout)
+        return _joined[address]
+    return dist.HashStore() if ask is None else PrivateStore(ask, timeout)
+
+
+def _connect(address: tuple[str, int], timeout: timedelta) -> dist.Store:
+    try:
+        return dist.TCPStore(*address, None, False, timeout)
+    except dist.DistNetworkError as error:
+        waiting_for = f"the store at {address[0]}:{address[1]} ({error})"
+        raise RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds()) from None
+
+
+def open_another(address: tuple[str, int], timeout: timedelta) -> dist.Store:
+    """Return one more client of the TCP store at an address, for a thread that will wait in it.
+
+    Raises:
+        RendezvousTimeoutError: when the host cannot be reached in time.
+    """
+    return _connect(address, timeout)
+
+
+def forget_store(address: tuple[str, int]) -> None:
+    """Let go of the client of a store whose host is gone, and of the host."""
+    _joined.pop(address, None)
+    _hosted.pop(address, None)
+
+
+def default_store() -> dist.Store:
+    """Return the default process group's store; torch has no public name for it.
+
+    Raises:
+        ValueError: when there is no process group.
+    """
+    return distributed_c10d._get_default_store()

@@ -1,0 +1,100 @@
+"""`DDPElasticStrategy`: DDP whose processes are started again after a failure."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from rankwise.environments import ClusterEnvironment
+from rankwise.errors import ConfigurationError, InvalidArgumentError, LaunchRefusedError
+from rankwise.launchers import Launcher
+from rankwise.launchers.elastic import ElasticLauncher, Nodes
+from rankwise.launchers.script import script_ranks
+from rankwise.strategies.ddp import DDPStrategy
+from rankwise.strategies.placement import own_address
+
+__all__ = ["DDPElasticStrategy"]
+
+
+class DDPElasticStrategy(DDPStrategy):
+    """`DDPStrategy` on torch's elastic agent: after a failure all ranks start again.
+
+    What is launched runs from its beginning then; `Trainer.fit` goes on from the last checkpoint that a
+    `ModelCheckpoint` of the same run has written. The calling process is the agent. For a script as a whole
+    torchrun does the same: `torchrun --max-restarts=3 train.py`, with strategy `"ddp"`.
+
+    Args:
+        max_restarts: how many failures are answered with a new start.
+        node_range: how many nodes, as `2` or `"1:4"`: the job begins with the fewest, and takes up to the
+            most. The same program is started on each of them.
+        endpoint: where the nodes' agents meet: the first node's `"host:port"`.
+        run_id: what the agents of a job have in common; must be given with several nodes.
+
+    The other arguments are `DDPStrategy`'s; `start_method` is `"spawn"`, `"fork"` or `"forkserver"`.
+
+    Raises:
+        InvalidArgumentError, ConfigurationError: for values that cannot work.
+    """
+
+    default_start_method: ClassVar[str] = "forkserver"
+
+    def __init__(
+        self,
+        *,
+        max_restarts: Any = 3,
+        node_range: int | str = 1,
+        endpoint: str = "",
+        run_id: str = "",
+        **arguments: Any,
+    ) -> None:
+        super().__init__(**arguments)
+        if self.start_method == "popen":
+            raise ConfigurationError(
+                message="ddp_elastic runs a function, not the script again: not start_method='popen'.",
+                remedy='"spawn", "fork" or "forkserver"; for a script: torchrun --max-restarts=3 train.py',
+            )
+        if self.rendezvous == "private":
+            raise ConfigurationError(
+                message="ddp_elastic cannot meet privately: torch's agent brings a TCP store.",
+                remedy='leave rendezvous at "auto"; on one node that store listens on loopback only.',
+            )
+        if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+            raise InvalidArgumentError(argument="max_restarts", value=max_restarts, expected="0 or more")
+        fewest, most = _parsed(node_range)
+        if most > 1 and not (endpoint and run_id):
+            raise ConfigurationError(
+                message=f"node_range={node_range!r} needs to know where the nodes meet.",
+                remedy='DDPElasticStrategy(endpoint="first-node:29400", run_id="a name for the job", ...)',
+            )
+        self.max_restarts = max_restarts
+        self._nodes = Nodes(fewest, most, endpoint, run_id, own_address)
+
+    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
+        if environment.creates_processes_externally:
+            return super()._create_launcher(environment)
+        if (existing := script_ranks()) is not None:
+            raise LaunchRefusedError(
+                message=f"ddp_elastic cannot start anybody: this script runs as {existing} processes "
+                'already, under strategy "ddp", and each of them would start ranks of its own.',
+                remedy='use "ddp_spawn" or "ddp_fork" before it; for a script as a whole: '
+                "torchrun --max-restarts=3 train.py",
+            )
+        return ElasticLauncher(
+            self.start_method,
+            self.local_world_size,
+            self._nodes,
+            max_restarts=self.max_restarts,
+            grace_period_s=self.grace_period_s,
+            init_timeout=self.init_timeout,
+        )
+
+    def _rendezvous_of_launch(self) -> str:
+        return "tcp"
+
+
+def _parsed(node_range: int | str) -> tuple[int, int]:
+    words = str(node_range).split(":")
+    numbers = [int(word) if word.isdecimal() else 0 for word in words]
+    fewest, most = (numbers[0], numbers[-1]) if len(numbers) <= 2 else (0, 0)
+    if not 1 <= fewest <= most:
+        raise InvalidArgumentError(argument="node_range", value=node_range, expected='a number or "min:max"')
+    return fewest, most

@@ -1,0 +1,137 @@
+"""Before a stage begins: do the ranks have the same versions, seed, module and data?"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader
+
+from rankwise.data import is_shardable, is_split, order_seed
+from rankwise.errors import RankMismatchError
+from rankwise.trainer.data_loaders import length_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rankwise.strategies import Strategy
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = [
+    "agreed_order_seeds",
+    "check_ranks_agree",
+    "differences",
+    "fingerprint_of",
+    "fingerprint_of_checkpoint",
+    "fingerprint_of_loaders",
+]
+
+_PHASES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+_ORDER = "the order of the parameters"
+
+
+def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
+    """Compare what the ranks are about to do.
+
+    Collective: every rank must call this. One small exchange; a second one only where something differs.
+
+    Args:
+        strategy: connects the ranks.
+        facts: this rank's, by their names.
+
+    Raises:
+        RankMismatchError: on every rank, when something does; it groups the ranks.
+    """
+    if strategy.world_size == 1:
+        return
+    fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+    if len(set(strategy.all_gather_object(fingerprint))) > 1:
+        raise RankMismatchError(differences(strategy.all_gather_object(facts)))
+
+
+def differences(facts: list[dict[str, str]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return what differs: for each name its values, and for each value the ranks that have it."""
+    names = dict.fromkeys(name for own in facts for name in own)
+    found = {}
+    for name in names:
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, own in enumerate(facts):
+            ranks[own.get(name, "absent")].append(rank)
+        if len(ranks) > 1:
+            found[name] = {value: tuple(who) for value, who in ranks.items()}
+    if any(name.startswith("parameter ") for name in found):
+        found.pop(_ORDER, None)  # that follows
+    return found
+
+
+def fingerprint_of(module: nn.Module, seed: int | None) -> dict[str, str]:
+    """Return what is to be the same on every rank that trains a module.
+
+    Args:
+        module: not wrapped yet.
+        seed: what `seed_everything` was given in this process, None for nothing. Then torch has drawn a
+            seed: that ranks differ in it is no mistake, as rank 0's weights and its order of the data count.
+    """
+    parameters = dict(module.named_parameters())
+    return {
+        "the version of rankwise": sys.modules["rankwise"].__version__,
+        "the version of torch": str(torch.__version__),
+        "the version of Python": platform.python_version(),
+        "the seed": "nobody's" if seed is None else str(seed),
+        **{f"parameter {name!r}": _described(parameter) for name, parameter in parameters.items()},
+        _ORDER: ", ".join(parameters),
+    }
+
+
+def fingerprint_of_checkpoint(checkpoint: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what is to be the same of what ranks go on from, or evaluate; each has looked for it itself."""
+    known = ("global_step", "epoch", "seed", "run_id")
+    there = "none" if checkpoint is None else ", ".join(f"{name} {checkpoint.get(name)}" for name in known)
+    return {"the checkpoint": there}
+
+
+def fingerprint_of_loaders(phase: str, loaders: list[Any], is_dealt_out: bool) -> dict[str, str]:
+    """Return what is to be the same of the loaders of a phase: how many there are, and their lengths.
+
+    Each rank takes its part of the same data; where the user has split them, lengths may differ.
+    """
+    words = _PHASES[phase]
+    facts = {f"the number of {words} loaders": str(len(loaders))}
+    for number, loader in enumerate(loaders if is_dealt_out else []):
+        if is_shardable(loader) and not is_split(loader):
+            name = f"the {words} loader" if len(loaders) == 1 else f"{words} loader {number}"
+            facts[name] = f"{_samples(loader)}, {length_of(loader):g} batches"
+            if order_seed(loader) is not None:
+                facts[name] += ", in the order of its own generator"
+    return facts
+
+
+def agreed_order_seeds(trainer: Trainer, loaders: list[Any]) -> list[int]:
+    """Return for each loader what its order depends on: its generator's seed, the first rank's; or the run's.
+
+    Collective: every rank must call this, after the loaders' facts were compared.
+    """
+    own = [order_seed(loader) if trainer.use_distributed_sampler else None for loader in loaders]
+    if any(seed is not None for seed in own):
+        own = trainer.strategy.all_gather_object(own)[0]  # of those that share out the data
+    return [trainer.seed if seed is None else seed for seed in own]
+
+
+def _samples(loader: DataLoader[Any]) -> str:
+    try:
+        return f"{len(loader.dataset)} samples"  # type: ignore[arg-type]  # not all have a length
+    except TypeError:
+        return "samples without number"
+
+
+def _described(parameter: nn.Parameter) -> str:
+    is_lazy = isinstance(parameter, UninitializedParameter)
+    shape = "not initialised" if is_lazy else f"shape {tuple(parameter.shape)}"
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return f"{dtype}, {shape}{'' if parameter.requires_grad else ', frozen'}"

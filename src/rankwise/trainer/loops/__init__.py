@@ -1,0 +1,3 @@
+"""The loops of the Trainer."""
+
+__all__: list[str] = []

@@ -1,0 +1,137 @@
+"""What happens to the weights in a training batch: forward, backward, accumulation, clipping, the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import final
+
+from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync.parameters import trained_parameters
+from rankwise.monitoring.heartbeat import report_phase
+from rankwise.trainer.loops.join import PaddingGradients
+from rankwise.trainer.loops.nonfinite import NonFiniteGuard
+from rankwise.trainer.loops.weighting import BatchWeighting, only_zeros
+
+if TYPE_CHECKING:
+    from rankwise.trainer.loops.batch_schedule import BatchSchedule
+    from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["AutomaticOptimization"]
+
+
+@final
+class AutomaticOptimization:
+    """Accumulate gradients over a window of batches, then step the optimizer once.
+
+    Args:
+        trainer: keeps progress, and the limits that the user gave.
+        module: the user's.
+        wrapped: the same, as the strategy has wrapped it.
+        turns: which batches the ranks take together.
+
+    Attributes:
+        has_stepped: whether the last window changed the weights; a step may have been skipped.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: TrainingModule, wrapped: nn.Module, schedule: BatchSchedule
+    ) -> None:
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        self._module = module
+        self._wrapped = wrapped
+        self._schedule = schedule
+        self._weighting = BatchWeighting(trainer, module, schedule)
+        self._shadows = PaddingGradients(trainer, wrapped, schedule)
+        self._has_gradients = False
+        self._guard = NonFiniteGuard(trainer, wrapped)
+        self.has_stepped = False
+
+    def begin_epoch(self) -> None:
+        """Prepare for an epoch, before its first batch is read."""
+        self._weighting.begin_epoch()
+
+    def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
+        """Compute a batch's gradients, and step where its window ends; return what `training_step` did.
+
+        Collective: every rank must call this.
+        """
+        if batch_idx == self._weighting.window(batch_idx)[0]:
+            self._clear_gradients()
+        outputs = self._forward_backward(batch, batch_idx, is_window_end)
+        if is_window_end:
+            self._shadows.end_window()
+            self._step()
+        return outputs
+
+    def _forward_backward(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
+        """Compute gradients; only the last batch of a window averages them over the ranks."""
+        strategy = self._strategy
+        optimizers = self._trainer.optimizers
+        has_backward = False
+        synced = strategy.gradient_sync_context(self._wrapped, optimizers, is_window_end)
+        with self._schedule.preserve_state(), synced, self._shadows.set_apart():
+            report_phase("forward", step=self._trainer.progress.global_step)
+            with strategy.precision.forward_context():
+                outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
+            loss = self._loss_of(outputs, batch_idx)
+            if loss is not None and optimizers:
+                self._backward(loss, self._weighting.weight(outputs, batch_idx))
+                has_backward = True
+        if has_backward:
+            self._has_gradients = True
+            self._module.on_after_backward()
+        return outputs
+
+    def _backward(self, loss: Tensor, weight: float | Tensor) -> None:
+        is_left_out = float(weight) == 0
+        loss = self._weighting.scaled(loss if is_left_out else self._guard.mark(loss), weight)
+        self._module.on_before_backward(loss)
+        parameters = trained_parameters(self._wrapped, self._trainer.optimizers) if is_left_out else ()
+        with only_zeros(parameters):
+            self._strategy.backward(loss)
+
+    def _loss_of(self, outputs: Any, batch_idx: int) -> Tensor | None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) or (loss is None and self._strategy.world_size == 1):
+            return loss
+        raise ConfigurationError(
+            message=f"training_step returned {loss!r} instead of a loss tensor.",
+            facts=f"global_rank={self._strategy.global_rank}, batch {batch_idx}; the others wait.",
+            remedy="return the loss, or a dictionary with 'loss'; to skip a batch, return the loss times 0.",
+        )
+
+    def _clear_gradients(self) -> None:
+        self._has_gradients = False
+        self._guard.forget()
+        self._shadows.begin_window()
+        for optimizer in self._trainer.optimizers:
+            self._module.on_before_zero_grad(optimizer)
+            self._strategy.precision.zero_grad(optimizer)
+
+    def _step(self) -> None:
+        self.has_stepped = False
+        for optimizer in self._trainer.optimizers if self._has_gradients else []:
+            if self._guard.allows_step(optimizer):
+                self._strategy.precision.unscale_gradients(optimizer)
+                self._module.on_before_optimizer_step(optimizer)
+                self._clip_gradients(optimizer)
+                self._strategy.optimizer_step(optimizer)
+                self.has_stepped = not self._strategy.precision.has_skipped_step
+            else:
+                self._strategy.gradients.after_step(optimizer)  # its gradients were averaged, and that counts
+        self._trainer.progress.global_step += 1
+
+    def _clip_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        limit = self._trainer.gradient_clip_val
+        if not limit:
+            return
+        if self._trainer.gradient_clip_algorithm == "norm":
+            self._strategy.precision.clip_gradients_norm(optimizer, limit)
+        else:
+            self._strategy.precision.clip_gradients_value(optimizer, limit)

@@ -1,0 +1,208 @@
+"""The loop of training: epochs, batches, schedulers, and when to validate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from typing_extensions import final
+
+from rankwise.data.random_state import get_random_state, set_random_state
+from rankwise.monitoring.heartbeat import report_phase
+from rankwise.trainer.hooks import call_hook
+from rankwise.trainer.loops.automatic import AutomaticOptimization
+from rankwise.trainer.loops.batch_schedule import BatchSchedule
+from rankwise.trainer.loops.bucket_order import record_gradient_order
+from rankwise.trainer.loops.manual import ManualOptimization
+from rankwise.trainer.loops.optimizers import step_schedulers
+from rankwise.trainer.loops.stopping import EvaluationLeft, Stopping
+from rankwise.trainer.metrics import Results
+from rankwise.trainer.state_transfer import RankState, seed_rank
+
+if TYPE_CHECKING:
+    from rankwise.trainer.data_loaders import TrainDataShard
+    from rankwise.trainer.loops.evaluation import EvaluationLoop
+    from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["FitLoop"]
+
+
+@final
+class FitLoop:
+    """Train until the trainer's limits are reached, or somebody sets `should_stop`.
+
+    Args:
+        trainer: keeps progress and metrics.
+        module: the user's.
+        wrapped: the same, as the strategy has wrapped it.
+        share: this rank's training batches.
+        validation: what to run in between; None for nothing.
+        rank_state: this rank's part of the checkpoint that training goes on from; None for none.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: TrainingModule,
+        wrapped: nn.Module,
+        share: TrainDataShard,
+        validation: EvaluationLoop | None,
+        rank_state: RankState | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        self._progress = trainer.progress
+        self._module = module
+        self._wrapped = wrapped
+        self._share = share
+        self._schedule = BatchSchedule(trainer, module, share)
+        self._validation = validation
+        self._rank_state = rank_state
+        self._results = Results(is_evaluation=False)
+        optimization = AutomaticOptimization if module.automatic_optimization else ManualOptimization
+        self._optimization = optimization(trainer, module, wrapped, self._schedule)
+        self._stopping = Stopping(trainer)
+
+    def run(self) -> None:
+        """Train.
+
+        Collective: every rank must call this.
+
+        Raises:
+            UnevenInputsError: when the ranks have different numbers of batches.
+            SystemExit: on every rank, when a signal has made training stop.
+        """
+        trainer = self._trainer
+        self._module.train()
+        self._progress.repeat_window()
+        with trainer.in_phase("train", self._results), self._stopping:
+            call_hook(trainer, "on_train_start")
+            trainer.warn_if_done()
+            record_gradient_order(trainer, self._module)
+            if trainer.world_size > 1:
+                seed_rank(trainer)
+            while self._goes_on() and self._agreed_num_batches():
+                self._run_epoch()
+            self._stopping.finish()
+            self._strategy.end_training()
+            call_hook(trainer, "on_train_end")
+
+    def _goes_on(self) -> bool:
+        return self._progress.is_epoch_open or self._stopping.may_go_on()
+
+    def _agreed_num_batches(self) -> float:
+        """Return how many batches the epoch has, which the ranks agree on."""
+        self._share.place(self._progress)
+        return self._schedule.agree()
+
+    def _run_epoch(self) -> None:
+        trainer, progress = self._trainer, self._progress
+        if not progress.is_within_epoch:
+            progress.begin_epoch()
+        self._results = trainer.results = trainer.epoch_results = self._results_so_far()
+        self._optimization.begin_epoch()
+        call_hook(trainer, "on_train_epoch_start")
+        report_phase("data loading", step=progress.global_step)
+        for batch_idx, (batch, is_last) in self._batches_left():
+            is_window_end = is_last or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+            self._run_batch(batch, batch_idx, is_last, is_window_end)
+            if is_window_end and not is_last and not self._stopping.may_go_on():
+                break
+            report_phase("data loading", step=progress.global_step)
+        report_phase("end of the epoch")
+        call_hook(trainer, "on_train_epoch_end", before_monitoring=self._end_metrics)
+        progress.end_epoch()
+
+    def _results_so_far(self) -> Results:
+        if self._rank_state is not None and self._progress.is_within_epoch:
+            return self._rank_state.results()
+        return Results(is_evaluation=False)
+
+    def _batches_left(self) -> Iterator[tuple[int, tuple[Any, bool]]]:
+        """Go on where a checkpoint was written: with its random state, at its batch."""
+        progress = self._progress
+        batches = self._share.start(progress)
+        if self._rank_state is not None:
+            self._rank_state.restore_random()
+            self._rank_state = None
+        if progress.is_within_epoch and not progress.is_validated:
+            self._validate_if_due(progress.batches_done - 1, progress.is_epoch_done)
+        if progress.is_epoch_done or (progress.is_epoch_open and not self._stopping.may_go_on()):
+            return iter(())
+        return enumerate(self._schedule.batches(batches, progress.batches_done), progress.batches_done)
+
+    def _end_metrics(self) -> None:
+        self._trainer.publish(self._results.epoch_values(self._strategy), is_logged=True)
+        if self._progress.is_epoch_done:
+            step_schedulers(self._trainer, "epoch", needs_metric=True)
+        self._progress.is_epoch_closed = True
+
+    # ------------------------------------------------------------------ a batch
+
+    def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> None:
+        trainer = self._trainer
+        batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
+        self._results.begin_batch(batch, is_muted=self._schedule.is_shadow)
+        call_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
+        self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
+        if is_window_end and self._optimization.has_stepped:
+            self._step_schedulers("step")
+        if is_last:
+            self._step_schedulers("epoch")
+        publish = self._publish_step if is_window_end else None
+        call_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
+        self._results.end_batch()
+        if is_window_end:
+            self._validate_if_due(batch_idx, is_last)
+
+    def _step_schedulers(self, interval: str) -> None:
+        step_schedulers(self._trainer, interval, needs_metric=False)
+        if interval == "step":
+            step_schedulers(self._trainer, interval, needs_metric=True)
+
+    def _publish_step(self) -> None:
+        is_logged = self._progress.global_step % self._trainer.log_every_n_steps == 0
+        values = self._results.step_values(self._strategy, is_synced=is_logged)
+        self._trainer.publish(values, is_logged=is_logged)
+
+    # ------------------------------------------------------------------ validation
+
+    def _validate_if_due(self, batch_idx: int, is_last: bool) -> None:
+        """Validate what has fallen due in the window that this batch has ended.
+
+        In the middle of a window the weights are still those before it; and what validation makes callbacks
+        do, to save, wants a place from which training can go on.
+        """
+        if (
+            self._validation is None
+            or (self._progress.current_epoch + 1) % self._trainer.check_val_every_n_epoch
+        ):
+            return
+        interval = self._validation_interval()
+        before = batch_idx - batch_idx % self._trainer.accumulate_grad_batches
+        is_due = is_last if math.isinf(interval) else (batch_idx + 1) // interval > before // interval
+        if is_due:
+            self._strategy.share_buffers(self._wrapped)  # what is measured is what rank 0 saves
+            self._validate(self._validation)
+
+    def _validate(self, validation: EvaluationLoop) -> None:
+        device = self._strategy.root_device
+        before = get_random_state(device)
+        try:
+            validation.run(self._stopping)
+        except EvaluationLeft:
+            set_random_state(before, device)  # who goes on from the checkpoint begins it again
+            self._stopping.stop()
+
+    def _validation_interval(self) -> float:
+        """Return after how many batches to validate; `inf` stands for the end of the epoch."""
+        interval = self._trainer.val_check_interval
+        if isinstance(interval, int):
+            return interval
+        if interval == 1.0 or math.isinf(self._schedule.num_batches):
+            return math.inf
+        return max(1, int(self._schedule.num_batches * interval))

@@ -1,0 +1,302 @@
+"""Manual optimisation: `training_step` itself runs backward passes and steps, and gradients stay averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import final
+
+from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync import reduce_gradients
+from rankwise.gradient_sync.buffers import share_buffers_next
+from rankwise.gradient_sync.hook_buckets import ManualHookRunner
+from rankwise.gradient_sync.weights import divide
+from rankwise.trainer.loops.join import discard_new_gradients
+from rankwise.trainer.loops.nonfinite import NonFiniteGuard
+from rankwise.trainer.loops.weighting import BatchWeighting, only_zeros
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from rankwise.trainer.loops.batch_schedule import BatchSchedule
+    from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["ManualOptimization", "ManualOptimizer", "check_manual"]
+
+
+def check_manual(trainer: Trainer, module: TrainingModule) -> None:
+    """Make sure that a trainer is not asked to do what manual optimisation leaves to the module.
+
+    Raises:
+        ConfigurationError: when it is.
+    """
+    if module.automatic_optimization:
+        return
+    name = type(module).__name__
+    gradients = trainer.strategy.gradients
+    for argument, is_set, remedy in (
+        ("accumulate_grad_batches", trainer.accumulate_grad_batches != 1, "step in every n-th training_step"),
+        ("gradient_clip_val", bool(trainer.gradient_clip_val), "self.clip_gradients(optimizer, value)"),
+    ):
+        if is_set:
+            raise ConfigurationError(
+                message=f"{argument} has no effect: {name} optimises manually.",
+                facts=f"{name}.automatic_optimization is False.",
+                remedy=f"leave it out; in training_step: {remedy}.",
+            )
+    if gradients.hook is not None and (gradients.hook.remembers or gradients.weighting == "logged"):
+        raise ConfigurationError(
+            message=f"comm_hook {gradients.hook.name!r} cannot be used here: {name} optimises manually.",
+            facts="there it may not remember gradients from step to step, nor carry logged weights; "
+            f"gradient_weighting={gradients.weighting!r}.",
+            remedy='comm_hook="fp16_compress" or "bf16_compress", with gradient_weighting="samples" or None.',
+        )
+
+
+@final
+class ManualOptimization:
+    """Run `training_step`, which calls `manual_backward` and steps optimizers as it likes.
+
+    Backward passes run within the wrapper's forward pass, any number of them, each over a part of the
+    parameters: nothing that DDP's own reduction is made for. So DDP is held back, and after each backward
+    pass the gradients are averaged here, in few large buckets, through the wrapper's communication hook if
+    it has one. Each `training_step` is a window of its own to `gradient_weighting="samples"`, and each
+    backward pass to `"logged"`.
+
+    Args:
+        trainer: keeps progress.
+        module: the user's.
+        wrapped: the same, as the strategy has wrapped it.
+        turns: which batches the ranks take together.
+
+    Attributes:
+        has_stepped: always False: the module steps its schedulers itself.
+
+    Raises:
+        ConfigurationError: when the wrapper has a communication hook that cannot be used.
+    """
+
+    has_stepped = False
+
+    def __init__(
+        self, trainer: Trainer, module: TrainingModule, wrapped: nn.Module, schedule: BatchSchedule
+    ) -> None:
+        self._hook = ManualHookRunner.of(wrapped)
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        self._module = module
+        self._wrapped = wrapped
+        self._schedule = schedule
+        self._weighting = BatchWeighting(trainer, module, schedule)
+        self._weight = 1.0
+        self._guard = NonFiniteGuard(trainer, wrapped)
+        ignored: set[str] = getattr(wrapped, "parameters_to_ignore", set())
+        self._parameters = [parameter for name, parameter in module.named_parameters() if name not in ignored]
+        self._is_blocked = False
+        self._has_local_gradients = False
+        self._frozen: list[Tensor] = []
+        self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in trainer.optimizers]
+        trainer.running_manual_optimization = self
+
+    def begin_epoch(self) -> None:
+        """Prepare for an epoch, before its first batch is read."""
+        self._weighting.begin_epoch()
+
+    def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
+        """Return what `training_step` did.
+
+        Collective: every rank must call this.
+        """
+        share_buffers_next(self._wrapped)
+        self._weight = self._weighting.factor(batch_idx)
+        strategy = self._strategy
+        held_back = strategy.no_backward_sync(self._wrapped)
+        with self._schedule.preserve_state(), held_back, strategy.precision.forward_context():
+            outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
+        self._weighting.refuse_logged()
+        return outputs
+
+    # ------------------------------------------------------------------ what the module calls
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, **options: Any) -> None:
+        """Compute gradients, and average them over the ranks unless that is blocked.
+
+        Collective: every rank must call this, unless it is blocked.
+
+        Raises:
+            ConfigurationError: when a weight is missing, or cannot be used.
+        """
+        self._module.on_before_backward(loss)
+        counted = self._counted(weight)
+        is_left_out = float(counted) == 0
+        weighted = self._weighting.scaled(loss if is_left_out else self._guard.mark(loss), counted)
+        with self._earlier_set_aside() if weight is not None else nullcontext():
+            with (
+                discard_new_gradients(self._parameters) if self._schedule.is_shadow else nullcontext(),
+                only_zeros(self._parameters if is_left_out else ()),
+            ):
+                self._strategy.backward(weighted, **options)
+            if self._is_blocked:
+                self._has_local_gradients = True
+            else:
+                self._average()
+        self._module.on_after_backward()
+
+    def _counted(self, weight: float | Tensor | None) -> float | Tensor:
+        """Return what a loss counts."""
+        is_logged = self._strategy.gradient_weighting == "logged"
+        if is_logged and (weight is None or self._is_blocked):
+            what = "has no weight" if weight is None else "has a weight, but is not averaged: it is blocked"
+            raise ConfigurationError(
+                message=f'gradient_weighting="logged", but a backward pass {what}.',
+                facts=f"global_rank={self._strategy.global_rank}; the others wait.",
+                remedy="self.manual_backward(loss, weight=n), outside of self.no_backward_sync().",
+            )
+        if is_logged and weight is not None:
+            return 0.0 if self._schedule.is_shadow else weight
+        if weight is not None:
+            raise ConfigurationError(
+                message="manual_backward got a weight, but gradients are not weighted by it.",
+                facts=f"gradient_weighting={self._strategy.gradient_weighting!r}.",
+                remedy='DDPStrategy(gradient_weighting="logged").',
+            )
+        return self._weight
+
+    @contextmanager
+    def _earlier_set_aside(self) -> Iterator[None]:
+        """Keep gradients that are averaged and weighted already apart from those of the block."""
+        earlier = [(parameter, parameter.grad) for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        yield
+        for parameter, gradient in earlier:
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _average(self) -> None:
+        self._has_local_gradients = False
+        group = self._strategy.data_parallel_group
+        weights = self._strategy.gradients.weights
+        mean = None if weights is None else weights.take()
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            if self._hook is not None:
+                self._hook.reduce(self._parameters, group)
+            else:
+                mean = reduce_gradients(self._parameters, group, weight=mean)
+        if weights is not None and mean is not None:
+            divide(self._parameters, mean)
+            weights.note(mean)
+            weights.close()
+
+    @contextmanager
+    def blocked(self, enabled: bool = True) -> Iterator[None]:
+        """Leave gradients as they are on this rank, for the backward passes of the block."""
+        before = self._is_blocked
+        self._is_blocked = before or enabled
+        try:
+            yield
+        finally:
+            self._is_blocked = before
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Let an optimizer step once, in the trainer's precision; return what its `step` returns.
+
+        Raises:
+            ConfigurationError: for a closure with `on_nonfinite`, which must see gradients first.
+            NonFiniteLossError: with `on_nonfinite="raise"`.
+        """
+        if closure is not None and self._trainer.on_nonfinite is not None:
+            raise ConfigurationError(
+                message="on_nonfinite cannot judge a step whose closure computes the gradients.",
+                remedy="leave out the closure, or on_nonfinite.",
+            )
+        result = None
+        with self._agreeing():
+            if self._guard.allows_step(optimizer):
+                self._strategy.precision.unscale_gradients(optimizer)
+                self._module.on_before_optimizer_step(optimizer)
+                result = self._strategy.optimizer_step(optimizer, closure)
+        self._trainer.progress.global_step += 1
+        return result
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Have the ranks ask each other in the block whether to skip, if gradients are each rank's own."""
+        precision = self._strategy.precision
+        before = precision.agree, self._guard.may_differ
+        if self._has_local_gradients and self._strategy.world_size > 1:
+            precision.agree = partial(self._strategy.reduce_boolean_decision, all=False)
+            self._guard.may_differ = True
+        try:
+            yield
+        finally:
+            precision.agree, self._guard.may_differ = before
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Clear the gradients of an optimizer's parameters."""
+        self._module.on_before_zero_grad(optimizer)
+        self._guard.forget()
+        self._strategy.precision.zero_grad(optimizer)
+
+    def toggle(self, optimizer: Optimizer) -> None:
+        """Let only this optimizer's parameters require gradients, until `untoggle`."""
+        self.untoggle()
+        precision = self._strategy.precision
+        own = {id(parameter) for parameter in precision.model_parameters(optimizer)}
+        for other in self._trainer.optimizers:
+            for parameter in precision.model_parameters(other):
+                if id(parameter) not in own and parameter.requires_grad:
+                    parameter.requires_grad_(False)
+                    self._frozen.append(parameter)
+
+    def untoggle(self) -> None:
+        """Undo `toggle`; twice does no harm."""
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._frozen.clear()
+
+
+@final
+class ManualOptimizer:
+    """An optimizer whose `step` and `zero_grad` go through the trainer; all else is the optimizer's own.
+
+    Attributes:
+        optimizer: torch's.
+    """
+
+    def __init__(self, optimization: ManualOptimization, optimizer: Optimizer) -> None:
+        self._optimization = optimization
+        self.optimizer = optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters once, in the trainer's precision; return what the optimizer does.
+
+        Raises:
+            NonFiniteLossError: with `on_nonfinite="raise"`.
+        """
+        return self._optimization.step(self.optimizer, closure)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of the parameters."""
+        self._optimization.zero_grad(self.optimizer)
+
+    @contextmanager
+    def toggled(self) -> Iterator[None]:
+        """Let only this optimizer's parameters require gradients in the block."""
+        self._optimization.toggle(self.optimizer)
+        try:
+            yield
+        finally:
+            self._optimization.untoggle()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"ManualOptimizer({self.optimizer!r})"

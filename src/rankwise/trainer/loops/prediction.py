@@ -1,0 +1,85 @@
+"""The loop of prediction: each rank runs whole batches, and the list comes back in dataset order."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from typing_extensions import final
+
+from rankwise.monitoring.heartbeat import report_phase
+from rankwise.trainer.data_loaders import LoaderShard
+from rankwise.trainer.hooks import call_hook
+from rankwise.trainer.loops.evaluation import evaluating
+from rankwise.trainer.metrics import Results
+
+if TYPE_CHECKING:
+    from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["GATHERINGS", "Gather", "PredictionLoop", "interleaved"]
+
+Gather = Literal["all", "rank_zero"] | None
+GATHERINGS: tuple[Gather, ...] = ("all", "rank_zero", None)
+
+T = TypeVar("T")
+_NOTHING: Any = object()
+
+
+def interleaved(lists: list[list[T]]) -> list[T]:
+    """Return item i of the whole from list i % n: the inverse of dealing out.
+
+    >>> interleaved([[0, 3, 6], [1, 4], [2, 5]])
+    [0, 1, 2, 3, 4, 5, 6]
+    """
+    return [item for row in zip_longest(*lists, fillvalue=_NOTHING) for item in row if item is not _NOTHING]
+
+
+@final
+class PredictionLoop:
+    """Run `predict_step` on this rank's batches of each loader, then put all ranks' outputs in order."""
+
+    def __init__(self, trainer: Trainer, module: TrainingModule, shares: list[LoaderShard]) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._shares = shares
+
+    def run(self, gather: Gather = "all") -> list[Any]:
+        """Return the outputs, batch by batch, where `gather` says; with several loaders a list for each.
+
+        Collective: every rank must call this.
+        """
+        with self._trainer.in_phase("predict", Results(is_evaluation=True)), evaluating(self._module):
+            call_hook(self._trainer, "on_predict_start")
+            call_hook(self._trainer, "on_predict_epoch_start")
+            own = [self._run_loader(index, share) for index, share in enumerate(self._shares)]
+            by_rank = self._gathered(own, gather)
+            predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
+            call_hook(self._trainer, "on_predict_epoch_end")
+            call_hook(self._trainer, "on_predict_end")
+        return predictions[0] if len(predictions) == 1 else predictions
+
+    def _gathered(self, own: list[list[Any]], gather: Gather) -> list[list[list[Any]]]:
+        """Return the outputs of each rank, or of those that are wanted here."""
+        strategy = self._trainer.strategy
+        if gather is None:
+            return [own]
+        if gather == "all" or strategy.data_parallel_group is not None:
+            return strategy.all_gather_object(own)
+        return strategy.gather_object(own) or [[[] for _ in own]]
+
+    def _run_loader(self, dataloader_idx: int, share: LoaderShard) -> list[Any]:
+        index = (dataloader_idx,) if len(self._shares) > 1 else ()
+        return [self._run_batch(batch, (number, *index)) for number, (batch, _) in enumerate(share)]
+
+    def _run_batch(self, batch: Any, indices: tuple[int, ...]) -> Any:
+        strategy, precision = self._trainer.strategy, self._trainer.strategy.precision
+        report_phase("prediction")
+        batch = precision.convert_input(strategy.batch_to_device(batch))
+        call_hook(self._trainer, "on_predict_batch_start", batch, *indices)
+        with precision.forward_context():
+            outputs = self._module.predict_step(batch, *indices)
+        call_hook(self._trainer, "on_predict_batch_end", outputs, batch, *indices)
+        return apply_to_collection(precision.convert_output(outputs), Tensor, lambda tensor: tensor.cpu())

@@ -1,0 +1,154 @@
+"""When a fit stops before its end: on all ranks after the same step, for a signal or `should_stop`."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+from typing_extensions import Self, final
+
+from rankwise.processes.signals import SignalDebouncer, StoppedBySignal, handling
+from rankwise.trainer.checkpointing import stop_checkpoint_path
+
+if TYPE_CHECKING:
+    from rankwise.trainer.trainer import Trainer
+
+__all__ = ["EvaluationLeft", "Stopping"]
+
+_SIGNAL = "signal:"
+
+
+@final
+class EvaluationLeft(Exception):
+    """Raised out of a validation within a fit, on all ranks, when a signal makes them stop there."""
+
+
+@final
+class Stopping:
+    """The boundaries between optimizer steps and between a validation's batches, and the signals heard there.
+
+    SIGTERM, and under Slurm its requeue signal, makes all ranks save a checkpoint, leave, and exit with 143,
+    whichever ranks it reached; one that comes later than an echo of the first ends this process at once.
+
+    Args:
+        trainer: of this rank.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._caught: int | None = None
+        self._debouncer = SignalDebouncer()
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> Self:
+        strategy = self._trainer.strategy
+        channel = strategy.worker.channel
+        self._agreement = strategy.worker.agree_on_stopping(strategy.timeout)
+        self._agreement.start()
+        self._cleanup.callback(self._agreement.close)
+        if channel is not None:
+            channel.call_on_request(self._ask)
+            self._cleanup.callback(channel.call_on_request, None)
+        self._cleanup.enter_context(handling(self._signals(), self._catch))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._cleanup.close()
+        if kind is None and self._caught is not None:  # it came after the last boundary
+            raise SystemExit(128 + self._caught)
+
+    def may_go_on(self) -> bool:
+        """Return whether the next optimizer step may begin; False on all ranks after the same one.
+
+        Raises:
+            StoppedBySignal: on all ranks, with a checkpoint written, when that is what makes them stop.
+        """
+        if self._trainer.is_at_limit:
+            return False
+        if self._trainer.wants_to_stop:
+            self._agreement.ask("should_stop")
+        if self._agreement.begin_step():
+            return True
+        self.stop()
+        return False
+
+    def begin_evaluation(self) -> None:
+        """A validation within the fit begins.
+
+        Raises:
+            EvaluationLeft: on all ranks, here or after the same batch; `stop` is then to be called.
+        """
+        self._leave_unless(self._agreement.begin_step())
+
+    def begin_evaluation_batch(self) -> None:
+        """Its next batch begins. Raises: as `begin_evaluation`."""
+        self._leave_unless(self._agreement.begin_part())
+
+    def end_evaluation_batches(self) -> None:
+        """This rank has no more; others may have. Raises: as `begin_evaluation`."""
+        self._leave_unless(self._agreement.end_parts())
+
+    def _leave_unless(self, may_go_on: bool) -> None:
+        if not may_go_on and self._is_for_signal:  # `should_stop` lets a validation come to its end
+            raise EvaluationLeft
+
+    def finish(self) -> None:
+        """Training has come to its end.
+
+        Raises:
+            StoppedBySignal: as `may_go_on`, for a signal that all have heard of by now.
+        """
+        if self._agreement.leave():
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop, as all ranks do here: save, for a signal.
+
+        Raises:
+            StoppedBySignal: for a signal.
+        """
+        if not self._is_for_signal:
+            self._trainer.should_stop = True
+            return
+        if not self._trainer.fast_dev_run:
+            self._trainer.save_checkpoint(stop_checkpoint_path(self._trainer))
+        number = int(self._reason.removeprefix(_SIGNAL))
+        environment = self._trainer.strategy.environment
+        if number == environment.requeue_signal and self._trainer.is_global_zero:
+            # The scheduler ends the job as it takes it back: what a thread still writes must be there.
+            self._trainer.strategy.checkpoint_io.teardown()
+            environment.requeue()
+        self._caught = None
+        raise StoppedBySignal(signal.SIGTERM)  # one exit code, whatever asked
+
+    @property
+    def _reason(self) -> str:
+        return self._agreement.reason or ""
+
+    @property
+    def _is_for_signal(self) -> bool:
+        return self._reason.startswith(_SIGNAL)
+
+    # ------------------------------------------------------------------ signals
+
+    def _signals(self) -> list[signal.Signals]:
+        requeue_signal = self._trainer.strategy.environment.requeue_signal
+        return [signal.SIGTERM] if requeue_signal is None else [signal.SIGTERM, requeue_signal]
+
+    def _catch(self, signum: int, interrupted: FrameType | None) -> None:
+        is_propagated = self._debouncer.is_propagated()
+        if self._caught is None:
+            self._caught = signum
+            self._ask(signum)
+        elif not is_propagated:
+            raise SystemExit(128 + signum)
+
+    def _ask(self, signum: int) -> None:
+        self._agreement.ask(f"{_SIGNAL}{signum}")

@@ -1,0 +1,381 @@
+"""Logged metrics: accumulated, reduced over batches and ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import final
+
+from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
+
+if TYPE_CHECKING:
+    from rankwise.strategies import Strategy
+
+__all__ = [
+    "LoggedObject",
+    "Reported",
+    "Results",
+    "batch_size_of",
+    "check_by_epoch",
+    "computed",
+    "is_metric_object",
+]
+
+
+def is_metric_object(value: object) -> bool:
+    """Return whether a value is a metric of torchmetrics; imports nothing."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+@final
+@dataclass
+class LoggedObject:
+    """A metric object that was logged, and how it is to be shown."""
+
+    metric: Any
+    prog_bar: bool
+    logger: bool
+    on_step: bool = False
+    on_epoch: bool = True
+
+    def state(self) -> Any:
+        """Return a copy of the metric that can be sent to other ranks."""
+        return self.metric.clone().cpu()
+
+    def reset(self) -> None:
+        """Start anew for the next epoch."""
+        self.metric.reset()
+
+
+def check_by_epoch(name: str, on_step: bool | None, on_epoch: bool | None) -> None:
+    """Make sure that a metric object is logged by epoch, and only that.
+
+    Raises:
+        ConfigurationError: when it is not.
+    """
+    if on_step or on_epoch is False:
+        raise ConfigurationError(
+            message=f"log({name!r}) got a metric object, which is computed once for the whole epoch.",
+            facts=f"on_step={on_step}, on_epoch={on_epoch}.",
+            remedy="leave both out; for each step's value: value = metric(...), then self.log(name, value).",
+        )
+
+
+def computed(copies: Sequence[Any]) -> Tensor:
+    """Return the value of a metric over what all ranks have seen, from a copy of each rank's.
+
+    torchmetrics itself reduces the states, as it does for its own `sync`; a rank whose metric has seen
+    nothing adds nothing.
+    """
+    seen = [metric for metric in copies if metric.update_count > 0] or copies[:1]
+    states = [_states(metric.clone()) for metric in seen]
+    merged = seen[0].clone()
+    if len(seen) > 1:
+        by_state = iter(zip(*states, strict=True))
+        _sync(merged, lambda state, group=None: list(next(by_state)))
+    value: Tensor = type(merged).compute(merged)  # not the wrapper, which asks the ranks again
+    return value
+
+
+def _states(metric: Any) -> list[Tensor]:
+    """Return a metric's states in the order, and in the form, in which torchmetrics exchanges them."""
+    states: list[Tensor] = []
+
+    def note(state: Tensor, group: Any = None) -> list[Tensor]:
+        states.append(state)
+        return [state]
+
+    _sync(metric, note)
+    return states
+
+
+def _sync(metric: Any, exchange: Any) -> None:
+    metric.sync(dist_sync_fn=exchange, distributed_available=lambda: True)
+
+
+_REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+class Reported(NamedTuple):
+    """A metric's value, ready to be shown: `name` may end in `_step` or `_epoch`, `base_name` never does."""
+
+    base_name: str
+    name: str
+    value: Tensor
+    prog_bar: bool
+    logger: bool
+
+
+class _Part(NamedTuple):
+    """One rank's part of a metric: a sum and its weight, or an extreme value."""
+
+    reduce_fx: str
+    total: float
+    weight: float
+
+
+@final
+@dataclass
+class _Metric:
+    reduce_fx: str
+    on_step: bool
+    on_epoch: bool
+    sync_dist: bool
+    prog_bar: bool
+    logger: bool
+    last: Tensor
+    total: Tensor
+    weight: float = 0.0
+    last_weight: float = 0.0
+    is_fresh: bool = False
+
+    def add(self, value: Tensor, weight: float) -> None:
+        """Take a value; nothing waits for the device."""
+        self.last, self.last_weight, self.is_fresh = value, weight, True
+        if self.reduce_fx in ("min", "max"):
+            extreme = torch.minimum if self.reduce_fx == "min" else torch.maximum
+            self.total = extreme(self.total.to(value.device), value) if self.weight else value
+            self.weight = 1.0
+        else:
+            is_mean = self.reduce_fx == "mean"
+            self.total = self.total.to(value.device) + (value * weight if is_mean else value)
+            self.weight += weight if is_mean else 1.0
+
+    def state(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**state, "last": self.last.cpu(), "total": self.total.cpu(), "is_fresh": False}
+
+    def merge(self, other: _Metric) -> None:
+        """Add what another rank has logged under the same name."""
+        if self.reduce_fx in ("min", "max"):
+            extreme = torch.minimum if self.reduce_fx == "min" else torch.maximum
+            self.total = extreme(self.total, other.total)
+        else:
+            self.total = self.total + other.total
+            self.weight += other.weight
+
+    def part(self) -> _Part:
+        return _Part(self.reduce_fx, self.total.item(), self.weight)
+
+    def last_part(self) -> _Part:
+        weight = self.last_weight if self.reduce_fx == "mean" else 1.0
+        return _Part(self.reduce_fx, self.last.item() * weight, weight)
+
+
+@final
+class Results:
+    """The metrics of one epoch of training, or of one evaluation.
+
+    Args:
+        is_evaluation: whether values are reduced over ranks by default, and never logged by step.
+
+    Attributes:
+        suffix: appended to every name that is logged; tells several loaders apart.
+        num_batches: how many batches this rank has run.
+    """
+
+    def __init__(self, *, is_evaluation: bool) -> None:
+        self.suffix = ""
+        self.num_batches = 0
+        self._is_evaluation = is_evaluation
+        self._is_in_batch = False
+        self._is_muted = False
+        self._batch: Any = None
+        self._batch_size: int | None = None
+        self._metrics: dict[str, _Metric] = {}
+        self._objects: dict[str, LoggedObject] = {}
+
+    def begin_batch(self, batch: Any, *, is_muted: bool = False) -> None:
+        """Weigh what is logged from here on by the size of `batch`; muted, it does not count at all."""
+        self._is_muted = is_muted
+        self.num_batches += 1
+        self._is_in_batch = True
+        self._batch, self._batch_size = batch, None
+
+    def end_batch(self) -> None:
+        """Weigh what is logged from here on by 1."""
+        self._is_muted = False
+        self._is_in_batch = False
+        self._batch, self._batch_size = None, None
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str = "mean",
+        sync_dist: bool | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        """Take one value; see `TrainingModule.log`."""
+        if reduce_fx not in _REDUCTIONS:
+            raise UnknownNameError(kind="reduce_fx", name=str(reduce_fx), known=_REDUCTIONS)
+        if is_metric_object(value):
+            check_by_epoch(name, on_step, on_epoch)
+            self._objects[name + self.suffix] = LoggedObject(value, prog_bar, logger)
+            return
+        number = _number(name, value)
+        if self._is_muted:
+            return
+        metric = self._metrics.get(name + self.suffix)
+        if metric is None:
+            by_step = (self._is_in_batch if on_step is None else on_step) and not self._is_evaluation
+            by_epoch = not by_step if on_epoch is None else on_epoch
+            metric = _Metric(
+                reduce_fx=reduce_fx,
+                on_step=by_step,
+                on_epoch=by_epoch or self._is_evaluation,
+                sync_dist=self._is_evaluation if sync_dist is None else sync_dist,
+                prog_bar=prog_bar,
+                logger=logger,
+                last=number,
+                total=torch.zeros_like(number),
+            )
+            self._metrics[name + self.suffix] = metric
+        metric.add(number, self._weight(batch_size))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that was logged so far, as plain types and CPU tensors."""
+        return {name: metric.state() for name, metric in self._metrics.items()}
+
+    def add_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what another instance's `state_dict` returned, beside what is here."""
+        for name, state in state_dict.items():
+            added = _Metric(**state)
+            if name in self._metrics:
+                self._metrics[name].merge(added)
+            else:
+                self._metrics[name] = added
+
+    def step_values(self, strategy: Strategy, *, is_synced: bool) -> list[Reported]:
+        """Return what was logged by step since the last call.
+
+        With `is_synced` this is Collective: values with `sync_dist=True` are reduced over the ranks.
+        """
+        fresh = {name: metric for name, metric in self._metrics.items() if metric.on_step and metric.is_fresh}
+        values = {name: metric.last for name, metric in fresh.items()}
+        if is_synced and strategy.world_size > 1:
+            parts = {name: metric.last_part() for name, metric in fresh.items() if metric.sync_dist}
+            values.update(self._over_ranks(strategy, parts))
+        for metric in fresh.values():
+            metric.is_fresh = False
+        return self._reported(values, "_step")
+
+    def epoch_values(self, strategy: Strategy) -> list[Reported]:
+        """Return what was logged by epoch, reduced over the ranks where `sync_dist` says so.
+
+        Collective: every rank must call this.
+
+        Raises:
+            ConfigurationError: on every rank, when some logged names that others did not.
+        """
+        chosen = {name: metric for name, metric in self._metrics.items() if metric.on_epoch}
+        synced: dict[str, Any] = {name: logged.state() for name, logged in self._objects.items()}
+        synced |= {name: metric.part() for name, metric in chosen.items() if metric.sync_dist}
+        values = {name: _reduced([metric.part()]) for name, metric in chosen.items() if not metric.sync_dist}
+        values.update(self._over_ranks(strategy, synced))
+        for logged in self._objects.values():
+            logged.reset()
+        return self._reported(values, "_epoch")
+
+    def _over_ranks(self, strategy: Strategy, parts: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Reduce all metrics with one collective, which also tells whether the ranks mean the same ones."""
+        gathered = strategy.all_gather_object((self.num_batches > 0 and not self._is_muted, parts))
+        _check_same_names(
+            {rank: tuple(part) for rank, (has_batches, part) in enumerate(gathered) if has_batches}
+        )
+        names = dict.fromkeys(name for _, part in gathered for name in part)
+        return {name: _combined(name, [part[name] for _, part in gathered if name in part]) for name in names}
+
+    def _reported(self, values: Mapping[str, Tensor], ending: str) -> list[Reported]:
+        reported = []
+        for name, value in values.items():
+            metric = self._objects.get(name) or self._metrics.get(name)
+            is_both = metric is not None and metric.on_step and metric.on_epoch
+            prog_bar, logger = (metric.prog_bar, metric.logger) if metric else (False, True)
+            reported.append(Reported(name, name + ending if is_both else name, value, prog_bar, logger))
+        return reported
+
+    def _weight(self, batch_size: int | None) -> int:
+        if batch_size is not None:
+            return batch_size
+        if self._batch_size is None:
+            self._batch_size = 1 if self._batch is None else batch_size_of(self._batch)
+        return self._batch_size
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the first dimension of the first tensor in a batch; of a batch without tensors, its length."""
+    tensor = _first_tensor(batch)
+    if tensor is not None:
+        return int(tensor.shape[0]) if tensor.ndim else 1
+    return len(batch) if isinstance(batch, (list, tuple)) else 1
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        return next((found for item in batch if (found := _first_tensor(item)) is not None), None)
+    return None
+
+
+def _number(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().reshape(()).double()
+    if isinstance(value, (int, float)):
+        return torch.tensor(value, dtype=torch.double)
+    raise InvalidTypeError(
+        argument=f"log({name!r}) value",
+        value=tuple(value.shape) if isinstance(value, Tensor) else value,
+        expected="a number, or a tensor with one element",
+        remedy=f'self.log("{name}", value.mean())',
+    )
+
+
+def _combined(name: str, parts: list[Any]) -> Tensor:
+    """Combine what the ranks have of a value, or of a metric object."""
+    return _reduced(parts) if isinstance(parts[0], _Part) else _number(name, computed(parts))
+
+
+def _reduced(parts: list[_Part]) -> Tensor:
+    """Combine the ranks' parts, in the order of the ranks."""
+    reduce_fx, totals, weight = (
+        parts[0].reduce_fx,
+        [part.total for part in parts],
+        sum(p.weight for p in parts),
+    )
+    if reduce_fx == "mean":
+        value = sum(totals) / weight if weight else float("nan")
+    else:
+        value = sum(totals) if reduce_fx == "sum" else min(totals) if reduce_fx == "min" else max(totals)
+    return torch.tensor(value, dtype=torch.double)
+
+
+def _check_same_names(names_by_rank: dict[int, tuple[str, ...]]) -> None:
+    everywhere = set.intersection(*map(set, names_by_rank.values())) if names_by_rank else set()
+    somewhere = set().union(*names_by_rank.values())
+    if odd := sorted(somewhere - everywhere):
+        raise ConfigurationError(
+            message=f"The ranks logged different metrics with sync_dist=True: not all logged {odd}.",
+            facts="; ".join([f"logged by all: {sorted(everywhere)}", *_who_logged(odd, names_by_rank)]),
+            remedy="log these on every rank, or with sync_dist=False.",
+        )
+
+
+def _who_logged(names: list[str], names_by_rank: dict[int, tuple[str, ...]]) -> Iterator[str]:
+    for name in names:
+        ranks = ", ".join(str(rank) for rank, logged in names_by_rank.items() if name in logged)
+        yield f"{name!r} on global_rank {ranks} only"

@@ -1,0 +1,95 @@
+"""The address at which rank 0's node listens, on hosts that know their own name as loopback."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rankwise.environments import network
+from rankwise.environments.network import (
+    interface_toward,
+    is_own_loopback_name,
+    listening_address,
+    meeting_address,
+)
+from rankwise.errors import ConfigurationError
+
+HOSTS = {"gpu01": "127.0.1.1", "gpu02": "127.0.0.2", "named": "127.0.0.1"}
+LOOKED_UP = socket.getaddrinfo
+
+
+@pytest.fixture(autouse=True)
+def etc_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the names of `HOSTS` known, as Debian's /etc/hosts does with the host's own."""
+
+    def look_up(host: str, *arguments: Any, **options: Any) -> Any:
+        return LOOKED_UP(HOSTS.get(host, host), *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+def have(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str], down: str = "") -> None:
+    """Let this host have these addresses, by interface."""
+    monkeypatch.setattr(network, "_interfaces", lambda: {each: name for name, each in addresses.items()})
+    monkeypatch.setattr(network, "_carries", lambda name: name != down)
+
+
+def test_the_only_address_that_others_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is 127.0.1.1 here stands for the one address that is not loopback, for every rank here."""
+    have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
+    assert listening_address("gpu01", None) == "10.0.0.1"
+    assert meeting_address("gpu01", None) == "10.0.0.1"
+    assert interface_toward("gpu01") == "eth0"
+
+
+def test_a_bridge_with_nobody_on_it_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker's bridge, as long as no container is on it, is no way to another node."""
+    have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "docker0": "172.17.0.1"}, down="docker0")
+    assert listening_address("gpu01", None) == "10.0.0.1"
+
+
+def test_several_addresses_are_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it could be either, an error says so at once, with both; nobody waits in vain."""
+    have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "192.168.0.1"})
+    for address_here in (listening_address, meeting_address):
+        with pytest.raises(
+            ConfigurationError, match=r"(?s)'gpu01'.*loopback.*10\.0\.0\.1 \(eth0\), 192\.168\.0\.1 \(eth1\)"
+        ):
+            address_here("gpu01", None)
+    assert interface_toward("gpu01") is None
+
+
+def test_the_way_to_another_node_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that names another node settles it; one that names this very host does not."""
+    have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
+    monkeypatch.setattr(
+        network, "address_toward", lambda host: {"node8": "10.1.0.1"}.get(host, HOSTS.get(host, host))
+    )
+    assert listening_address("gpu01", "node8") == "10.1.0.1"
+    assert listening_address("gpu01", "gpu02") == "10.0.0.1"
+
+
+def test_a_host_that_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no address for others all nodes must be this machine, and meet on loopback."""
+    have(monkeypatch, {"lo": "127.0.0.1"})
+    assert listening_address("named", None) == meeting_address("named", None) == "127.0.0.1"
+
+
+def test_an_address_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gives an address, or says localhost, means it."""
+    have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
+    for given in ("127.0.0.1", "localhost"):
+        assert listening_address(given, "gpu02") == "127.0.0.1"
+        assert meeting_address(given, "gpu02") == given
+        assert interface_toward(given) == "lo"
+        assert not is_own_loopback_name(given)
+
+
+def test_a_name_that_nobody_knows_yet_is_left_to_the_store() -> None:
+    """Who only comes to rank 0's node keeps its name, known or not; who listens there must know it."""
+    assert meeting_address("no such host", None) == "no such host"
+    with pytest.raises(ConfigurationError, match="no such host"):
+        listening_address("no such host", None)

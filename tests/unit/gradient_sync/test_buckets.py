@@ -1,0 +1,70 @@
+"""Gradients that fill one memory are one tensor; others stay what they are."""
+
+from __future__ import annotations
+
+import weakref
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.gradient_sync.buckets import FlatGradients
+
+
+def parameters_with(*gradients: Tensor | None) -> list[Tensor]:
+    """Return parameters that have these gradients."""
+    parameters: list[Tensor] = []
+    for gradient in gradients:
+        parameter = nn.Parameter(torch.zeros_like(torch.zeros(1) if gradient is None else gradient))
+        parameter.grad = gradient
+        parameters.append(parameter)
+    return parameters
+
+
+def test_one_bucket_is_one_piece() -> None:
+    """What is done to the piece is done to each gradient, once."""
+    bucket = torch.arange(6.0)
+    gradients = FlatGradients(parameters_with(bucket[4:], None, bucket[:4].view(2, 2)))
+    [piece] = gradients.pieces()
+    piece.mul_(2)
+    assert bucket.tolist() == [0, 2, 4, 6, 8, 10]
+    assert gradients.pieces()[0] is piece
+
+
+def test_two_buckets_are_two_pieces() -> None:
+    """Each bucket has a memory of its own, and may have a dtype of its own."""
+    buckets = torch.ones(4), torch.ones(4, dtype=torch.float64)
+    pieces = FlatGradients(parameters_with(*buckets[0].split(2), *buckets[1].split(2))).pieces()
+    assert [(piece.dtype, piece.numel()) for piece in pieces] == [(torch.float32, 4), (torch.float64, 4)]
+
+
+def test_gradients_of_their_own_are_let_go_of() -> None:
+    """They are the pieces, and are freed with their parameters' gradients."""
+    parameters = parameters_with(torch.ones(2), torch.ones(3))
+    gradients = FlatGradients(parameters)
+    assert [piece.numel() for piece in gradients.pieces()] == [2, 3]
+    gone = weakref.ref(cast(Tensor, parameters[0].grad))
+    parameters[0].grad = None
+    assert gone() is None
+
+
+def test_memory_with_something_else_in_it() -> None:
+    """Nothing is touched that is no gradient, nor anything twice."""
+    memory = torch.ones(6)
+    for some in ((memory[:2], memory[2:5]), (memory[:2], memory[3:]), (memory[:4], memory[2:])):
+        pieces = FlatGradients(parameters_with(*some)).pieces()
+        assert [piece.data_ptr() for piece in pieces] == [each.data_ptr() for each in some]
+    turned = memory.view(2, 3).t()
+    assert FlatGradients(parameters_with(turned)).pieces()[0].shape == turned.shape
+
+
+def test_gradients_that_move() -> None:
+    """New buckets are found where parameters have other gradients than before."""
+    first, second = torch.ones(4), torch.ones(4)
+    parameters = parameters_with(*first.split(2))
+    gradients = FlatGradients(parameters)
+    gradients.pieces()[0].zero_()
+    for parameter, gradient in zip(parameters, second.split(2), strict=True):
+        parameter.grad = gradient
+    gradients.pieces()[0].add_(1)
+    assert (float(first.sum()), float(second.sum())) == (0, 8)

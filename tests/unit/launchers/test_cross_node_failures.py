@@ -1,0 +1,105 @@
+"""What a node's launching process tells the ranks of other nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from rankwise.failures import exchange
+from rankwise.failures.exchange import published_failure
+from rankwise.failures.record import FailureRecord
+from rankwise.launchers import cross_node_failures
+from rankwise.launchers.context import RendezvousEndpoint, store_of_job
+from rankwise.launchers.cross_node_failures import CrossNodeFailures
+from rankwise.ranks import RankInfo
+from rankwise.stores.rendezvous import read_key
+from rankwise.stores.tcp import forget_store, hosted_store
+from tests.helpers.ports import free_port
+
+RANKS = [RankInfo(2 * node, 0, node, 4, 2, 2) for node in range(2)]
+KILLED = FailureRecord(3, 1, 1, 100, at_s=1.0, exit_status=-9)
+
+
+LIMIT = timedelta(seconds=30)  # a connection may wait five for a resolver that does not answer
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """Let this process be node 0, which hosts the store."""
+    monkeypatch.setattr(cross_node_failures, "_LIMIT", LIMIT)
+    address = ("127.0.0.1", free_port())
+    hosted_store(LIMIT, address)
+    yield address
+    forget_store(address)
+
+
+def test_an_end_without_a_word_is_told(address: tuple[str, int]) -> None:
+    """From another node, over its own connection: how a rank ended; in its job, and no other."""
+    second = CrossNodeFailures(RendezvousEndpoint(address, hosts=False), RANKS[1], job=2)
+    second.tell(FailureRecord(2, 0, 1, 99, at_s=1.0, exception_type="ValueError"))  # which it says itself
+    second.tell(KILLED)
+    second.wait_until_published()
+    store = hosted_store(LIMIT, address)
+    left = published_failure(store_of_job(store, 2))
+    assert left is not None
+    assert FailureRecord.from_json(left) == KILLED
+    assert published_failure(store_of_job(store, 1)) is None
+
+
+RAISED = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="RuntimeError", has_met=False)
+
+
+@pytest.mark.parametrize(
+    ("record", "is_told"),
+    [
+        (RAISED, True),
+        (dataclasses.replace(RAISED, has_met=True), False),
+        (dataclasses.replace(RAISED, node_rank=0), False),
+        (dataclasses.replace(RAISED, exception_message="Connection closed by peer"), False),
+        (dataclasses.replace(RAISED, exception_message="Timed out waiting 600ms for recv"), False),
+    ],
+    ids=["before it met them", "after", "of another node", "an echo", "waited in vain"],
+)
+def test_an_exception_is_told_where_its_rank_cannot(
+    record: FailureRecord, is_told: bool, address: tuple[str, int]
+) -> None:
+    """What ended a rank of this node before it could tell others, and no consequence of another's end."""
+    node = CrossNodeFailures(RendezvousEndpoint(address, hosts=False), RANKS[1])
+    node.tell(record)
+    node.wait_until_published()
+    left = published_failure(store_of_job(hosted_store(LIMIT, address), 1))
+    assert (left is not None) is is_told
+
+
+def test_the_host_stays_until_the_other_nodes_have_heard(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But it waits for no rank of a node that has failed itself, nor where nothing has."""
+    host = CrossNodeFailures(RendezvousEndpoint(address, hosts=True), RANKS[0])
+    store = store_of_job(hosted_store(LIMIT, address), 1)
+    monkeypatch.setattr(exchange, "_LINGER_S", 60.0)
+    began = time.monotonic()
+    host.wait_until_published()
+    store.set("failure", KILLED.to_json().decode())
+    host.wait_until_published()
+    assert time.monotonic() - began < 30
+    monkeypatch.setattr(exchange, "_LINGER_S", 0.5)
+    began = time.monotonic()
+    host.job = 2
+    host.tell(FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=3))
+    host.wait_until_published()
+    assert 0.5 < time.monotonic() - began < 30
+    store = store_of_job(hosted_store(LIMIT, address), 2)
+    assert not store.check([read_key(2)])
+
+
+def test_nobody_there() -> None:
+    """A store that is gone keeps nobody, and neither does a job on one node."""
+    for endpoint in (None, RendezvousEndpoint(("127.0.0.1", free_port()), hosts=True)):
+        alone = CrossNodeFailures(endpoint, RANKS[0])
+        alone.tell(KILLED)
+        alone.wait_until_published()

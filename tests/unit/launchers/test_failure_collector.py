@@ -1,0 +1,177 @@
+"""The failures of a job: which ranks a timeout names, and what is told twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+import pytest
+
+from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
+from rankwise.failures.record import FailureRecord
+from rankwise.launchers.failure_collector import Failures
+from rankwise.launchers.worker_state import WorkerState
+from rankwise.monitoring.heartbeat import (
+    TEARDOWN,
+    Heartbeat,
+    HeartbeatReader,
+    heartbeat_written_to,
+    report_phase,
+)
+from rankwise.processes.shared_memory import create_memory_file
+
+GAVE_UP = "Timed out waiting 3000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("waits", "came_late", "missing"),
+    [(False, False, (1, 3)), (True, False, (3,)), (True, True, (1, 3))],
+    ids=["elsewhere", "waits too", "came when the other had given up"],
+)
+def test_who_is_missing(
+    workers: list[WorkerState], waits: bool, came_late: bool, missing: tuple[int, ...]
+) -> None:
+    """A rank is, unless it had come before the other gave up; however late that is read."""
+    descriptor = create_memory_file()
+    workers[1].heartbeat = HeartbeatReader(descriptor)
+    failures = Failures(workers)
+    with heartbeat_written_to(descriptor):
+        gave_up_s = time.monotonic()
+        report_phase("backward", step=3, waits=waits)
+        failures.add(
+            FailureRecord(
+                global_rank=0,
+                local_rank=0,
+                node_rank=0,
+                pid=os.getpid(),
+                at_s=gave_up_s if came_late else time.monotonic(),
+                exception_type="RuntimeError",
+                exception_message="Timed out waiting 6000ms for recv operation to complete",
+                missing=(3,),  # on another node
+            )
+        )
+    os.close(descriptor)
+    error = failures.error()
+    assert isinstance(error, WorkerTimedOutError)
+    assert error.missing == missing
+    assert "step 3, backward" in error.last_seen[0]
+
+
+def timed_out(
+    rank: int, at_s: float, heartbeat: Heartbeat | None = None, text: str = GAVE_UP
+) -> FailureRecord:
+    return FailureRecord(
+        rank, rank, 0, 1, at_s, exception_type="RuntimeError", exception_message=text, heartbeat=heartbeat
+    )
+
+
+@pytest.mark.parametrize(
+    ("heartbeat", "text", "after_s", "missing"),
+    [
+        (Heartbeat(-1, 7.0, True, "all_reduce"), GAVE_UP, 0.1, (3,)),
+        (Heartbeat(-1, 6.0, False, "running"), GAVE_UP, 0.1, (3,)),
+        (Heartbeat(-1, 7.0, True, "all_reduce"), "Connection closed by peer", 0.5, (3,)),
+        (Heartbeat(-1, 6.0, False, "running"), "Connection closed by peer", 0.1, (3,)),
+        (Heartbeat(-1, 6.0, False, "running"), "Connection closed by peer", 0.5, (1, 3)),
+        (Heartbeat(-1, 10.2, True, "all_reduce"), GAVE_UP, 3.2, (1, 3)),
+    ],
+    ids=[
+        "waited as long",
+        "in torch's own collective",
+        "felt the other give up",
+        "felt it in torch's own",
+        "came too late",
+        "waited later",
+    ],
+)
+def test_who_has_given_up_just_as_well(
+    workers: list[WorkerState], heartbeat: Heartbeat, text: str, after_s: float, missing: tuple[int, ...]
+) -> None:
+    """Who waited for the same rank is not missing, and is seen where it waited, not where it left to."""
+    descriptor = create_memory_file()
+    workers[1].heartbeat = HeartbeatReader(descriptor)
+    failures = Failures(workers)
+    with heartbeat_written_to(descriptor):
+        report_phase(TEARDOWN)
+        failures.add(dataclasses.replace(timed_out(0, 10.0), missing=(3,)))  # on another node
+    os.close(descriptor)
+    failures.add(timed_out(1, 10.0 + after_s, heartbeat, text))
+    error = failures.error()
+    assert isinstance(error, WorkerTimedOutError)
+    assert (error.global_rank, error.missing) == (0, missing)
+    assert error.last_seen == (
+        f"global_rank=1 was last in {heartbeat.phase}, {max(0, 10 - heartbeat.at_s):.0f} s ago",
+    )
+
+
+def test_who_waits_for_one_another(workers: list[WorkerState]) -> None:
+    """Two ranks in two collectives: neither has come to the other's, so the one that is told of names it."""
+    failures = Failures(workers)
+    failures.add(timed_out(0, 10.0))
+    failures.add(timed_out(1, 10.1))
+    error = failures.error()
+    assert isinstance(error, WorkerTimedOutError)
+    assert (error.global_rank, error.missing) == (0, (1,))
+
+
+def test_who_hangs_in_its_wait_is_missing(workers: list[WorkerState]) -> None:
+    """Of three that all wait, the one that does not give up hangs there: it alone held up the others."""
+    descriptor = create_memory_file()
+    workers[1].heartbeat = HeartbeatReader(descriptor)
+    failures = Failures(workers)
+    with heartbeat_written_to(descriptor):
+        report_phase("all_reduce", waits=True)
+        failures.add(timed_out(0, time.monotonic()))
+    os.close(descriptor)
+    failures.add(timed_out(2, time.monotonic()))
+    error = failures.error()
+    assert isinstance(error, WorkerTimedOutError)
+    assert (error.global_rank, error.missing) == (0, (1,))
+
+
+def test_the_rank_that_reports_is_not_missing(workers: list[WorkerState]) -> None:
+    """Where the first to give up is heard last, it still is neither missing nor stopped by us."""
+    failures = Failures(workers)
+    failures.add(timed_out(1, 10.1))
+    failures.stopped += [0]
+    failures.add(dataclasses.replace(timed_out(0, 10.0), missing=(1, 3)))
+    error = failures.error()
+    assert isinstance(error, WorkerTimedOutError)
+    assert (error.global_rank, error.missing, error.stopped) == (0, (3,), ())
+
+
+def test_a_failure_that_several_ranks_have_heard_of(workers: list[WorkerState]) -> None:
+    """What comes from another node by way of two ranks is one failure, and told on once."""
+    ddp_options: list[FailureRecord] = []
+    failures = Failures(workers, ddp_options.append)
+    record = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="ValueError", traceback_text="there")
+    for at_s in (1.0, 1.5):
+        failures.add(dataclasses.replace(record, at_s=at_s))
+    error = failures.error()
+    assert isinstance(error, WorkerRaisedError)
+    assert (error.global_rank, error.alike, ddp_options) == (3, (), [record])
+
+
+def killed(rank: int, at_s: float) -> FailureRecord:
+    return FailureRecord(rank, 0, 0, 100 + rank, at_s, exit_status=-9)
+
+
+def test_another_that_was_killed_has_its_line(workers: list[WorkerState]) -> None:
+    """Be it before the ranks were told to stop, on another node, or after; the first one is the cause."""
+    failures = Failures(workers)
+    failures.add(killed(1, 2.0))
+    failures.add(killed(3, 2.5))
+    failures.stopped.extend((0, 2))
+    failures.add_late(killed(2, 1.9))
+    error = failures.error()
+    assert isinstance(error, WorkerKilledError)
+    assert (error.global_rank, error.stopped) == (1, (0,))
+    assert error.consequences == tuple(f"global_rank {rank} was killed by SIGKILL" for rank in (3, 2))
+
+
+def test_what_ends_without_a_failure_is_none(workers: list[WorkerState]) -> None:
+    """A rank that a signal to all ended, when the job was to stop anyway, is no failure of the job."""
+    failures = Failures(workers)
+    failures.add_late(killed(1, 2.0))
+    assert failures.error() is None

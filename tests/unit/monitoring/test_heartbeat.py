@@ -1,0 +1,22 @@
+"""The moment of a failure: what the rank does afterwards does not change it."""
+
+from __future__ import annotations
+
+from rankwise.monitoring.heartbeat import NO_FILE, failure_time_of, heartbeat_written_to, report_phase
+
+
+def test_the_first_note_counts() -> None:
+    """A rank is where it was when its work failed, however far its clean-up is when that is reported."""
+    error = RuntimeError()
+    with heartbeat_written_to(NO_FILE):
+        report_phase("backward", step=3, waits=True)
+        noted = failure_time_of(error)
+        report_phase("teardown")
+        assert failure_time_of(error) is noted
+    assert noted.heartbeat is not None
+    assert noted.heartbeat.where() == "step 3, backward"
+
+
+def test_a_process_without_a_heartbeat() -> None:
+    """Where nobody reads where this process is, there is a time and nothing else."""
+    assert failure_time_of(ValueError()).heartbeat is None

@@ -1,0 +1,182 @@
+"""The stop agreement: threads of this process stand for ranks, a store in memory for the job's."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rankwise.errors import StopAgreementError
+from rankwise.process_group.stop_agreement import StopAgreement
+from rankwise.ranks import RankInfo
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def member(rank: int, world_size: int, store: dist.Store, timeout: timedelta = TIMEOUT) -> StopAgreement:
+    """Return a rank's agreement over `store`, listening."""
+    ranks = RankInfo(rank, rank, 0, world_size, world_size, 1)
+    agreement = StopAgreement(ranks, store, lambda: store, timeout)
+    agreement.start()
+    return agreement
+
+
+def train(agreement: StopAgreement, steps: int, act: Callable[[int], None]) -> tuple[int, bool]:
+    """Take up to `steps` steps; return how many, and whether all ranks have stopped."""
+    for step in range(steps):
+        if not agreement.begin_step():
+            return step, True
+        act(step)
+    return steps, agreement.leave()
+
+
+def together(
+    world_size: int, steps: int, act: Callable[[StopAgreement, int, int], None]
+) -> tuple[list[tuple[int, bool]], list[StopAgreement]]:
+    """Run all ranks at once; `act` gets the agreement, the rank and the step."""
+    store = dist.HashStore()
+    workers = [member(rank, world_size, store) for rank in range(world_size)]
+    ends: list[tuple[int, bool]] = [(-1, False)] * world_size
+
+    def run(rank: int) -> None:
+        ends[rank] = train(workers[rank], steps, lambda step: act(workers[rank], rank, step))
+        workers[rank].close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return ends, workers
+
+
+def test_nobody_asks() -> None:
+    """Without a request every rank comes to its end, and no thread is left."""
+    ends, workers = together(3, 50, lambda agreement, rank, step: None)
+    assert ends == [(50, False)] * 3
+    assert [each.reason for each in workers] == [None] * 3
+    assert not [thread for thread in threading.enumerate() if "stop-agreement" in thread.name]
+
+
+@pytest.mark.parametrize("asking", [[0], [1], [0, 1, 2]])
+def test_all_stop_after_the_same_step(asking: list[int]) -> None:
+    """One rank or all ask, in the middle of step 20; nobody begins a step that another does not."""
+
+    def act(agreement: StopAgreement, rank: int, step: int) -> None:
+        time.sleep(0.001)
+        if rank in asking and step == 20:
+            agreement.ask("enough")
+
+    ends, workers = together(3, 4000, act)
+    stops = {end for end, _ in ends}
+    assert len(stops) == 1, ends
+    assert all(has_stopped for _, has_stopped in ends)
+    assert 21 <= stops.pop() < 4000
+    assert {each.reason for each in workers} == {"enough"}
+
+
+def test_who_asks_at_the_same_step_stops_there() -> None:
+    """Where every rank asks in the same step, as with early stopping, that step is the last."""
+
+    def act(agreement: StopAgreement, rank: int, step: int) -> None:
+        time.sleep(random.random() / 100)
+        if step == 5:
+            agreement.ask("early")
+
+    assert together(3, 100, act)[0] == [(6, True)] * 3
+
+
+def test_a_request_near_the_end_is_for_all_or_for_none() -> None:
+    """Whether a request still comes before the end of the loop is a race, but one outcome for all ranks."""
+    for repetition in range(60):
+
+        def act(agreement: StopAgreement, rank: int, step: int, when: int = repetition) -> None:
+            if rank == when % 3 and step == 29 - when % 4:
+                agreement.ask("late")
+
+        ends, workers = together(3, 30, act)
+        assert len(set(ends)) == 1, ends
+        assert len({each.reason for each in workers}) == 1
+
+
+def _train_in_parts(agreement: StopAgreement, rank: int, chance: random.Random, asks_at: int) -> list[int]:
+    """Take steps with parts, fewer on some ranks, until all stop; return what was begun, step by step."""
+    begun, count = [0], 0
+
+    def may(is_allowed: bool) -> bool:
+        nonlocal count
+        count += is_allowed
+        if count == asks_at:
+            agreement.ask(f"signal {rank}")
+        return is_allowed
+
+    while True:
+        if not may(agreement.begin_step()):
+            return begun
+        begun.append(0)
+        for _ in range(chance.randrange(4)):
+            if not may(agreement.begin_part()):
+                return begun
+            begun[-1] += 1
+            time.sleep(chance.random() / 500)
+        if not may(agreement.end_parts()):
+            return begun
+        begun[-1] = -1  # all of them
+
+
+def test_steps_in_parts() -> None:
+    """Ranks have different numbers of parts; all stop in the same step, in the middle of it or at its end."""
+    for repetition in range(40):
+        store = dist.HashStore()
+        workers = [member(rank, 3, store) for rank in range(3)]
+        ends: list[list[int]] = [[]] * 3
+
+        def run(rank: int, number: int = repetition, each: Any = workers, into: Any = ends) -> None:
+            asks_at = 10 + number if rank == number % 3 else -1
+            into[rank] = _train_in_parts(each[rank], rank, random.Random(number * 3 + rank), asks_at)
+            each[rank].close()
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len({(len(begun), begun[-1] == -1) for begun in ends}) == 1, ends
+
+
+def test_the_first_reason_is_everybodys() -> None:
+    """Two ranks ask for different reasons; all ranks name the same one."""
+
+    def act(agreement: StopAgreement, rank: int, step: int) -> None:
+        if step == 3:
+            agreement.ask(f"reason of {rank}")
+
+    _, workers = together(2, 1000, act)
+    assert len({each.reason for each in workers}) == 1
+
+
+def test_alone() -> None:
+    """A single rank asks nobody: no thread, no store."""
+    agreement = StopAgreement(RankInfo(), dist.HashStore(), dist.HashStore, TIMEOUT)
+    agreement.start()
+    assert agreement.begin_step()
+    agreement.ask("enough")
+    assert not agreement.begin_step()
+    assert agreement.reason == "enough"
+
+
+def test_a_silent_rank_is_named() -> None:
+    """A rank that never answers is named by those that wait for it."""
+    store = dist.HashStore()
+    first = member(0, 2, store, timedelta(seconds=0.2))
+    first.ask("enough")
+    with pytest.raises(StopAgreementError, match="global_rank 1 did not say"):
+        first.begin_step()
+    first.close()

@@ -1,0 +1,105 @@
+"""What the interpreter was told to run, read from its true command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rankwise.errors import LaunchRefusedError
+from rankwise.processes import command_line
+from rankwise.processes.command_line import WORKING_DIRECTORY
+
+
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        (["python", "train.py"], "train.py"),
+        (["python", "train.py", "-c", "x"], "train.py"),
+        (["python", "-X", "utf8", "-O", "train.py", "-m"], "train.py"),
+        (["python", "-Xutf8", "-OO", "train.py"], "train.py"),
+        (["python", "-W", "error", "dir/train.py"], "dir/train.py"),
+        (["python", "-Werror", "-u", "train.py"], "train.py"),
+        (["python", "-W", "-c", "train.py"], "train.py"),
+        (["python", "--check-hash-based-pycs", "always", "train.py"], "train.py"),
+        (["python", "-m", "package.train", "--flag"], "-m"),
+        (["python", "-mpackage.train"], "-m"),
+        (["python", "-Om", "package.train"], "-m"),
+        (["python", "-c", "print()"], "-c"),
+        (["python", "-Ic", "print()"], "-c"),
+        (["python", "-Xm", "train.py"], "train.py"),
+        (["python", "-Wm", "train.py"], "train.py"),
+        (["python"], None),
+        (["python", "-"], None),
+        (["python", "-", "--flag"], None),
+        (["python", "-u", "-X", "utf8"], None),
+        (["python", "-i"], None),
+    ],
+)
+def test_what_is_run(words: list[str], script: str | None) -> None:
+    """The script's path, `-m` or `-c`; None where it came through stdin."""
+    assert command_line._script(words) == script
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Give this process another `__main__`, whose file a test can set."""
+    module = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("given", "full", "expected"),
+    [
+        ("train.py", "/home/user/train.py", "/home/user"),
+        ("src/train.py", "/home/user/src/train.py", "/home/user"),
+        ("./src/train.py", "/home/user/src/train.py", "/home/user"),
+        ("/home/user/train.py", "/home/user/train.py", WORKING_DIRECTORY),
+        ("../train.py", "/home/train.py", WORKING_DIRECTORY),
+        ("train.py", "/home/user/other.py", WORKING_DIRECTORY),
+        ("train.py", "train.py", WORKING_DIRECTORY),
+        ("-m", "/home/user/train.py", WORKING_DIRECTORY),
+        ("train.py", None, WORKING_DIRECTORY),
+    ],
+)
+def test_where_it_was_started(given: str, full: str | None, expected: str, main: ModuleType) -> None:
+    """The full path less what stands on the command line; otherwise where rankwise was imported."""
+    if full is not None:
+        main.__file__ = full
+    assert command_line._original_directory(["python", given]) == expected
+
+
+def test_the_command_is_the_true_one(monkeypatch: pytest.MonkeyPatch, main: ModuleType) -> None:
+    """Flags and arguments are those of the command line, whatever became of `sys.argv`."""
+    main.__file__ = str(Path.cwd() / "train.py")
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-O", "train.py", "--flag", "a b"])
+    monkeypatch.setattr(sys, "argv", ["changed"])
+    assert command_line.rerun_command() == (
+        [sys.executable, "-O", "train.py", "--flag", "a b"],
+        str(Path.cwd()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("prepare", "text"),
+    [
+        (lambda patch: patch.setattr(sys, "ps1", ">>> ", raising=False), "in an interactive shell"),
+        (lambda patch: patch.setenv("PYTEST_CURRENT_TEST", "x"), "inside pytest"),
+        (lambda patch: patch.setattr(sys, "executable", ""), "where there is no Python executable"),
+        (lambda patch: patch.setattr(sys, "orig_argv", ["python"]), "came through stdin"),
+    ],
+    ids=["shell", "pytest", "no executable", "stdin"],
+)
+def test_what_cannot_be_run_again(prepare: object, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is refused by its reason, with the command line that was seen and what to use instead."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    assert callable(prepare)
+    prepare(monkeypatch)
+    with pytest.raises(LaunchRefusedError, match=text) as caught:
+        command_line.rerun_command()
+    assert repr(sys.orig_argv) in str(caught.value)
+    assert 'strategy="ddp_spawn"' in str(caught.value)

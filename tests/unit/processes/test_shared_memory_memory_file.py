@@ -1,0 +1,166 @@
+"""Values through an anonymous file: what goes in comes out, tied as it was; damage is noticed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise.processes.shared_memory import create_memory_file, pack, unpack
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    descriptor = create_memory_file()
+    yield descriptor
+    os.close(descriptor)
+
+
+def there_and_back(value: object, file: int, *, copy: bool = True) -> Any:
+    pack(value, file)
+    return unpack(file, copy=copy)
+
+
+@pytest.mark.parametrize(
+    "value", [None, 0, "text", b"\x00" * 10_000, {"a": [1, (2, 3)]}, [], float("inf")], ids=repr
+)
+def test_plain_values(value: object, file: int) -> None:
+    """Anything picklable comes back."""
+    assert there_and_back(value, file) == value
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+    ],
+    ids=str,
+)
+def test_tensors_of_any_dtype(dtype: torch.dtype, copy: bool, file: int) -> None:
+    """dtype, shape and contents are the same."""
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    back = there_and_back(tensor, file, copy=copy)
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (2, 3, 4)], ids=str)
+def test_tensors_of_any_shape(shape: tuple[int, ...], file: int) -> None:
+    """0-dimensional and empty tensors as well."""
+    assert there_and_back(torch.ones(shape), file).shape == shape
+
+
+def test_views_share_one_storage(file: int) -> None:
+    """Tensors on one storage are on one storage again, at their offsets and strides."""
+    base = torch.arange(12.0).reshape(3, 4)
+    back_base, back_row, back_transposed = there_and_back([base, base[1], base.t()], file)
+    back_base[1, 2] = 100.0
+    assert back_row[2] == 100.0
+    assert back_transposed[2, 1] == 100.0
+    assert back_transposed.stride() == (1, 4)
+
+
+def test_two_dtypes_on_one_storage(file: int) -> None:
+    """A view with another dtype shares its bytes still."""
+    floats = torch.ones(4)
+    back, as_integers = there_and_back([floats, floats.view(torch.int32)], file)
+    back[0] = 0.0
+    assert as_integers[0] == 0
+
+
+def test_one_storage_takes_its_place_once(file: int) -> None:
+    """A storage under many names is stored once."""
+    tensor = torch.zeros(250_000)
+    pack([tensor] * 50 + [tensor[10:], tensor.view(500, 500)], file)
+    assert os.fstat(file).st_size < 2 * tensor.nbytes
+
+
+def test_parameters_keep_their_kind(file: int) -> None:
+    """Parameters are parameters, with or without gradients; tied ones stay tied."""
+    layer = torch.nn.Linear(2, 2)
+    twin = torch.nn.Linear(2, 2)
+    twin.weight = layer.weight
+    layer.bias.requires_grad_(False)
+    one, two = there_and_back([layer, twin], file)
+    assert isinstance(one.weight, torch.nn.Parameter)
+    assert one.weight is two.weight
+    assert (one.weight.requires_grad, one.bias.requires_grad) == (True, False)
+
+
+def test_without_copy_nothing_reaches_the_file(file: int) -> None:
+    """Tensors that lie in the file are mapped privately: writing to one changes no second reader's."""
+    first = there_and_back(torch.zeros(100), file, copy=False)
+    first += 1
+    assert unpack(file, copy=False).sum() == 0
+
+
+def test_a_copy_survives_the_next_value(file: int) -> None:
+    """A copied value stays when the file is packed again, with something smaller or larger."""
+    first = there_and_back(torch.full((100_000,), 3.0), file, copy=True)
+    assert there_and_back(torch.ones(2), file, copy=True).tolist() == [1.0, 1.0]
+    assert there_and_back(torch.ones(300_000), file).sum() == 300_000
+    assert bool((first == 3.0).all())
+
+
+def test_an_empty_file_is_an_end() -> None:
+    """Nothing was packed: EOFError."""
+    descriptor = create_memory_file()
+    try:
+        with pytest.raises(EOFError):
+            unpack(descriptor, copy=True)
+    finally:
+        os.close(descriptor)
+
+
+def test_an_unfinished_value_is_an_end(file: int) -> None:
+    """A file whose length was not written yet, as after a kill, is EOFError too."""
+    pack([1, 2, 3], file)
+    os.pwrite(file, bytes(8), 0)
+    with pytest.raises(EOFError):
+        unpack(file, copy=True)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("not me")
+
+
+def test_a_failed_pack_leaves_no_half_value(file: int) -> None:
+    """What cannot be pickled raises pickle's own error; an older value does not pass for it."""
+    with pytest.raises(TypeError, match="not me"):
+        pack([torch.ones(3), Unpicklable()], file)
+    with pytest.raises(EOFError):
+        unpack(file, copy=True)
+
+
+def test_the_file_has_no_name_and_is_not_inherited() -> None:
+    """No path leads to it, and a program that is started does not get it."""
+    descriptor = create_memory_file()
+    assert not os.get_inheritable(descriptor)
+    assert "(deleted)" in os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 -- no path
+    os.close(descriptor)
+
+
+def test_sparse_and_quantized_tensors_travel(file: int) -> None:
+    """Tensors that are made of several others come back as well."""
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(there_and_back(sparse, file).to_dense(), torch.eye(3))
+
+
+def test_an_optimizers_state_travels(file: int) -> None:
+    """A state like Adam's, step counters included, is the same."""
+    entry = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.zeros(2, 2)}
+    back = there_and_back({"state": {0: entry}, "param_groups": [{"lr": 0.1, "params": [0]}]}, file)
+    assert back["param_groups"] == [{"lr": 0.1, "params": [0]}]
+    assert all(torch.equal(back["state"][0][name], value) for name, value in entry.items())

@@ -1,0 +1,161 @@
+"""The ranks meet before they make a group: over a store, each in a thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
+from rankwise.ranks import RankInfo
+from rankwise.stores.private import PrivateStore, StoreTable
+from rankwise.stores.rendezvous import (
+    FAILURE,
+    RankIdentity,
+    RemoteFailure,
+    identity_of,
+    read_key,
+    run_rendezvous,
+)
+
+SECOND = timedelta(seconds=1)
+
+
+def place(
+    rank: int, size: int = 2, host: str = "a", local: int | None = None, device: str = ""
+) -> RankIdentity:
+    return RankIdentity(rank, rank if local is None else local, 0, size, host, 100 + rank, device)
+
+
+def meeting_of(
+    places: Sequence[RankIdentity], timeout: timedelta = 30 * SECOND
+) -> list[tuple[RankIdentity, ...] | Exception]:
+    store = dist.HashStore()
+
+    def come(mine: RankIdentity) -> tuple[RankIdentity, ...] | Exception:
+        try:
+            return run_rendezvous(store, mine, timeout)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(come, places))
+
+
+def test_every_rank_learns_of_all() -> None:
+    """Each comes back with all places, by global rank, whatever the order of arrival."""
+    places = [place(2, 3), place(0, 3), place(1, 3)]
+    assert meeting_of(places) == [tuple(sorted(places, key=lambda one: one.global_rank))] * 3
+
+
+def test_who_waits_hears_of_a_failure() -> None:
+    """A rank that cannot come any more keeps nobody waiting; that it was heard is left in its turn."""
+    store = dist.HashStore()
+    store.set(FAILURE, "the record")
+    with pytest.raises(RemoteFailure) as caught:
+        run_rendezvous(store, place(1), 20 * SECOND)
+    assert caught.value.record == b"the record"
+    assert store.check([read_key(1)])
+
+
+@pytest.mark.parametrize(
+    ("places", "problem"),
+    [
+        ([place(1), place(1)], "have the same global_rank"),
+        ([place(0), place(1, local=0)], "have the same local_rank"),
+        ([place(0, device="GPU-1"), place(1, device="GPU-1")], "have the same device"),
+        ([place(0, 3), place(1, 3), place(2, 2)], "believes in a world of 2|two ranks|all there"),
+    ],
+    ids=["rank", "local rank", "device", "world"],
+)
+def test_what_does_not_fit_is_said_on_every_rank(places: Sequence[RankIdentity], problem: str) -> None:
+    """One sentence names what is the same, the ranks and their hosts; nobody goes on."""
+    errors = meeting_of(places, SECOND)  # who has met one too many waits in vain
+    assert any(isinstance(error, ProcessGroupError) for error in errors)
+    text = next(str(error) for error in errors if isinstance(error, ProcessGroupError))
+    assert any(part in text for part in problem.split("|"))
+    assert "host 'a'" in text
+    assert all(isinstance(error, (ProcessGroupError, RendezvousTimeoutError)) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [place(0), place(1, host="b", local=0)],
+        [place(0, device="GPU-1"), place(1, host="b", local=0, device="GPU-1")],
+        [place(0), place(1)],
+    ],
+    ids=["local ranks of two hosts", "devices of two hosts", "the CPU"],
+)
+def test_what_only_looks_the_same_is_fine(places: Sequence[RankIdentity]) -> None:
+    """The same local rank or device on another host, and the CPU, which all share, are no conflict."""
+    assert meeting_of(places) == [tuple(places)] * 2
+
+
+def test_who_does_not_come_is_named() -> None:
+    """After the time-out those who are here hear who is not, and who is."""
+    errors = meeting_of([place(0, 4), place(3, 4)], SECOND)
+    for error in errors:
+        assert isinstance(error, RendezvousTimeoutError)
+        assert "global_rank 1, 2 to come" in str(error)
+        assert "global_rank 3 (node 0, host 'a', pid 103)" in str(error)
+
+
+def test_a_store_that_falls_silent() -> None:
+    """It is said so, and not waited for once more."""
+    table, answers = StoreTable(), list[bytes]()
+
+    def request(payload: bytes, limit_s: float) -> bytes:
+        if len(answers) < 2:  # to the arrival, and to the place
+            table.handle(payload, answers.append)
+            return answers[-1]
+        time.sleep(limit_s)
+        raise TimeoutError
+
+    timeout = timedelta(seconds=0.2)
+    began_s = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError, match="the process that has the store, which answers nobody"):
+        run_rendezvous(PrivateStore(request, timedelta(seconds=60)), place(0), timeout)
+    assert time.monotonic() - began_s < 30
+
+
+def test_who_comes_at_the_very_deadline() -> None:
+    """Who gives up just as the last one comes has met it: nobody is missing."""
+    table, came = StoreTable(), list[tuple[RankIdentity, ...]]()
+
+    def ask(payload: bytes, limit_s: float) -> bytes:
+        answers = list[bytes]()
+        table.handle(payload, answers.append)
+        if not answers:
+            raise TimeoutError
+        return answers[0]
+
+    def ask_too_early(payload: bytes, limit_s: float) -> bytes:
+        try:
+            return ask(payload, limit_s)
+        except TimeoutError:
+            came.append(run_rendezvous(PrivateStore(ask, SECOND), place(1), SECOND))
+            raise
+
+    here = run_rendezvous(PrivateStore(ask_too_early, SECOND), place(0), 0 * SECOND)
+    assert came == [here] == [(place(0), place(1))]
+
+
+def test_one_too_many() -> None:
+    """A rank that comes when all are there is of another job, or was started twice."""
+    store = dist.HashStore()
+    run_rendezvous(store, place(0, 1), SECOND)
+    with pytest.raises(ProcessGroupError, match="started twice, or another job"):
+        run_rendezvous(store, place(0, 1), SECOND)
+
+
+def test_a_ranks_place() -> None:
+    """A place holds the ranks and this host; the CPU can be shared."""
+    mine = identity_of(RankInfo(1, 1, 0, 2, 2, 1), "gloo", torch.device("cpu"), 7)
+    assert (mine.global_rank, mine.local_rank, mine.world_size, mine.pid, mine.device) == (1, 1, 2, 7, "")
+    assert mine.host

@@ -1,0 +1,364 @@
+"""What a strategy is constructed with, or bound to, and cannot work: refused before any process starts."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise.environments import ClusterEnvironment, NodesEnvironment, PlainEnvironment
+from rankwise.errors import (
+    ConfigurationError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    LifecycleError,
+    UnknownArgumentError,
+    UnknownNameError,
+)
+from rankwise.ranks import rank_zero_only
+from rankwise.strategies import DDPForkStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
+
+BOTH = pytest.mark.parametrize("cls", [DDPStrategy, SingleDeviceStrategy])
+
+
+def refused(cls: type[Strategy], **arguments: Any) -> Exception:
+    """Return the error that constructing or binding raises; it must be one of rankwise's."""
+    with pytest.raises((ConfigurationError, InvalidTypeError)) as caught:
+        cls(**{"accelerator": "cpu", **arguments}).bind()
+    return caught.value
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "devices",
+    [0, -2, "two", "0", "-3", "", "1.5", "0,0", "1,x", ",", [0, 0], [], [-1], [0, "1"], [True], [0.5]],
+    ids=repr,
+)
+def test_devices_that_cannot_be(cls: type[Strategy], devices: object) -> None:
+    """A count or a list that cannot be is a ValueError with the value."""
+    error = refused(cls, devices=devices)
+    assert isinstance(error, InvalidArgumentError)
+    assert error.argument == "devices"
+    assert "devices=" in str(error)
+
+
+@BOTH
+@pytest.mark.parametrize("devices", [1.5, 2.0, None, True, {0}, {"a": 1}, b"2", object], ids=repr)
+def test_devices_of_another_kind(cls: type[Strategy], devices: object) -> None:
+    """What is neither a number, a string nor a list is a TypeError."""
+    error = refused(cls, devices=devices)
+    assert isinstance(error, InvalidTypeError)
+    assert error.argument == "devices"
+
+
+@pytest.mark.parametrize("devices", [0, 1.5, "two"])
+def test_bind_checks_devices_too(devices: Any) -> None:
+    """What a Trainer passes on is checked like the constructor's own."""
+    with pytest.raises((InvalidArgumentError, InvalidTypeError), match="devices"):
+        DDPStrategy(accelerator="cpu").bind(devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "count"),
+    [(1, 1), (3, 3), ("2", 2), ([0, 1], 2), ((0, 3), 2), ("0,1,2", 3), ("1,", 1)],
+    ids=repr,
+)
+def test_devices_that_can_be(devices: Any, count: int) -> None:
+    """A count, a list, or either as text."""
+    strategy = DDPForkStrategy(accelerator="cpu", devices=devices)
+    strategy.bind()
+    assert strategy.world_size == count
+    assert strategy.root_device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("devices", ["auto", -1, "-1"])
+def test_all_devices_of_a_cpu_are_one(devices: Any) -> None:
+    """On the CPU "as many as there are" is one process."""
+    strategy = DDPForkStrategy(accelerator="cpu", devices=devices)
+    strategy.bind()
+    assert strategy.world_size == 1
+
+
+@BOTH
+@pytest.mark.parametrize("num_nodes", [0, -1])
+def test_nodes_that_cannot_be(cls: type[Strategy], num_nodes: int) -> None:
+    """Fewer than one node is refused."""
+    error = refused(cls, num_nodes=num_nodes)
+    assert isinstance(error, InvalidArgumentError)
+    assert error.argument == "num_nodes"
+
+
+@BOTH
+@pytest.mark.parametrize("num_nodes", [1.0, "2", None, True, [1]], ids=repr)
+def test_nodes_of_another_kind(cls: type[Strategy], num_nodes: object) -> None:
+    """What is no whole number is refused."""
+    error = refused(cls, num_nodes=num_nodes)
+    assert isinstance(error, InvalidTypeError)
+
+
+def test_several_nodes_need_a_launcher() -> None:
+    """Nobody has started the other node: the error gives the command that would."""
+    error = refused(DDPForkStrategy, devices=2, num_nodes=2)
+    assert "torchrun --nnodes=2 --nproc-per-node=2" in str(error)
+
+
+PLAIN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+BY_HAND = {"NODE_RANK": "0", "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        (PlainEnvironment(PLAIN), "plain has started the ranks"),
+        (NodesEnvironment(BY_HAND), "the job has several nodes"),
+    ],
+    ids=["external", "nodes"],
+)
+def test_a_private_rendezvous_that_cannot_be(environment: ClusterEnvironment, reason: str) -> None:
+    """Ranks that others have started, and several nodes, meet in a TCP store: that is said."""
+    error = refused(DDPForkStrategy, rendezvous="private", cluster_environment=environment)
+    assert reason in str(error)
+    assert 'leave rendezvous at "auto"' in str(error)
+
+
+def test_a_private_rendezvous_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is alone meets nobody: nothing listens, whoever has started it."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # which a process that is a rank for good keeps
+    alone = PlainEnvironment({**PLAIN, "WORLD_SIZE": "1"})
+    strategy = DDPForkStrategy(rendezvous="private", cluster_environment=alone, accelerator="cpu")
+    assert strategy.bind().world_size == 1
+
+
+@pytest.mark.parametrize(("argument", "value"), [("devices", 2), ("num_nodes", 2)])
+def test_single_device_is_single(argument: str, value: int) -> None:
+    """Two of anything are refused, with the strategy that takes them."""
+    error = refused(SingleDeviceStrategy, **{argument: value})
+    assert isinstance(error, InvalidArgumentError)
+    assert 'strategy="ddp"' in str(error)
+
+
+@pytest.mark.parametrize(
+    ("argument", "typo", "meant"),
+    [
+        ("start_method", "forky", "fork"),
+        ("start_method", "forkserve", "forkserver"),
+        ("start_method", "popn", "popen"),
+        ("rendezvous", "tpc", "tcp"),
+        ("rendezvous", "privat", "private"),
+        ("process_group_backend", "ncll", "nccl"),
+        ("process_group_backend", "glo", "gloo"),
+        ("accelerator", "cudda", "cuda"),
+    ],
+)
+def test_typos_are_answered(argument: str, typo: str, meant: str) -> None:
+    """A name that is none suggests the nearest."""
+    error = refused(DDPStrategy, **{argument: typo})
+    assert isinstance(error, UnknownNameError)
+    assert f"{argument} {typo!r}. Did you mean {meant!r}?" in str(error)
+
+
+@pytest.mark.parametrize("argument", ["start_method", "rendezvous", "process_group_backend", "accelerator"])
+@pytest.mark.parametrize("value", [3, ["fork"], object(), b"fork"], ids=["number", "list", "object", "bytes"])
+def test_names_are_strings(argument: str, value: object) -> None:
+    """Anything but a string, where a name belongs, is a TypeError that names the argument."""
+    error = refused(DDPStrategy, **{argument: value})
+    assert isinstance(error, InvalidTypeError)
+    assert error.argument == argument
+
+
+@pytest.mark.parametrize("argument", ["start_method", "rendezvous"])
+def test_an_empty_name_is_refused(argument: str) -> None:
+    """The empty string does not pass for the default."""
+    assert isinstance(refused(DDPStrategy, **{argument: ""}), UnknownNameError)
+
+
+def test_an_empty_back_end_is_refused() -> None:
+    """The empty string does not pass for the default back end."""
+    assert isinstance(refused(DDPStrategy, process_group_backend=""), UnknownNameError)
+
+
+@pytest.mark.parametrize("name", ["FORK", "Fork"])
+def test_names_in_any_case(name: str) -> None:
+    """Case does not matter."""
+    assert DDPStrategy(start_method=name).start_method == "fork"
+
+
+@pytest.mark.parametrize("argument", ["timeout", "init_timeout"])
+@pytest.mark.parametrize("value", ["10", None, True, [1], (1, 2)], ids=repr)
+def test_timeouts_are_durations(argument: str, value: object) -> None:
+    """A timeout is a number of seconds or a `timedelta`; the error says how to write one."""
+    error = refused(DDPStrategy, **{argument: value})
+    assert isinstance(error, InvalidTypeError)
+    assert f"{argument}=timedelta(seconds=...)" in str(error)
+
+
+@pytest.mark.parametrize("argument", ["timeout", "init_timeout"])
+@pytest.mark.parametrize("value", [0, -1, -0.5, timedelta(0), timedelta(seconds=-1)], ids=repr)
+def test_timeouts_are_positive(argument: str, value: object) -> None:
+    """No duration, or less than none, is refused."""
+    assert isinstance(refused(DDPStrategy, **{argument: value}), InvalidArgumentError)
+
+
+@pytest.mark.parametrize("argument", ["timeout", "init_timeout", "grace_period_s"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30], ids=repr)
+def test_durations_are_finite(argument: str, value: float) -> None:
+    """Neither infinity, nor what no clock can count, nor nan gets through, nor a bare OverflowError."""
+    assert isinstance(refused(DDPStrategy, **{argument: value}), InvalidArgumentError)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(10, 10.0), (0.5, 0.5), (timedelta(minutes=1), 60.0)], ids=repr
+)
+def test_timeouts_in_both_kinds(value: Any, expected: float) -> None:
+    """Seconds and `timedelta` mean the same."""
+    assert DDPStrategy(timeout=value).timeout.total_seconds() == expected
+
+
+@pytest.mark.parametrize("value", ["1", None, True])
+def test_a_grace_is_a_number(value: object) -> None:
+    """The grace is a number of seconds."""
+    assert isinstance(refused(DDPStrategy, grace_period_s=value), InvalidTypeError)
+
+
+def test_a_grace_is_not_negative() -> None:
+    """Less than no grace is refused; none is possible."""
+    assert isinstance(refused(DDPStrategy, grace_period_s=-0.1), InvalidArgumentError)
+    assert DDPStrategy(grace_period_s=0).grace_period_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("find_unused_parameter", "find_unused_parameters"),
+        ("gradient_as_bucketview", "gradient_as_bucket_view"),
+        ("start_methd", "start_method"),
+        ("bucket_capmb", "bucket_cap_mb"),
+        ("device", "devices"),
+    ],
+)
+def test_unknown_keywords_are_answered(typo: str, meant: str) -> None:
+    """A keyword that neither the strategy nor DDP takes suggests the nearest of both."""
+    error = refused(DDPStrategy, **{typo: True})
+    assert isinstance(error, UnknownArgumentError)
+    assert isinstance(error, TypeError)
+    assert f"DDPStrategy takes no argument {typo!r}. Did you mean {meant!r}?" in str(error)
+
+
+@pytest.mark.parametrize("name", ["module", "device_ids", "output_device", "process_group", "dim"])
+def test_what_the_strategy_passes_itself_is_refused(name: str) -> None:
+    """DDP's own arguments that the strategy fills in are not the user's to give."""
+    assert isinstance(refused(DDPStrategy, **{name: None}), UnknownArgumentError)
+
+
+def test_ddps_keywords_are_kept() -> None:
+    """Keywords of this torch's DDP reach it; unused parameters are not looked for unless asked."""
+    strategy = DDPStrategy(gradient_as_bucket_view=True, bucket_cap_mb=5)
+    assert strategy.ddp_kwargs == {
+        "find_unused_parameters": False,
+        "gradient_as_bucket_view": True,
+        "bucket_cap_mb": 5,
+    }
+
+
+def test_logged_weights_have_gradients_in_buckets() -> None:
+    """By default, as they are then divided bucket by bucket; what the user says counts."""
+    assert DDPStrategy(gradient_weighting="logged").ddp_kwargs["gradient_as_bucket_view"] is True
+    ddp_options = DDPStrategy(gradient_weighting="logged", gradient_as_bucket_view=False)
+    assert ddp_options.ddp_kwargs["gradient_as_bucket_view"] is False
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [[], ["cpu"], [torch.device("cpu"), torch.device("cuda", 0)], "cpu", [0], torch.device("cpu")],
+    ids=repr,
+)
+def test_parallel_devices_are_devices_of_one_type(devices: Any) -> None:
+    """A list of `torch.device`, all of one type, and nothing else."""
+    assert isinstance(refused(DDPStrategy, parallel_devices=devices), InvalidTypeError)
+
+
+def test_parallel_devices_count() -> None:
+    """Each is the device of one local rank."""
+    strategy = DDPForkStrategy(parallel_devices=[torch.device("cpu")] * 3)
+    strategy.bind()
+    assert (strategy.world_size, strategy.root_device.type) == (3, "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("accelerator", ["cuda", "gpu"])
+def test_an_accelerator_must_be_there(accelerator: str) -> None:
+    """Without a CUDA device, asking for one is an error that says what to use."""
+    error = refused(DDPStrategy, accelerator=accelerator)
+    assert "torch sees no CUDA device" in str(error)
+    assert 'accelerator="cpu"' in str(error)
+
+
+@pytest.mark.parametrize("name", ["cluster_environment", "precision", "checkpoint_io"])
+def test_a_class_instead_of_an_instance(name: str) -> None:
+    """A class, where an instance belongs, is refused by the constructor."""
+    with pytest.raises(InvalidTypeError, match=name):
+        DDPStrategy(**{name: dict})  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_what_was_bound_stays() -> None:
+    """The constructor's numbers hold where `bind` gives none, and `bind`'s win where it does."""
+    first, second = (
+        DDPForkStrategy(accelerator="cpu", devices=3),
+        DDPForkStrategy(accelerator="cpu", devices=3),
+    )
+    assert first.bind().world_size == 3
+    assert second.bind(devices=2).world_size == 2
+
+
+def test_a_failed_bind_leaves_the_strategy_free() -> None:
+    """After a refusal the strategy can be bound to something else."""
+    strategy = DDPForkStrategy(accelerator="cpu")
+    with pytest.raises(InvalidArgumentError):
+        strategy.bind(devices=0)
+    assert not strategy.is_bound
+    assert strategy.bind(devices=2).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ranks",
+        "global_rank",
+        "local_rank",
+        "node_rank",
+        "world_size",
+        "local_world_size",
+        "num_nodes",
+        "is_global_zero",
+        "root_device",
+        "environment",
+        "launcher",
+        "runs_in_caller",
+        "needs_pickling",
+        "distributed_sampler_kwargs",
+    ],
+)
+def test_facts_need_bind(name: str) -> None:
+    """Before `bind` a fact is a `LifecycleError`, not a guess."""
+    with pytest.raises(LifecycleError, match="bind"):
+        getattr(DDPForkStrategy(accelerator="cpu", devices=2), name)
+
+
+def test_a_single_device_strategy_runs_here() -> None:
+    """With one device a launch is a call, and nothing is pickled."""
+    strategy = SingleDeviceStrategy(accelerator="cpu")
+    value: object = object()
+    assert strategy.launch(lambda strategy: value) is value
+    assert (strategy.runs_in_caller, strategy.needs_pickling) == (True, False)
+    assert strategy.results == {0: value}
+
+
+@pytest.mark.parametrize(("method", "pickles"), [("fork", False), ("spawn", True), ("forkserver", True)])
+def test_who_pickles(method: str, pickles: bool) -> None:
+    """Fork pickles nothing on the way in; spawn and forkserver do. None of them runs in the caller."""
+    strategy = DDPStrategy(start_method=method, accelerator="cpu", devices=2)
+    strategy.bind()
+    assert (strategy.needs_pickling, strategy.runs_in_caller) == (pickles, False)

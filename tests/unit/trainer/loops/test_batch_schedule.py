@@ -1,0 +1,165 @@
+"""Which batches the ranks take together, told by one rank that is given the other's number of batches."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rankwise.data import sharded_sampler_of
+from rankwise.errors import ConfigurationError, InvalidArgumentError, UnevenInputsError
+from rankwise.trainer.data_loaders import LoaderShard, TrainDataShard, share_for
+from rankwise.trainer.loops.batch_schedule import BatchSchedule
+from rankwise.trainer.loops.join import preserve_state
+from rankwise.trainer.state import Progress
+from tests.unit.trainer.helpers import loader, trainer, with_second_rank
+
+
+def schedule(
+    folder: Path, policy: str, mine: float, other: float, *, other_is_certain: bool = True
+) -> BatchSchedule:
+    """Return this rank's turns, with `mine` batches where the other rank has `other`."""
+    train = trainer(folder, uneven_inputs=policy)
+    train.strategy = with_second_rank(lambda fact: (other, other_is_certain))
+    batches = list(range(int(mine)))
+    share = TrainDataShard(train, LoaderShard(batches, mine), seed=0)
+    return BatchSchedule(train, nn.BatchNorm1d(1), share)
+
+
+def taken(folder: Path, policy: str, mine: int, other: int) -> list[tuple[int, bool, bool]]:
+    """Return the batches that this rank takes: each one, whether it is the last, whether it is a shadow's."""
+    found = schedule(folder, policy, mine, other)
+    found.agree()
+    return [
+        (batch, is_last, found.is_shadow) for batch, is_last in found.batches(found._share.start(Progress()))
+    ]
+
+
+def test_error(tmp_path: Path) -> None:
+    """Ranks that have other numbers of batches do not begin an epoch; each one's number is said."""
+    with pytest.raises(UnevenInputsError, match="global_rank=0: 4, global_rank=1: 5"):
+        schedule(tmp_path, "error", 4, 5).agree()
+
+
+def test_a_loader_that_ends_before_its_length(tmp_path: Path) -> None:
+    """It is an error that says so, where the other ranks would wait for the batch that does not come."""
+    found = schedule(tmp_path, "error", 4, 4)
+    found.agree()
+    with pytest.raises(ConfigurationError, match="a length of 4 batches, but it ended after 2"):
+        list(found.batches(iter([(0, False), (1, False)])))
+
+
+@pytest.mark.parametrize("policy", ["error", "truncate", "join"])
+def test_even(policy: str, tmp_path: Path) -> None:
+    """Ranks that have as many batches take them all, whatever the policy."""
+    assert taken(tmp_path, policy, 2, 2) == [(0, False, False), (1, True, False)]
+
+
+def test_truncate(tmp_path: Path) -> None:
+    """All stop with the shortest."""
+    assert taken(tmp_path, "truncate", 3, 2) == [(0, False, False), (1, True, False)]
+    assert taken(tmp_path, "truncate", 1, 2) == [(0, True, False)]
+
+
+def test_join(tmp_path: Path) -> None:
+    """A rank that has run out repeats its last batch in shadow steps, until the others have no more."""
+    assert taken(tmp_path, "join", 1, 3) == [(0, False, False), (0, False, True), (0, True, True)]
+    assert taken(tmp_path, "join", 2, 1) == [(0, False, False), (1, True, False)]
+
+
+def test_join_goes_on(tmp_path: Path) -> None:
+    """A rank that goes on among its shadow steps takes any batch for them."""
+    found = schedule(tmp_path, "join", 2, 4)
+    found.agree()
+    assert list(found.batches(iter(()), done=3)) == [(0, True)]
+    assert not found.is_shadow  # the epoch is over
+
+
+def test_join_goes_on_behind_the_end(tmp_path: Path) -> None:
+    """A rank whose split sampler stands behind its end takes one from its beginning."""
+    train = trainer(tmp_path, uneven_inputs="join")
+    train.strategy = with_second_rank(lambda fact: (3, True))
+    share = TrainDataShard(train, share_for(train, "train", loader(3, batch_size=1), seed=0), seed=0)
+    progress = Progress(batches_done=2, samples_done=4)
+    share.place(progress)
+    found = BatchSchedule(train, nn.Identity(), share)
+    assert found.agree() == 3
+    (batch, is_last), *others = found.batches(share.start(progress), done=2)
+    assert (len(batch[0]), is_last, others) == (1, True, [])
+    sampler = sharded_sampler_of(share.loader)
+    assert sampler is not None
+    assert sampler.skip == 4
+
+
+@pytest.mark.parametrize("policy", ["error", "truncate", "join"])
+def test_a_rank_without_batches(policy: str, tmp_path: Path) -> None:
+    """A rank that has none at all cannot take part."""
+    with pytest.raises(UnevenInputsError, match="global_rank=0: 0, global_rank=1: 2") as caught:
+        schedule(tmp_path, policy, 0, 2).agree()
+    assert "a batch at least" in caught.value.fix()
+
+
+@pytest.mark.parametrize("policy", ["error", "truncate", "join"])
+def test_no_batches_at_all(policy: str, tmp_path: Path) -> None:
+    """Where no rank has any, there is nothing to do."""
+    assert schedule(tmp_path, policy, 0, 0).agree() == 0
+
+
+def test_weights(tmp_path: Path) -> None:
+    """Batches count alike: those of the ranks that have any share out what DDP averages; shadows count 0."""
+    found = schedule(tmp_path, "join", 4, 2)
+    found.agree()
+    assert [found.weight(first, first + 1) for first in range(4)] == [1, 1, 2, 2]
+    assert found.weight(0, 4) == 2 / 6
+    found.is_shadow = True
+    assert found.weight(3, 4) == 0
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    """One process alone averages over its window, endless data included."""
+    train = trainer(tmp_path)
+    share = TrainDataShard(train, LoaderShard([], float("inf")), seed=0)
+    assert BatchSchedule(train, nn.Identity(), share).weight(4, 8) == 1 / 4
+
+
+def test_unknown_policy(tmp_path: Path) -> None:
+    """A policy is one of three."""
+    with pytest.raises(InvalidArgumentError, match="uneven_inputs='joint'"):
+        trainer(tmp_path, uneven_inputs="joint")
+
+
+@pytest.mark.parametrize(("policy", "count"), [("error", 4), ("join", 3)])
+def test_shards_for_joining_are_not_padded(policy: str, count: int, tmp_path: Path) -> None:
+    """With join every sample is seen once; otherwise shards are padded."""
+    train = trainer(tmp_path, uneven_inputs=policy)
+    train.strategy = with_second_rank(lambda fact: fact)
+    train.strategy._ranks = type(train.strategy.ranks)(1, 1, 0, 2, 2, 1)
+    assert share_for(train, "train", loader(7, batch_size=1), seed=0).num_batches == count
+
+
+def test_shadows_leave_no_trace() -> None:
+    """Buffers, changed in place or replaced, and every random state are put back."""
+    module: Any = nn.BatchNorm1d(1)
+    module.register_buffer("count", torch.zeros(1))
+    count, mean = module.count, module.running_mean.clone()
+
+    def draws() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    expected = draws()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    with preserve_state(module, torch.device("cpu")):
+        module(torch.randn(4, 1))
+        module.count = module.count + draws()[0]
+    assert module.count is count
+    assert torch.equal(module.running_mean, mean)
+    assert module.num_batches_tracked == 0
+    assert draws() == expected

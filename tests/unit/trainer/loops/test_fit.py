@@ -1,0 +1,336 @@
+"""Training: steps, accumulation, clipping, limits, validation, what goes on in a second fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from rankwise.callbacks import Callback
+from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
+from rankwise.trainer import Trainer, TrainingModule
+from rankwise.trainer.data_loaders import LoaderShard, TrainDataShard
+from rankwise.trainer.loops.automatic import AutomaticOptimization
+from rankwise.trainer.loops.batch_schedule import BatchSchedule
+from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
+
+
+def by_hand(batches: list[list[Any]], lr: float = 0.1) -> Tensor:
+    """Return the weights after one SGD step for each group of batches, as written by hand."""
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for group in batches:
+        optimizer.zero_grad()
+        for batch in group:
+            (nn.functional.mse_loss(model.layer(batch[0]), batch[1]) / len(group)).backward()
+        optimizer.step()
+    return model.layer.weight.detach()
+
+
+def test_plain_sgd(tmp_path: Path) -> None:
+    """The trainer does what a loop by hand does."""
+    model = Line()
+    trainer(tmp_path, max_epochs=2).fit(model, loader())
+    assert torch.equal(model.layer.weight, by_hand([[batch] for batch in loader()] * 2))
+
+
+def test_accumulation(tmp_path: Path) -> None:
+    """Gradients of a window are averaged; the last, shorter window of an epoch steps too."""
+    model, train = Line(), trainer(tmp_path, accumulate_grad_batches=3)
+    train.fit(model, loader())
+    batches = list(loader())
+    assert torch.allclose(model.layer.weight, by_hand([batches[:3], batches[3:]]))
+    assert train.global_step == 2
+
+
+def test_accumulation_synchronises_once(tmp_path: Path) -> None:
+    """Every batch of a window but the last runs with gradient synchronisation blocked."""
+    train = trainer(tmp_path, accumulate_grad_batches=2)
+    blocked = []
+    plain = train.strategy.no_backward_sync
+
+    def noting(module: nn.Module, enabled: bool = True) -> Any:
+        blocked.append(enabled)
+        return plain(module, enabled)
+
+    train.strategy.no_backward_sync = noting  # type: ignore[method-assign]  # to see the calls
+    train.fit(Line(), loader(10))
+    assert blocked == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize(("algorithm", "largest"), [("norm", 0.01), ("value", 0.01)])
+def test_clipping(tmp_path: Path, algorithm: str, largest: float) -> None:
+    """Clipped gradients move the weights no further than clipping allows."""
+    model = Line(lr=1.0)
+    before = model.layer.weight.clone()
+    train = trainer(tmp_path, max_steps=1, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
+    train.fit(model, loader())
+    moved = (model.layer.weight - before).abs().max().item()
+    assert 0 < moved <= largest + 1e-6
+
+
+def test_max_steps(tmp_path: Path) -> None:
+    """Training stops in the middle of an epoch, which is then not counted."""
+    train = trainer(tmp_path, max_epochs=-1, max_steps=6)
+    train.fit(Line(), loader())
+    assert (train.global_step, train.current_epoch) == (6, 1)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(3, 3), (0.5, 2), (1.0, 4), (1, 1), (9, 4)])
+def test_limit_train_batches(tmp_path: Path, limit: float, expected: int) -> None:
+    """A whole number limits batches, a fraction takes its part of them."""
+    train = trainer(tmp_path, limit_train_batches=limit)
+    train.fit(Line(), loader())
+    assert (train.global_step, train.num_training_batches) == (expected, expected)
+
+
+def test_no_batches(tmp_path: Path) -> None:
+    """Without a batch there is nothing to train, and no endless loop."""
+    train = trainer(tmp_path, limit_train_batches=0, max_epochs=-1)
+    train.fit(Line(), loader())
+    assert train.global_step == 0
+
+
+def test_iterable_without_length(tmp_path: Path) -> None:
+    """A loader that does not know its length is read to its end, in every epoch."""
+
+    class Endless:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(list(loader()))
+
+    train = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=3)
+    train.fit(Line(), Endless())
+    assert (train.global_step, train.current_epoch) == (4, 2)
+
+
+def test_fast_dev_run(tmp_path: Path) -> None:
+    """One batch of each loader, nothing written."""
+    model = Line()
+    train = trainer(tmp_path, fast_dev_run=True, logger=True, enable_checkpointing=True, max_epochs=9)
+    train.fit(model, loader(), loader())
+    assert model.seen == ["train 0", "validate 0"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "tttt vv tttt vv"),
+        ({"val_check_interval": 0.5}, "tt vv tt vv tt vv tt vv"),
+        ({"val_check_interval": 3}, "ttt vv tttt vv t"),
+        ({"val_check_interval": 1, "accumulate_grad_batches": 2}, "tt vv tt vv tt vv tt vv"),
+        ({"val_check_interval": 2, "accumulate_grad_batches": 3}, "ttt vv t vv ttt vv t vv"),
+        ({"check_val_every_n_epoch": 2}, "tttttttt vv"),
+        ({"limit_val_batches": 0}, "tttttttt"),
+        ({"limit_val_batches": 1}, "tttt v tttt v"),
+    ],
+)
+def test_when_to_validate(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
+    """Validation runs after the batches and epochs that were asked for, and where a window has ended."""
+    model = Line()
+    trainer(tmp_path, max_epochs=2, **options).fit(model, loader(), loader(4))
+    assert "".join(step[0] for step in model.seen) == expected.replace(" ", "")
+
+
+def test_modes_are_put_back(tmp_path: Path) -> None:
+    """Validation runs in evaluation mode without gradients; training goes on in the modes there were."""
+
+    class Watching(Line):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen.append(f"{self.training} {torch.is_grad_enabled()}")
+
+        def on_train_start(self) -> None:
+            self.layer.eval()
+
+        def on_train_end(self) -> None:
+            self.seen.append(f"{self.training} {self.layer.training}")
+
+    model = Watching()
+    trainer(tmp_path, limit_train_batches=0.25).fit(model, loader(), loader(2))
+    assert model.seen == ["train 0", "False False", "True False"]
+
+
+def test_order_of_hooks(tmp_path: Path) -> None:
+    """Hooks come in the documented order: callbacks before the module."""
+    seen: list[str] = []
+
+    class Noting(Callback):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_") or name in ("setup", "teardown"):
+                seen.append(name)
+            return super().__getattribute__(name)
+
+    trainer(tmp_path, callbacks=Noting(), limit_train_batches=1).fit(Line(), loader(), loader(2))
+    assert seen == [
+        "setup",
+        "on_fit_start",
+        "on_train_start",
+        "on_train_epoch_start",
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_validation_start",
+        "on_validation_epoch_start",
+        "on_validation_batch_start",
+        "on_validation_batch_end",
+        "on_validation_epoch_end",
+        "on_validation_end",
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ]
+
+
+def test_exception(tmp_path: Path) -> None:
+    """An exception reaches the callbacks and the caller, and teardown hooks run."""
+    seen: list[str] = []
+
+    class Noting(Callback):
+        def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
+            seen.append(str(exception))
+
+        def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+            seen.append(stage)
+
+    class Failing(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("loss is nan")
+
+    with pytest.raises(ValueError, match="loss is nan"):
+        trainer(tmp_path, callbacks=Noting()).fit(Failing(), loader())
+    assert seen == ["loss is nan", "fit"]
+
+
+def test_loss_in_a_dictionary(tmp_path: Path) -> None:
+    """A step may return more than the loss."""
+
+    class Generous(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.loss(batch), "batch": batch}
+
+    model = Generous()
+    trainer(tmp_path).fit(model, loader())
+    assert torch.equal(model.layer.weight, by_hand([[batch] for batch in loader()]))
+
+
+def test_skipped_batches(tmp_path: Path) -> None:
+    """One process alone may skip a batch by returning None; its optimizer does not step."""
+
+    class Choosy(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) if batch_idx % 2 else None
+
+    model = Choosy()
+    trainer(tmp_path).fit(model, loader())
+    assert torch.equal(model.layer.weight, by_hand([[batch] for batch in list(loader())[1::2]]))
+
+
+def test_none_with_other_ranks(tmp_path: Path) -> None:
+    """With several ranks a skipped batch would make the others wait, so it is an error."""
+    train = trainer(tmp_path)
+    train.strategy = with_second_rank(lambda mine: mine)
+    schedule = BatchSchedule(train, Line(), TrainDataShard(train, LoaderShard([], 0), seed=0))
+    optimization = AutomaticOptimization(train, Line(), nn.Identity(), schedule)
+    with pytest.raises(ConfigurationError, match="returned None"):
+        optimization._loss_of(None, 3)
+
+
+def test_second_fit_goes_on(tmp_path: Path) -> None:
+    """The same module again goes on with its optimizer and its counters; another one begins anew."""
+    model, train = Line(), trainer(tmp_path)
+    train.fit(model, loader())
+    [optimizer] = train.optimizers
+    train.max_epochs = 2
+    train.fit(model, loader())
+    assert (train.current_epoch, train.global_step) == (2, 8)
+    assert train.optimizers == [optimizer]
+    train.fit(Line(), loader())
+    assert (train.current_epoch, train.global_step) == (2, 8)
+    assert train.optimizers != [optimizer]
+
+
+def test_nothing_left_to_train(tmp_path: Path) -> None:
+    """A fit whose limit is reached returns at once and says what to raise."""
+    model, train = Line(), trainer(tmp_path)
+    train.fit(model, loader())
+    with pytest.warns(UserWarning, match=r"epoch 1 of max_epochs=1.*raise trainer\.max_epochs"):
+        train.fit(model, loader())
+    assert train.global_step == 4
+
+
+def test_should_stop(tmp_path: Path) -> None:
+    """should_stop ends training after the batch, and the next fit begins without it."""
+
+    class Tired(Line):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = batch_idx == 1
+
+    train = trainer(tmp_path, max_epochs=5)
+    train.fit(Tired(), loader())
+    assert (train.global_step, train.current_epoch) == (2, 0)
+
+
+def test_samplers_are_told_the_epoch(tmp_path: Path) -> None:
+    """A sampler of the user's own that shuffles by epoch gets its number."""
+    sampler: DistributedSampler[Any] = DistributedSampler(samples(), 1, 0)
+    trainer(tmp_path, max_epochs=3).fit(Line(), DataLoader(samples(), sampler=sampler))
+    assert sampler.epoch == 2
+
+
+def test_nothing_to_optimise(tmp_path: Path) -> None:
+    """Without an optimizer the steps run, and nothing changes."""
+
+    class Fixed(Line):
+        def configure_optimizers(self) -> None:
+            return None
+
+    model, train = Fixed(), trainer(tmp_path)
+    train.fit(model, loader())
+    assert train.global_step == 4
+    assert torch.equal(model.layer.weight, Line().layer.weight)
+
+
+def test_no_training_module(tmp_path: Path) -> None:
+    """A plain torch module is refused."""
+    with pytest.raises(InvalidTypeError, match="expected an instance of TrainingModule"):
+        trainer(tmp_path).fit(nn.Linear(1, 1), loader())  # type: ignore[arg-type]  # that is the point
+
+
+def test_missing_parts(tmp_path: Path) -> None:
+    """A module without the step or the loader that a stage needs is refused before anything runs."""
+    train = trainer(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"Line does not define train_dataloader"):
+        train.fit(Line())
+    with pytest.raises(ConfigurationError, match=r"TrainingModule does not define test_step"):
+        train.test(TrainingModule(), loader())
+
+
+def test_own_loaders(tmp_path: Path) -> None:
+    """A module may bring its loaders."""
+
+    class WithLoaders(Line):
+        def train_dataloader(self) -> Any:
+            return loader(4)
+
+        def val_dataloader(self) -> Any:
+            return loader(2)
+
+    model = WithLoaders()
+    trainer(tmp_path).fit(model)
+    assert model.seen == ["train 0", "train 1", "validate 0"]
+
+
+def test_facts_of_the_module(tmp_path: Path) -> None:
+    """A module knows its trainer's facts; before there is a trainer it says so."""
+    model = Line()
+    with pytest.raises(LifecycleError, match=r"Trainer\(\.\.\.\)\.fit"):
+        model.log("loss", 1.0)
+    trainer(tmp_path).fit(model, loader())
+    assert (model.global_rank, model.local_rank, model.current_epoch, model.global_step) == (0, 0, 1, 4)
+    assert isinstance(model.optimizers(), torch.optim.SGD)
+    assert (model.lr_schedulers(), model.logger, model.device.type) == ([], None, "cpu")

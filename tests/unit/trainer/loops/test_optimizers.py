@@ -1,0 +1,118 @@
+"""What configure_optimizers may return, and when schedulers step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+
+from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
+from rankwise.trainer.loops.optimizers import SchedulerConfig, configure
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class Returning(Line):
+    """Returns what a function makes of its optimizer and a scheduler."""
+
+    def __init__(self, make: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=1e-3)
+        return self.make(optimizer, ExponentialLR(optimizer, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("make", "schedulers"),
+    [
+        (lambda optimizer, scheduler: optimizer, 0),
+        (lambda optimizer, scheduler: [optimizer], 0),
+        (lambda optimizer, scheduler: ([optimizer], [scheduler]), 1),
+        (lambda optimizer, scheduler: [[optimizer], [{"scheduler": scheduler}]], 1),
+        (lambda optimizer, scheduler: ([optimizer], {"scheduler": scheduler}), 1),
+        (lambda optimizer, scheduler: {"optimizer": optimizer}, 0),
+        (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": scheduler}, 1),
+        (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}}, 1),
+    ],
+)
+def test_forms(make: Any, schedulers: int) -> None:
+    """Every form that Lightning takes means the same."""
+    optimizers, configs = configure(Returning(make))
+    assert [isinstance(optimizer, Optimizer) for optimizer in optimizers] == [True]
+    assert len(configs) == schedulers
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda optimizer, scheduler: "adam", InvalidTypeError),
+        (lambda optimizer, scheduler: {"optimiser": optimizer}, UnknownArgumentError),
+        (lambda optimizer, scheduler: [optimizer, optimizer], ConfigurationError),
+        (lambda optimizer, scheduler: ([optimizer], [optimizer]), InvalidTypeError),
+        (lambda optimizer, scheduler: ([optimizer], [{"schedule": scheduler}]), UnknownArgumentError),
+        (
+            lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "interval": "day"}]),
+            InvalidArgumentError,
+        ),
+        (
+            lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "frequency": 0}]),
+            InvalidArgumentError,
+        ),
+        (lambda optimizer, scheduler: ([optimizer], [ReduceLROnPlateau(optimizer)]), ConfigurationError),
+    ],
+)
+def test_mistakes(make: Any, error: type[Exception]) -> None:
+    """What cannot be meant is refused."""
+    with pytest.raises(error):
+        configure(Returning(make))
+
+
+@pytest.mark.parametrize(
+    ("options", "halvings"),
+    [({}, 2), ({"interval": "step"}, 8), ({"interval": "step", "frequency": 3}, 2), ({"frequency": 2}, 1)],
+)
+def test_when_schedulers_step(tmp_path: Path, options: dict[str, Any], halvings: int) -> None:
+    """A scheduler steps after every n-th epoch or step."""
+    train = trainer(tmp_path, max_epochs=2)
+    model = Returning(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, **options}]))
+    train.fit(model, loader())
+    assert train.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**halvings)
+
+
+def test_plateau(tmp_path: Path) -> None:
+    """ReduceLROnPlateau sees the metric of the epoch that has just ended."""
+
+    class Stuck(Line):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=1.0)
+            plateau = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"}
+
+    train = trainer(tmp_path, max_epochs=3)
+    train.fit(Stuck(), loader(), loader())
+    assert train.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_plateau_without_metric(tmp_path: Path) -> None:
+    """A metric that nobody logs is an error, unless strict=False."""
+
+    def make(optimizer: Any, scheduler: Any, **options: Any) -> Any:
+        return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer), "monitor": "accuracy", **options}]
+
+    with pytest.raises(ConfigurationError, match="looks at 'accuracy', which was not logged"):
+        trainer(tmp_path).fit(Returning(make), loader())
+    trainer(tmp_path).fit(Returning(lambda *given: make(*given, strict=False)), loader())
+
+
+def test_config_is_public() -> None:
+    """What a module's scheduler became can be read."""
+    _, [config] = configure(Returning(lambda optimizer, scheduler: ([optimizer], [scheduler])))
+    assert (type(config), config.interval, config.frequency) == (SchedulerConfig, "epoch", 1)

@@ -1,0 +1,134 @@
+"""Signals to a fit in this process: it stops at a boundary, saves, and goes on later."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typing_extensions import override
+
+from rankwise.callbacks import ModelCheckpoint
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
+from rankwise.environments import LocalEnvironment
+from rankwise.processes.signals import DEBOUNCE_S
+from rankwise.trainer import Trainer
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class Queue(LocalEnvironment):  # type: ignore[misc]  # one that differs from the real one in this alone
+    """A scheduler that announces the end by SIGUSR1."""
+
+    requeue_signal = signal.SIGUSR1
+    requeued = 0
+    checkpoint: Path | None = None
+    had_checkpoint = False
+
+    @override
+    def requeue(self) -> None:
+        type(self).requeued += 1
+        self.had_checkpoint = self.checkpoint is not None and self.checkpoint.exists()
+
+
+class Signalled(Line):
+    """Sends signals to itself in the middle of a batch, with a pause between them."""
+
+    def __init__(self, *numbers: int, pause_s: float = 0.0) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.pause_s = pause_s
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+                time.sleep(self.pause_s)
+        return super().training_step(batch, batch_idx)
+
+
+def stopped(model: Line, train: Trainer, **options: Any) -> int:
+    """Fit, and return the exit code with which that ends."""
+    with pytest.raises(SystemExit) as caught:
+        train.fit(model, loader(), **options)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_sigterm_stops_at_the_step(tmp_path: Path) -> None:
+    """The step is finished, a checkpoint is written that "last" finds, the handlers are restored."""
+    before = signal.getsignal(signal.SIGTERM)
+    assert stopped(Signalled(signal.SIGTERM), trainer(tmp_path)) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+    model = Line()
+    trainer(tmp_path).fit(model, loader(), ckpt_path="last")
+    assert model.seen == ["train 2", "train 3"]
+
+
+def test_the_second_one_ends_at_once(tmp_path: Path) -> None:
+    """Who sends it again, a while later, does not want a checkpoint."""
+    model = Signalled(signal.SIGTERM, signal.SIGTERM, pause_s=DEBOUNCE_S + 0.1)
+    assert stopped(model, trainer(tmp_path)) == 143
+    assert model.seen == ["train 0"]
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_an_echo_is_no_second_one(tmp_path: Path) -> None:
+    """A signal that comes twice at once, to a whole cgroup and from an agent, is one request."""
+    model = Signalled(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)
+    assert stopped(model, trainer(tmp_path, plugins=[Queue()])) == 143
+    assert (tmp_path / "last.ckpt").exists()
+
+
+def test_an_own_handler_is_called_too(tmp_path: Path) -> None:
+    """The handler of before is called after ours, and is there again afterwards."""
+    heard: list[int] = []
+
+    def own(signum: int, frame: object) -> None:
+        heard.append(signum)
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        stopped(Signalled(signal.SIGTERM), trainer(tmp_path))
+        assert heard == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_requeue(tmp_path: Path) -> None:
+    """The scheduler's signal stops training like SIGTERM, and the job goes back into the queue."""
+    saving = ModelCheckpoint(dirpath=tmp_path / "kept")
+    train = trainer(tmp_path, plugins=[Queue()], callbacks=[saving], enable_checkpointing=True)
+    assert stopped(Signalled(signal.SIGUSR1), train) == 143
+    assert Queue.requeued == 1
+    assert (tmp_path / "kept" / "last.ckpt").exists()
+
+
+class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
+    """Takes its time."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
+        time.sleep(0.3)
+        super().save_checkpoint(checkpoint, path)
+
+
+def test_a_job_is_requeued_once_its_checkpoint_is_there(tmp_path: Path) -> None:
+    """The scheduler may end the job as soon as it has it back, also where a thread writes."""
+    queue = Queue()
+    queue.checkpoint = tmp_path / "last.ckpt"
+    train = trainer(tmp_path, plugins=[queue, AsyncCheckpointIO(SlowIO())])
+    assert stopped(Signalled(signal.SIGUSR1), train) == 143
+    assert queue.had_checkpoint
+
+
+def test_nothing_is_saved_in_a_fast_dev_run(tmp_path: Path) -> None:
+    """A trial run leaves no files, stopped or not."""
+    assert stopped(Signalled(signal.SIGTERM), trainer(tmp_path, fast_dev_run=4)) == 143
+    assert list(tmp_path.iterdir()) == []

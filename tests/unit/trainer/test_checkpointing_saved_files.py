@@ -1,0 +1,159 @@
+"""Which of the files that lie about are the ones to go on from: `ckpt_path="last"`, and restarts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.callbacks import ModelCheckpoint
+from rankwise.loggers import CSVLogger
+from rankwise.stores import restart
+from rankwise.stores.restart import RestartInfo
+from rankwise.trainer import Trainer
+from rankwise.trainer.checkpointing import newest_first, stop_checkpoint_path
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+JOB = "a job"
+
+
+def fitted(folder: Path, max_epochs: int = 1, **options: Any) -> Trainer:
+    """Train, from `"last"` on, what saves in its default folder."""
+    defaults = {"logger": True, "enable_checkpointing": True, "callbacks": ModelCheckpoint(save_last=True)}
+    train = trainer(folder, max_epochs=max_epochs, **{**defaults, **options})
+    train.fit(Line(), loader(), ckpt_path="last")
+    return train
+
+
+def begun_from(train: Trainer, folder: Path) -> str:
+    """Return the path of the checkpoint from which a fit went on, below `folder`."""
+    return str(Path(train.ckpt_path or "").relative_to(folder))
+
+
+@pytest.mark.parametrize("logger", [True, False])
+def test_last_of_the_run_before(tmp_path: Path, logger: bool) -> None:
+    """Without a folder of one's own, "last" is that of the run before, wherever the logger put it."""
+    runs = [fitted(tmp_path, max_epochs, logger=logger) for max_epochs in (1, 2, 3)]
+    assert [train.global_step for train in runs] == [4, 8, 12]
+    last = "rankwise_logs/version_1/checkpoints/last.ckpt" if logger else "checkpoints/last.ckpt"
+    assert begun_from(runs[-1], tmp_path) == last
+
+
+def test_last_of_a_logger_elsewhere(tmp_path: Path) -> None:
+    """The logger may write to another folder than the trainer's."""
+    fitted(tmp_path, logger=CSVLogger(tmp_path / "logs", "mine"))
+    train = fitted(tmp_path, 2, logger=CSVLogger(tmp_path / "logs", "mine"))
+    assert begun_from(train, tmp_path) == "logs/mine/version_0/checkpoints/last.ckpt"
+
+
+def test_last_of_a_named_version(tmp_path: Path) -> None:
+    """Who gives the logger's folder a name means that folder, and no other run's."""
+    fitted(tmp_path, logger=CSVLogger(tmp_path, version="a"))
+    assert fitted(tmp_path, logger=CSVLogger(tmp_path, version="b")).ckpt_path is None
+    train = fitted(tmp_path, 2, logger=CSVLogger(tmp_path, version="a"))
+    assert begun_from(train, tmp_path) == "rankwise_logs/a/checkpoints/last.ckpt"
+
+
+def test_last_of_any_saving_callback(tmp_path: Path) -> None:
+    """The callback that saves the last need not be the first one."""
+
+    def fitted_with_two(max_epochs: int) -> Trainer:
+        callbacks = [ModelCheckpoint(monitor="loss"), ModelCheckpoint(tmp_path / "mine", save_last=True)]
+        return fitted(tmp_path, max_epochs, callbacks=callbacks)
+
+    fitted_with_two(1)
+    assert begun_from(fitted_with_two(2), tmp_path) == "mine/last.ckpt"
+
+
+def test_only_last_is_last(tmp_path: Path) -> None:
+    """A best checkpoint whose name begins alike is not taken for it, be it newer."""
+
+    def fitted_with_bests(max_epochs: int) -> Trainer:
+        saving = ModelCheckpoint(tmp_path, filename="last", monitor="loss", save_last=True)
+        return fitted(tmp_path, max_epochs, callbacks=saving)
+
+    fitted_with_bests(1)
+    best = tmp_path / "last-v1.ckpt"
+    os.utime(best, (best.stat().st_mtime + 60,) * 2)
+    assert begun_from(fitted_with_bests(2), tmp_path) == "last.ckpt"
+
+
+@pytest.mark.parametrize("logger", [True, False])
+def test_another_runs_last(
+    tmp_path: Path, logger: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lies in the working directory is none of a trainer's that writes elsewhere; the log says so."""
+    monkeypatch.chdir(tmp_path)
+    fitted(tmp_path / "other").save_checkpoint("last.ckpt")
+    caplog.clear()
+    assert fitted(tmp_path / "mine", logger=logger).ckpt_path is None
+    assert f"finds no checkpoint, so none is loaded. Looked in {tmp_path / 'mine'}" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.fixture(autouse=True)
+def first_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is saved be this job's."""
+    monkeypatch.setattr(restart, "_noted", RestartInfo(0, JOB))
+
+
+def restarted(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
+    """Fit as after a restart, and return the path of the checkpoint from which that went on."""
+    monkeypatch.setattr(restart, "_noted", RestartInfo(1, JOB))
+    train = trainer(folder, max_epochs=2, **options)
+    train.fit(Line(), loader())
+    return begun_from(train, folder)
+
+
+def stopped(folder: Path, **options: Any) -> None:
+    """Train, and leave a checkpoint where a fit does that a signal stops."""
+    train = trainer(folder, max_steps=2, **options)
+    train.fit(Line(), loader())
+    for path in folder.rglob("*.ckpt"):  # a file system's clock may stand still meanwhile
+        os.utime(path, (path.stat().st_mtime - 60,) * 2)
+    train.save_checkpoint(stop_checkpoint_path(train))
+
+
+@pytest.mark.parametrize("callbacks", [None, ModelCheckpoint()])
+def test_a_restart_finds_what_a_stop_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callbacks: Any
+) -> None:
+    """Ranks that were asked to stop, as nodes come or go, go on from there, whoever else saves or not."""
+    options = {"callbacks": callbacks, "enable_checkpointing": callbacks is not None}
+    stopped(tmp_path, **options)
+    assert restarted(tmp_path, monkeypatch, **options) == "last.ckpt"
+
+
+def test_a_restart_finds_a_loggers_folder_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logger need not write below the trainer's folder."""
+    root, logs = tmp_path / "root", tmp_path / "logs"
+    fitted(root, logger=CSVLogger(logs), callbacks=ModelCheckpoint())
+    options = {"default_root_dir": root, "logger": CSVLogger(logs), "enable_checkpointing": True}
+    assert (
+        restarted(tmp_path, monkeypatch, **options)
+        == "logs/rankwise_logs/version_0/checkpoints/epoch=0-step=4.ckpt"
+    )
+
+
+def test_a_restart_of_nobody_knows_which_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where nothing tells its own checkpoints from an earlier job's, it begins anew, and says what would."""
+    monkeypatch.setattr(restart, "_noted", RestartInfo(1, ""))
+    stopped(tmp_path)
+    train = trainer(tmp_path)
+    train.fit(Line(), loader())
+    assert train.ckpt_path is None
+    assert "give torchrun a --rdzv-id" in caplog.text
+
+
+def test_newest_first(tmp_path: Path) -> None:
+    """The time of the last change decides, then the name; a file that is gone by then is none."""
+    paths = [tmp_path / name for name in "abcde"]
+    for path, changed_at in zip(paths, (2, 3, 1, 1, 1), strict=True):
+        path.touch()
+        os.utime(path, (changed_at, changed_at))
+    assert newest_first([*paths, tmp_path / "gone"]) == [paths[number] for number in (1, 0, 4, 3, 2)]

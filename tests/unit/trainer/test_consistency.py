@@ -1,0 +1,146 @@
+"""What the ranks compare before a fit; the second rank is made up by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from rankwise.data import order_seed
+from rankwise.errors import RankMismatchError
+from rankwise.trainer.consistency import (
+    agreed_order_seeds,
+    check_ranks_agree,
+    differences,
+    fingerprint_of,
+    fingerprint_of_checkpoint,
+    fingerprint_of_loaders,
+)
+from tests.unit.trainer.helpers import Line, WithSecondRank, loader, samples, trainer, with_second_rank
+
+
+def test_equal_ranks_exchange_a_fingerprint_only() -> None:
+    """Where all is the same, one small exchange does."""
+    sent: list[Any] = []
+
+    def same(mine: Any) -> Any:
+        sent.append(mine)
+        return mine
+
+    check_ranks_agree(with_second_rank(same), fingerprint_of(Line(), 1))
+    [fingerprint] = sent
+    assert len(fingerprint) == 16
+
+
+def test_every_difference_is_named_and_grouped() -> None:
+    """A shape, a frozen parameter, one that only a rank has, a version: all in one error."""
+
+    def other(mine: Any) -> Any:
+        if isinstance(mine, bytes):
+            return b"another"
+        theirs = {**mine, "parameter 'layer.weight'": "float32, shape (1, 3)", "parameter 'extra'": "float32"}
+        theirs["parameter 'layer.bias'"] += ", frozen"
+        return {**theirs, "the version of torch": "1.0"}
+
+    with pytest.raises(RankMismatchError) as caught:
+        check_ranks_agree(with_second_rank(other), fingerprint_of(Line(), 1))
+    text = str(caught.value)
+    assert "'layer.weight': float32, shape (1, 2) on global_rank 0; float32, shape (1, 3) on" in text
+    assert "parameter 'layer.bias': float32, shape (1,) on global_rank 0; float32, shape (1,), frozen" in text
+    assert "parameter 'extra': absent on global_rank 0; float32 on global_rank 1" in text
+    assert "the version of torch: " in text
+    assert "order" not in text
+    assert len(caught.value.differences) == 4
+
+
+def test_ranks_are_grouped() -> None:
+    """Of four ranks those that agree stand together; the order counts where the parameters are the same."""
+    facts = [{"the order of the parameters": order} for order in ("a, b", "b, a", "a, b", "b, a")]
+    assert differences(facts) == {"the order of the parameters": {"a, b": (0, 2), "b, a": (1, 3)}}
+
+
+def test_a_lazy_parameter_has_no_shape() -> None:
+    """A module whose layers are not initialised yet can be compared as well."""
+    sent: list[Any] = []
+
+    def other(mine: Any) -> Any:
+        sent.append(mine)
+        return b"another" if isinstance(mine, bytes) else {}
+
+    with pytest.raises(RankMismatchError):
+        check_ranks_agree(with_second_rank(other), fingerprint_of(nn.LazyLinear(2), 1))
+    assert sent[1]["parameter 'weight'"] == "float32, not initialised"
+
+
+class Endless(IterableDataset[int]):
+    """Data without numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+class Unsized(DataLoader[Any]):
+    """A loader whose length nobody knows."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+def test_rank_zeros_generator_decides_the_order(tmp_path: Path) -> None:
+    """Ranks may have seeded theirs differently, but all have one or none; without it the seed decides."""
+    own = DataLoader(samples(), shuffle=True, generator=torch.Generator().manual_seed(5))
+    fact = fingerprint_of_loaders("train", [own], True)["the training loader"]
+    assert fact == "8 samples, 8 batches, in the order of its own generator"
+    train = trainer(tmp_path)
+    train.seed = 7
+    assert agreed_order_seeds(train, [own, loader()]) == [order_seed(own), 7]
+    train = trainer(tmp_path, use_distributed_sampler=False)
+    assert agreed_order_seeds(train, [own]) == [0]
+
+
+def test_what_is_compared_of_a_checkpoint() -> None:
+    """Where a run was, and which one; a file of another program says neither."""
+    assert fingerprint_of_checkpoint(None) == {"the checkpoint": "none"}
+    found = fingerprint_of_checkpoint(
+        {"global_step": 4, "epoch": 1, "seed": 7, "run_id": "", "state_dict": {}}
+    )
+    assert found == {"the checkpoint": "global_step 4, epoch 1, seed 7, run_id "}
+    assert fingerprint_of_checkpoint({"state_dict": {}})["the checkpoint"].startswith("global_step None")
+
+
+def test_ranks_that_do_not_find_the_same_checkpoint(tmp_path: Path) -> None:
+    """Where nodes have a disk each, "last" may be on one of them alone; the ranks would begin apart."""
+
+    def other(mine: Any) -> Any:
+        return b"another" if isinstance(mine, bytes) else fingerprint_of_checkpoint(None)
+
+    alone = trainer(tmp_path)
+    alone.fit(Line(), loader())
+    alone.save_checkpoint(tmp_path / "last.ckpt")
+    train = trainer(tmp_path, strategy=WithSecondRank(other), devices=2)
+    with pytest.raises(RankMismatchError, match=r"global_step 4, .* on global_rank 0; none on global_rank 1"):
+        train.fit(Line(), loader(), ckpt_path="last")
+
+
+def test_loaders_that_are_dealt_out_have_one_length() -> None:
+    """Their samples and batches count, but not of what the user has split, nor of data without indices."""
+    data: Any = list(range(10))
+    loader: DataLoader[Any] = DataLoader(data, batch_size=4)
+    split: DataLoader[Any] = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    assert fingerprint_of_loaders("train", [loader], True) == {
+        "the number of training loaders": "1",
+        "the training loader": "10 samples, 3 batches",
+    }
+    assert fingerprint_of_loaders("validate", [split, loader, DataLoader(Endless())], True) == {
+        "the number of validation loaders": "3",
+        "validation loader 1": "10 samples, 3 batches",
+    }
+    assert fingerprint_of_loaders("test", [loader], False) == {"the number of test loaders": "1"}
+    assert fingerprint_of_loaders("predict", [Unsized(data)], True)["the prediction loader"] == (
+        "10 samples, inf batches"
+    )

@@ -1,0 +1,154 @@
+"""State that travels between processes: here through a pickle, as to a worker and back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from rankwise.callbacks import ModelCheckpoint
+from rankwise.trainer import Trainer
+from rankwise.trainer.stages import StageSpec, run_stage
+from rankwise.trainer.state_transfer import restore
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class Growing(Line):
+    """Changes its own structure while it trains, as modules that are made lazily do."""
+
+    count: Tensor
+    late: Tensor | None
+    scale: nn.Parameter | None
+    head: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("late", None)
+        self.register_parameter("scale", None)
+
+    def setup(self, stage: str) -> None:
+        if self.scale is None:
+            torch.manual_seed(1)
+            self.scale = nn.Parameter(torch.ones(1))
+            self.head = nn.Sequential(nn.Linear(1, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+        self.late = self.count.clone()
+        self.hparams["batches"] = int(self.count)
+        loss = nn.functional.mse_loss(self.head(self.layer(batch[0])) * self.scale, batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        return [optimizer], [LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
+
+
+def fit_elsewhere(train: Trainer, model: Line) -> None:
+    """Fit as spawn does: copies of trainer and module train, and what they have learnt comes back."""
+    their_train, their_model = pickle.loads(pickle.dumps((train, model)))
+    spec = StageSpec("fit", seed=0, brings_state_back=True)
+    loaders = {"train": loader(), "validate": None}
+    train._adopt(model, "fit")
+    result = train.strategy.launch(
+        run_stage, model=their_model, trainer=their_train, loaders=loaders, spec=spec
+    )
+    restore(train, model, pickle.loads(pickle.dumps(result[1])))
+
+
+def test_weights_come_back_in_place(tmp_path: Path) -> None:
+    """Parameters keep their identity, and have the values of a fit in this process."""
+    here, elsewhere = Line(), Line()
+    trainer(tmp_path).fit(here, loader())
+    weight = elsewhere.layer.weight
+    fit_elsewhere(trainer(tmp_path), elsewhere)
+    assert elsewhere.layer.weight is weight
+    assert torch.equal(weight, here.layer.weight)
+
+
+def test_what_is_new_comes_back(tmp_path: Path) -> None:
+    """Parameters, buffers and layers that were made in the worker are there afterwards."""
+    here, elsewhere = Growing(), Growing()
+    trainer(tmp_path).fit(here, loader())
+    fit_elsewhere(trainer(tmp_path), elsewhere)
+    assert isinstance(elsewhere.scale, nn.Parameter)
+    assert elsewhere.hparams == {"batches": 4}
+    for name, value in here.state_dict().items():
+        assert torch.equal(elsewhere.state_dict()[name], value), name
+
+
+def test_lazy_parameters_come_back(tmp_path: Path) -> None:
+    """A parameter without a shape gets the one that it was given in the worker, and keeps its identity."""
+
+    class Lazy(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LazyLinear(1)
+
+        def setup(self, stage: str) -> None:
+            self.layer(torch.zeros(1, 2))
+
+    globals()["Lazy"] = Lazy  # pickles by name
+    Lazy.__qualname__ = "Lazy"
+    model = Lazy()
+    weight = model.layer.weight
+    fit_elsewhere(trainer(tmp_path), model)
+    assert model.layer.weight is weight
+    assert weight.shape == (1, 2)
+    assert model.layer(torch.zeros(5, 2)).shape == (5, 1)
+
+
+def test_facts_come_back(tmp_path: Path) -> None:
+    """Counters, metrics, optimizer and scheduler state, callbacks and the logger's version come back."""
+    model = Growing()
+    saving = ModelCheckpoint(monitor="loss")
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, logger=True, max_epochs=2)
+    fit_elsewhere(train, model)
+    assert (train.current_epoch, train.global_step, train.num_training_batches) == (2, 8, 4)
+    assert "loss" in train.callback_metrics
+    assert Path(saving.best_model_path).exists()
+    assert saving.best_model_score is not None
+    assert train.optimizers[0].state[model.layer.weight]["step"] == 8
+    assert train.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
+def test_second_fit_elsewhere_goes_on(tmp_path: Path) -> None:
+    """Two fits of one epoch in other processes are one fit of two epochs in this one."""
+    here, elsewhere = Growing(), Growing()
+    trainer(tmp_path, max_epochs=2).fit(here, loader())
+    train = trainer(tmp_path)
+    for max_epochs in (1, 2):
+        train.max_epochs = max_epochs
+        fit_elsewhere(train, elsewhere)
+    assert torch.equal(here.layer.weight, elsewhere.layer.weight)
+    assert train.global_step == 8
+
+
+def test_frozen_parameters_come_back_frozen(tmp_path: Path) -> None:
+    """Freezing in the worker is freezing."""
+
+    class Freezing(Line):
+        def on_train_end(self) -> None:
+            self.layer.bias.requires_grad_(False)
+
+    globals()["Freezing"] = Freezing  # pickles by name
+    Freezing.__qualname__ = "Freezing"
+    model = Freezing()
+    fit_elsewhere(trainer(tmp_path), model)
+    assert not model.layer.bias.requires_grad
+    assert model.layer.weight.requires_grad
+
+
+def test_module_is_copied_without_its_trainer(tmp_path: Path) -> None:
+    """A copy of a module that has trained, for averaging say, does not copy the trainer."""
+    model = Line()
+    trainer(tmp_path).fit(model, loader())
+    assert copy.deepcopy(model)._trainer is None
+    assert model._trainer is not None
