@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, overload
-
-from typing_extensions import final
+from typing import Any, TypeVar, final, overload
 
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownStrategyError
 from rankwise.named_options import split_options

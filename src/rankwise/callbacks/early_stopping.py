@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
-
-from typing_extensions import final
+from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.monitoring import MonitoringCallback
 from rankwise.errors import InvalidArgumentError

@@ -6,11 +6,10 @@ import itertools
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import final
 
 from rankwise.callbacks.monitoring import MonitoringCallback
 from rankwise.errors import ConfigurationError, InvalidArgumentError

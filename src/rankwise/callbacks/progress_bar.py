@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from typing import TYPE_CHECKING, Any
-
-from typing_extensions import final
+from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.base import Callback
 from rankwise.errors import InvalidArgumentError, MissingExtraError

@@ -6,9 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-
-from typing_extensions import final
+from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.base import Callback
 from rankwise.errors import InvalidArgumentError, InvalidTypeError

@@ -7,11 +7,10 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import final
 
 from rankwise.checkpoint.base import CheckpointIO
 from rankwise.checkpoint.reasons import as_checkpoint_error

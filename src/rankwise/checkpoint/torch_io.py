@@ -16,11 +16,10 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, final
 
 import torch
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint
-from typing_extensions import final
 
 from rankwise.checkpoint.base import CheckpointIO
 from rankwise.checkpoint.reasons import as_checkpoint_error, reason_for

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
-from typing_extensions import final
 
 from rankwise.data.batch_stream import BatchStream
 from rankwise.data.sampler import ShardedSampler

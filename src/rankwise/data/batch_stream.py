@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, final
 
 from torch.utils.data import DataLoader, Sampler
-from typing_extensions import TypeVar, final
+from typing_extensions import TypeVar
 
 from rankwise.data.random_state import isolated_random_state, mixed_seed, seed_process
 from rankwise.data.sampler import ShardedSampler, has_length, own_generators, own_seed, set_epoch_of

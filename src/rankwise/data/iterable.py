@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
-from typing_extensions import final
 
 __all__ = ["ShardInfo", "ShardedIterable", "can_be_split", "shard_info"]
 

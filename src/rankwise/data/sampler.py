@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count, cycle, islice
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 from torch.utils.data import Sampler
-from typing_extensions import final
 
 from rankwise.data.random_state import isolated_random_state, mixed_seed
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.doctor.environment import examine_environment
 from rankwise.doctor.job import Job, run_rendezvous, spec

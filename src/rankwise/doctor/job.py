@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
-from typing_extensions import final
 
 from rankwise.doctor.measure import Meeting, meet
 from rankwise.doctor.report import Finding

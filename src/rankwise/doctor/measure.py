@@ -8,10 +8,10 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import final
 
 import torch
 import torch.distributed as dist
-from typing_extensions import final
 
 from rankwise.doctor.machine import versions
 from rankwise.doctor.network import lookup_seconds

@@ -6,9 +6,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from typing_extensions import final
+from typing import Any, final
 
 __all__ = ["Finding", "Report", "Section", "table"]
 

@@ -6,9 +6,7 @@ import os
 import signal
 from abc import ABC
 from collections.abc import Mapping
-from typing import ClassVar
-
-from typing_extensions import final
+from typing import ClassVar, final
 
 from rankwise.environments.network import port_of_job
 from rankwise.errors import EnvironmentVariableError, InvalidArgumentError

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.kubeflow import KubeflowEnvironment

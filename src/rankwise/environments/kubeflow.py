@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
-
-from typing_extensions import final
+from typing import ClassVar, final
 
 from rankwise.environments.nodes import NodesEnvironment
 

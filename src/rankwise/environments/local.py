@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.errors import ConfigurationError

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
-
-from typing_extensions import final
+from typing import ClassVar, final
 
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.errors import EnvironmentVariableError

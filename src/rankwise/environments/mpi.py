@@ -7,9 +7,7 @@ import socket
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
-
-from typing_extensions import final
+from typing import Any, ClassVar, final
 
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.network import address_toward, port_of_job

@@ -6,9 +6,7 @@ import signal
 import subprocess
 import warnings
 from collections.abc import Mapping
-from typing import ClassVar
-
-from typing_extensions import final
+from typing import ClassVar, final
 
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.mpi import MPIEnvironment

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import final
 
 import torch.distributed as dist
-from typing_extensions import final
 
 from rankwise.errors import NodesLostError
 from rankwise.failures.classify import text_of

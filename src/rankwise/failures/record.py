@@ -13,9 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import final
+from typing import Any, final
 
 from rankwise.errors import (
     RankwiseError,

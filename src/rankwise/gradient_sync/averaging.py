@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
 

@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError
 from rankwise.gradient_sync.comm_hooks import CommHookRegistry, HookPlace

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
 from rankwise.gradient_sync.built_in_hooks import Compressing, allreduce_hook

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import final
 
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownArgumentError, UnknownNameError
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.buckets import BUCKET_BYTES, buckets_of, keep_means, trained_among

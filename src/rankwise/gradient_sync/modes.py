@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.errors import InvalidTypeError, UnknownNameError
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
 from rankwise.gradient_sync.averaging import ModelAveraging, refuse_distributed_optimizer

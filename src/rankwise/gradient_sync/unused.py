@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import final
 
 from rankwise.errors import UnusedParametersError
 from rankwise.failures.classify import text_of

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.buckets import FlatGradients

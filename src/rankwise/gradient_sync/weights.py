@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import final
 
 from rankwise.errors import InvalidArgumentError, ProcessGroupError
 from rankwise.gradient_sync.buckets import mean_over_ranks

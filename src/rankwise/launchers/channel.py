@@ -9,9 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Any
-
-from typing_extensions import final
+from typing import Any, final
 
 _HEADER = struct.Struct("!IB")
 _REQUEST_ID = struct.Struct("!Q")

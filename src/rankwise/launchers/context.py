@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-from typing_extensions import final
+from typing import TYPE_CHECKING, Any, final
 
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind, RankChannel

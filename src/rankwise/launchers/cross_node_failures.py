@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
-
-from typing_extensions import final
+from typing import TYPE_CHECKING, final
 
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.context import RendezvousEndpoint, store_of_job

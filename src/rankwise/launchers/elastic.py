@@ -18,9 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-from typing_extensions import final
+from typing import TYPE_CHECKING, Any, final
 
 from rankwise.errors import WorkerError
 from rankwise.failures.classify import start_exception_chain

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
@@ -22,7 +22,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendez
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from typing_extensions import final
 
 from rankwise.errors import ProcessGroupError
 from rankwise.stores.restart import RestartInfo

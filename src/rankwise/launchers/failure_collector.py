@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.errors import WorkerError
 from rankwise.failures.record import FailureRecord, first_cause

@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from typing_extensions import final
 
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.context import Entry, WorkerContext

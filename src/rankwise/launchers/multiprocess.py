@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import reduction, resource_tracker, util
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
-from typing_extensions import final
 
 from rankwise.errors import LaunchRefusedError
 from rankwise.launchers.base import Launcher

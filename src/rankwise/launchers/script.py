@@ -14,9 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-from typing_extensions import final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers.base import Launcher

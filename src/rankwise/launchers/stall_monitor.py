@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.launchers.worker_state import WorkerState
 from rankwise.processes.stderr import write_stderr

@@ -11,8 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.errors import WorkerError
 from rankwise.failures.record import FailureRecord

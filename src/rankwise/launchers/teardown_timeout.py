@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.errors import RendezvousTimeoutError
 from rankwise.failures.record import FailureRecord

@@ -8,8 +8,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.errors import RendezvousTimeoutError
 from rankwise.launchers.channel import Kind, RankChannel

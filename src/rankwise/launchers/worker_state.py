@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from dataclasses import dataclass, field
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.errors import WorkerExitedError
 from rankwise.failures.record import FailureRecord

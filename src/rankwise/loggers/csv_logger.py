@@ -7,9 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import final
+from typing import Any, final
 
 from rankwise.errors import InvalidArgumentError
 from rankwise.loggers.base import Logger

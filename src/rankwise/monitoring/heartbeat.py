@@ -12,8 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-from typing_extensions import final
+from typing import final
 
 __all__ = [
     "LEAVING",

@@ -6,9 +6,9 @@ import faulthandler
 import json
 import threading
 from collections.abc import Callable
+from typing import final
 
 import torch.distributed as dist
-from typing_extensions import final
 
 from rankwise.monitoring.heartbeat import FailureTime, own_heartbeat
 from rankwise.processes.stderr import write_stderr

@@ -6,9 +6,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import final
 
 import torch.distributed as dist
-from typing_extensions import final
 
 from rankwise.errors import RankwiseError
 from rankwise.monitoring.heartbeat import Heartbeat, own_heartbeat

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError, UnknownNameError
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from typing_extensions import final
 
 from rankwise.errors import CollectiveMismatchError
 from rankwise.monitoring.heartbeat import blocked_in

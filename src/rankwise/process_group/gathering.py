@@ -8,12 +8,11 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-from typing_extensions import final
 
 from rankwise.errors import InvalidArgumentError, LifecycleError, TensorMismatchError
 from rankwise.process_group.collectives import all_reduce, carrier_of, is_distributed, size_of

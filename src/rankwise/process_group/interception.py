@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from typing_extensions import final
 
 __all__ = ["Call", "Observer", "call_from_here", "intercepted"]
 

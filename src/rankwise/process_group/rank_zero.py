@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import final
 
 import torch.distributed as dist
-from typing_extensions import final
 
 from rankwise.errors import InvalidArgumentError, LifecycleError, RankZeroFailedError
 from rankwise.failures.classify import text_of

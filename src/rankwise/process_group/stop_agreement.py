@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import final
 
 import torch.distributed as dist
-from typing_extensions import final
 
 from rankwise.errors import StopAgreementError
 from rankwise.monitoring.heartbeat import blocked_in

@@ -11,9 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Protocol
-
-from typing_extensions import final
+from typing import Protocol, final
 
 from rankwise.processes import fork_safety
 from rankwise.processes.signals import SignalDebouncer, handling

@@ -10,9 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
-
-from typing_extensions import final
+from typing import Any, NoReturn, final
 
 from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError
 

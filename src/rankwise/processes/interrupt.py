@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import final
 
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 _FIRST_DELAY_S = 0.05
 _REPEAT_S = 0.05

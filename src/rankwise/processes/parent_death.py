@@ -30,9 +30,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import reduction
-from typing import Any
-
-from typing_extensions import final
+from typing import Any, final
 
 from rankwise.processes import fork_safety
 

@@ -13,10 +13,9 @@ import pickle
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
-from typing_extensions import final
 
 from rankwise.errors import NotPicklableError
 

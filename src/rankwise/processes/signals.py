@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from rankwise.processes import fork_safety
 

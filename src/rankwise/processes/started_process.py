@@ -10,8 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
-
-from typing_extensions import final
+from typing import final
 
 from rankwise.processes.parent_death import ParentDeathPipe
 

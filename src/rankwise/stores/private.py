@@ -6,9 +6,9 @@ import operator
 import struct
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import final
 
 import torch.distributed as dist
-from typing_extensions import final
 
 __all__ = ["PrivateStore", "StoreTable"]
 

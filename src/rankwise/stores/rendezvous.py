@@ -9,10 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import final
 
 import torch
 import torch.distributed as dist
-from typing_extensions import final
 
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.ranks import RankInfo

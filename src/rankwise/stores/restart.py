@@ -32,9 +32,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import final
 
 import torch.distributed as dist
-from typing_extensions import final
 
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, duplicate_rank_error, missing_ranks_error

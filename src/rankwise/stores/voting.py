@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import torch.distributed as dist
-from typing_extensions import final
 
 from rankwise.stores.tcp import default_store
 

@@ -6,12 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import final
 
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.gradient_sync.comm_hook import register_ddp_comm_hook

@@ -8,9 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
-
-from typing_extensions import final
+from typing import Any, final
 
 from rankwise.checkpoint import CheckpointIO
 from rankwise.monitoring.heartbeat import report_saving

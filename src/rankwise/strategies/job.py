@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from typing_extensions import final
 
 from rankwise.errors import NodesLostError
 from rankwise.failures.classify import start_exception_chain

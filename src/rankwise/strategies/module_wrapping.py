@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from typing_extensions import final
+from typing import Any, final
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import InvalidArgumentError

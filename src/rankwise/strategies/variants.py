@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import final
+
 from torch import nn
-from typing_extensions import final
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.launchers import Launcher

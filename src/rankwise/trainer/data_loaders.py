@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import final
 
 from rankwise.data import (
     BatchStream,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
 

@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
-from typing_extensions import final
 
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import given_seed

@@ -6,9 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from typing_extensions import final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import LifecycleError

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from typing_extensions import final
 
 from rankwise.callbacks import Callback
 from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import nn
-from typing_extensions import final
 
 from rankwise.data import sharded_sampler_of
 from rankwise.errors import UnevenInputsError

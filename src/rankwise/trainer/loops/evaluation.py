@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import nn
-from typing_extensions import final
 
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.trainer.data_loaders import LoaderShard

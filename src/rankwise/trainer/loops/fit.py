@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
-from typing_extensions import final
 
 from rankwise.data.random_state import get_random_state, set_random_state
 from rankwise.monitoring.heartbeat import report_phase

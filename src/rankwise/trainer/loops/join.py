@@ -6,12 +6,11 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import final
 
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters

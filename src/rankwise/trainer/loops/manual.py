@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients

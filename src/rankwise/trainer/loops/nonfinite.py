@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import final
 
 from rankwise.errors import ConfigurationError, NonFiniteLossError
 from rankwise.precision import MasterWeightsPrecision, are_finite

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from typing_extensions import final
 
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.trainer.data_loaders import LoaderShard

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 from contextlib import ExitStack
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
-from typing_extensions import Self, final
+from typing_extensions import Self
 
 from rankwise.processes.signals import SignalDebouncer, StoppedBySignal, handling
 from rankwise.trainer.checkpointing import stop_checkpoint_path

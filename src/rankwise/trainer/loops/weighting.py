@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import final
 
 from rankwise.data import BatchSizes, batch_sizes
 from rankwise.errors import ConfigurationError
