@@ -20,7 +20,7 @@ STEPS = 20
 GLOBAL_BATCH = 8
 
 
-def fingerprint_of(strategy: Strategy, folder: str) -> Facts:
+def facts_of(strategy: Strategy, folder: str) -> Facts:
     """Return the facts of this rank, by the names that the tests know them by."""
     return {
         "ranks": strategy.ranks,

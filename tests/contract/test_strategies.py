@@ -14,8 +14,9 @@ from torch import nn
 from rankwise.errors import WorkerRaisedError
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import Strategy
-from tests.contract.rules import Facts, fingerprint_of, trained_alone
+from tests.contract.rules import Facts, facts_of, trained_alone
 from tests.helpers.scripts import ScriptRunner
+from tests.helpers.shared import SharedValues
 from tests.process.helpers import with_tests
 
 NAMES = tuple(StrategyRegistry)
@@ -26,12 +27,12 @@ SCRIPT = """
     import sys
     import rankwise
     from rankwise.registry import StrategyRegistry
-    from tests.contract.rules import fingerprint_of
+    from tests.contract.rules import facts_of
     import torch
 
     for name in sys.argv[2:]:
         strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)
-        strategy.launch(fingerprint_of, sys.argv[1])
+        strategy.launch(facts_of, sys.argv[1])
         if strategy.is_global_zero:
             torch.save(strategy.results, f"{name}.facts")
 """
@@ -42,28 +43,22 @@ class _Results:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._by_name: dict[str, dict[int, Facts]] = {}
-        self._tried: set[str] = set()
+        self._shared: SharedValues[dict[str, dict[int, Facts]]] = SharedValues()
 
     def of(self, name: str) -> dict[int, Facts]:
-        if name not in self._tried:
-            self._tried.add(name)
-            self._collect(name)
-        assert name in self._by_name, "its job failed: see the first test of this strategy"
-        return self._by_name[name]
-
-    def _collect(self, name: str) -> None:
         if name in RERUN:
-            self._tried |= set(RERUN)
-            result = ScriptRunner(self._folder)(SCRIPT, str(self._folder), *RERUN, env=with_tests())
-            assert result.returncode == 0, result
-            for each in RERUN:
-                path = self._folder / f"{each}.facts"
-                self._by_name[each] = torch.load(path, weights_only=False)
-            return
+            return self._shared.get(RERUN, self._rerun)[name]
+        return self._shared.get(name, lambda: self._launch(name))[name]
+
+    def _rerun(self) -> dict[str, dict[int, Facts]]:
+        result = ScriptRunner(self._folder)(SCRIPT, str(self._folder), *RERUN, env=with_tests())
+        assert result.returncode == 0, result
+        return {each: torch.load(self._folder / f"{each}.facts", weights_only=False) for each in RERUN}
+
+    def _launch(self, name: str) -> dict[str, dict[int, Facts]]:
         strategy = StrategyRegistry.create(name, accelerator="cpu", devices=_size(name))
-        strategy.launch(fingerprint_of, str(self._folder))
-        self._by_name[name] = cast(dict[int, Facts], strategy.results)
+        strategy.launch(facts_of, str(self._folder))
+        return {name: cast(dict[int, Facts], strategy.results)}
 
 
 def _size(name: str) -> int:

@@ -18,7 +18,7 @@ from rankwise.strategies import DDPStrategy
 all_reduce_by_its_own_name = dist.all_reduce
 
 
-def ddp_options(call: Callable[[], Any]) -> str:
+def error_text(call: Callable[[], Any]) -> str:
     """Return the text of the mismatch that a call ends in."""
     try:
         call()
@@ -33,27 +33,25 @@ def mismatches(strategy: DDPStrategy) -> dict[str, str]:
     is_zero = rank == 0
     x = torch.ones(4)
     found = {
-        "kind": ddp_options(lambda: dist.broadcast(x, 0) if is_zero else dist.all_reduce(x)),
-        "shape": ddp_options(lambda: dist.all_reduce(torch.ones(3 + rank))),
-        "dtype": ddp_options(
+        "kind": error_text(lambda: dist.broadcast(x, 0) if is_zero else dist.all_reduce(x)),
+        "shape": error_text(lambda: dist.all_reduce(torch.ones(3 + rank))),
+        "dtype": error_text(
             lambda: strategy.all_reduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank]))
         ),
-        "operation": ddp_options(lambda: dist.all_reduce(x, op=[dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])),
-        "root": ddp_options(lambda: dist.broadcast(x, src=rank)),
-        "by its own name": ddp_options(
+        "operation": error_text(lambda: dist.all_reduce(x, op=[dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])),
+        "root": error_text(lambda: dist.broadcast(x, src=rank)),
+        "by its own name": error_text(
             lambda: all_reduce_by_its_own_name(x) if is_zero else dist.barrier(),
         ),
-        "objects": ddp_options(
-            lambda: dist.all_gather_object([None, None], 1) if is_zero else dist.barrier()
-        ),
+        "objects": error_text(lambda: dist.all_gather_object([None, None], 1) if is_zero else dist.barrier()),
     }
     if is_zero:
-        found["order"] = ddp_options(lambda: dist.all_reduce(x))
+        found["order"] = error_text(lambda: dist.all_reduce(x))
     else:
-        found["order"] = ddp_options(lambda: dist.all_reduce(x))
+        found["order"] = error_text(lambda: dist.all_reduce(x))
     pair = dist.new_group([0, 1])
-    found["subgroup"] = ddp_options(lambda: dist.all_reduce(torch.ones(1 + rank), group=pair, async_op=True))
-    found["afterwards"] = f"{ddp_options(lambda: dist.all_reduce(x))}: {x.tolist()}"
+    found["subgroup"] = error_text(lambda: dist.all_reduce(torch.ones(1 + rank), group=pair, async_op=True))
+    found["afterwards"] = f"{error_text(lambda: dist.all_reduce(x))}: {x.tolist()}"
     return found
 
 
@@ -98,7 +96,7 @@ def sends_among_collectives(strategy: DDPStrategy) -> tuple[list[float], str]:
     else:
         dist.recv_object_list(objects, 0)
     came = [*total.tolist(), *torch.cat(got).tolist(), *objects]
-    return came, ddp_options(lambda: dist.all_reduce(torch.ones(1 + rank)))
+    return came, error_text(lambda: dist.all_reduce(torch.ones(1 + rank)))
 
 
 def buckets(strategy: DDPStrategy) -> list[str]:
@@ -114,7 +112,7 @@ def buckets(strategy: DDPStrategy) -> list[str]:
         for _ in range(steps):
             step()
         # as many elements of the same dtype: without the check these would pair up silently
-        found.append(ddp_options(step if strategy.is_global_zero else lambda: dist.all_reduce(torch.ones(8))))
+        found.append(error_text(step if strategy.is_global_zero else lambda: dist.all_reduce(torch.ones(8))))
     return found
 
 

@@ -97,18 +97,18 @@ class FaultRunner:
             exit_code = self._hear()  # the next job's comes after it
         left += leak_checks.wait_until_clean([shared_memory], timeout_s=0.5)
         left += files_left(folder)
-        ddp_options, problem = word_of(fault)
+        report, problem = word_of(fault)
         left += [problem] if problem else []
         stamp = folder / "stamp"
         began_s = float(stamp.read_text()) if stamp.exists() else started
         return Outcome(
             ranks_gone_at_s - began_s,
             gone_at_s - began_s,
-            ddp_options["told_at_s"] - began_s if ddp_options else -1.0,
+            report["told_at_s"] - began_s if report else -1.0,
             exit_code,
-            str(ddp_options["exception"]) if ddp_options else UNDISTURBED,
-            tuple(rank for rank in ddp_options.get("ranks", ()) if rank is not None),
-            (*left, *ddp_options.get("left", ())),
+            str(report["exception"]) if report else UNDISTURBED,
+            tuple(rank for rank in report.get("ranks", ()) if rank is not None),
+            (*left, *report.get("left", ())),
             (folder / "output").read_text(errors="replace"),
         )
 
@@ -165,14 +165,14 @@ def files_left(folder: Path) -> list[str]:
 def word_of(fault: Fault) -> tuple[dict[str, Any], str]:
     """Return what the caller has left word of, and where the job was not what it had to be."""
     folder = Path(fault.folder)
-    ddp_options: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     if (caught := folder / "caught.json").exists():
-        ddp_options = json.loads(caught.read_text())
-    if not ddp_options and not (fault.cell is not None and fault.cell.ends_main):
-        return ddp_options, "the caller has not left word"
+        report = json.loads(caught.read_text())
+    if not report and not (fault.cell is not None and fault.cell.ends_main):
+        return report, "the caller has not left word"
     if fault.cell is not None:
-        return ddp_options, "" if (folder / "stamp").exists() else "the fault has not come"
-    return ddp_options, "" if _saved_step(folder) == STEPS else f"the job has not trained for {STEPS} steps"
+        return report, "" if (folder / "stamp").exists() else "the fault has not come"
+    return report, "" if _saved_step(folder) == STEPS else f"the job has not trained for {STEPS} steps"
 
 
 def problems(cell: Cell, outcome: Outcome) -> list[str]:

@@ -24,12 +24,12 @@ SOAK = pytest.param(50, marks=pytest.mark.soak)
 MEBIBYTE = 1 << 20
 
 
-def save_for_ever(io: CheckpointIO, path: Path, ddp_options: Connection) -> None:
+def save_for_ever(io: CheckpointIO, path: Path, connection: Connection) -> None:
     """Save one checkpoint after the other, and tell of each."""
     torch.set_num_threads(1)  # this process is forked
     for step in itertools.count(1):
         io.save_checkpoint({"step": step, "weights": torch.full((200_000,), float(step))}, path)
-        ddp_options.send(step)
+        connection.send(step)
 
 
 @pytest.fixture
@@ -75,18 +75,18 @@ def test_killed_while_saving(io: CheckpointIO, times: int, tmp_path: Path) -> No
         process = context.Process(target=save_for_ever, args=(io, path, theirs))
         process.start()
         theirs.close()
-        ddp_options = [ours.recv() for _ in range(pending + 2)]
+        steps = [ours.recv() for _ in range(pending + 2)]
         time.sleep(chance.random() / 50)
         process.kill()
         process.join()
         while ours.poll():
             try:
-                ddp_options.append(ours.recv())
+                steps.append(ours.recv())
             except EOFError:
                 break
         ours.close()
         loaded = TorchCheckpointIO().load_checkpoint(path)
-        assert loaded["step"] >= ddp_options[-1] - pending
+        assert loaded["step"] >= steps[-1] - pending
         assert torch.equal(loaded["weights"], torch.full((200_000,), float(loaded["step"])))
     TorchCheckpointIO().save_checkpoint({}, path)
     assert list(tmp_path.iterdir()) == [path]

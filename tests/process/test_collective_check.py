@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise.errors import WorkerRaisedError, WorkerTimedOutError
+from tests.helpers.shared import computed_once
 from tests.process.check_tasks import (
     buckets,
     come_late,
@@ -31,8 +32,9 @@ def results_of(function: Any, rendezvous: str = "private", **arguments: Any) -> 
     return [strategy.results[rank] for rank in range(2)]
 
 
-@pytest.fixture(scope="module", params=RENDEZVOUS)
-def ddp_options(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+@pytest.fixture(params=RENDEZVOUS)
+@computed_once
+def messages(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """Return what each rank was told of every mistake, by one launch for all tests here."""
     return results_of(mismatches, request.param)
 
@@ -52,20 +54,20 @@ def ddp_options(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     ],
 )
 def test_a_mismatch_is_an_error_on_every_rank(
-    ddp_options: list[dict[str, str]], mistake: str, zeros: str, ones: str
+    messages: list[dict[str, str]], mistake: str, zeros: str, ones: str
 ) -> None:
     """Both ranks are told the same: what each of them called, and where."""
-    assert ddp_options[0][mistake] == ddp_options[1][mistake]
+    assert messages[0][mistake] == messages[1][mistake]
     place = r" at check_tasks\.py:(\d+) in <lambda>\n"
     expected = rf"  Seen: global_rank 0: {zeros}{place} +global_rank 1: {ones}{place}"
-    found = re.search(expected, ddp_options[0][mistake])
-    assert found is not None, ddp_options[0][mistake]
+    found = re.search(expected, messages[0][mistake])
+    assert found is not None, messages[0][mistake]
     assert (found[1] != found[2]) == (mistake == "order")
 
 
-def test_a_mismatch_leaves_the_group_usable(ddp_options: list[dict[str, str]]) -> None:
+def test_a_mismatch_leaves_the_group_usable(messages: list[dict[str, str]]) -> None:
     """Nothing was sent, so a rank that catches the error can go on."""
-    assert [found["afterwards"] for found in ddp_options] == ["no error: [2.0, 2.0, 2.0, 2.0]"] * 2
+    assert [found["afterwards"] for found in messages] == ["no error: [2.0, 2.0, 2.0, 2.0]"] * 2
 
 
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)

@@ -13,6 +13,7 @@ from typing_extensions import override
 from rankwise.callbacks import Callback
 from rankwise.process_group import gather_all_tensors
 from rankwise.strategies import DDPStrategy
+from tests.helpers.shared import computed_once
 from tests.process.helpers import ddp
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
@@ -92,7 +93,8 @@ def count_everything(strategy: DDPStrategy) -> Any:
     return count_steps(strategy), count_gathers(strategy)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+@computed_once
 def counts() -> Any:
     """Return what both ranks counted."""
     strategy = ddp("fork")

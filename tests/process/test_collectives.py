@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankwise import TrainingModule
 from rankwise.errors import ConfigurationError, WorkerRaisedError
 from rankwise.strategies import DDPStrategy
+from tests.helpers.shared import computed_once
 from tests.process.collective_tasks import (
     DTYPES,
     KINDS,
@@ -25,7 +26,8 @@ from tests.process.helpers import ddp
 from tests.process.training_tasks import quiet_trainer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+@computed_once
 def ranks() -> list[dict[str, Any]]:
     """Return what each rank found in every scenario, by one launch for all tests here."""
     strategy = ddp("fork", devices=WORLD)

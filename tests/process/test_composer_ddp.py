@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankwise.errors import LifecycleError, UnknownNameError
 from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context, register_ddp_comm_hook
 from rankwise.strategies import DDPStrategy
+from tests.helpers.shared import computed_once
 from tests.process.helpers import ddp
 
 MODES = [mode.value for mode in GradientSyncMode]
@@ -91,7 +92,8 @@ def facts(strategy: DDPStrategy) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+@computed_once
 def by_rank() -> dict[int, dict[str, Any]]:
     """Run the job once."""
     strategy = ddp("fork", find_unused_parameters=True)

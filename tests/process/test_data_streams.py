@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, get_worker_info
 
 from rankwise import TrainingModule, seed_everything
+from tests.helpers.shared import computed_once
 from tests.process.helpers import ddp
 from tests.process.training_tasks import quiet_trainer
 
@@ -101,7 +102,8 @@ def fit(world_size: int, num_workers: int, module: Reader | None = None) -> list
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+@computed_once
 def by_workers() -> dict[int, list[dict[str, Any]]]:
     """What two ranks have read, without workers and with two each."""
     return {num_workers: fit(2, num_workers) for num_workers in (0, 2)}

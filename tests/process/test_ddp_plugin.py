@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import DDPStrategy, Trainer, TrainingModule
+from tests.helpers.shared import computed_once
 
 SAMPLES = 12
 
@@ -78,7 +79,8 @@ class Notes(TrainingModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+@computed_once
 def fitted() -> Notes:
     """Fit once, with the strategy among the plug-ins."""
     module = Notes()

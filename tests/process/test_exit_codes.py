@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.scripts import ScriptResult, ScriptRunner
+from tests.helpers.shared import computed_once
 from tests.process.helpers import module_runner
 
 pytestmark = pytest.mark.timeout(200)
@@ -134,7 +135,7 @@ CODES = {
 }
 
 
-class Told:
+class Outputs:
     """What each case has printed."""
 
     def __init__(self, result: ScriptResult) -> None:
@@ -145,32 +146,33 @@ class Told:
         )
 
 
-@pytest.fixture(scope="module")
-def ddp_options(tmp_path_factory: pytest.TempPathFactory) -> Told:
+@pytest.fixture
+@computed_once
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     """Run all cases."""
     with module_runner(tmp_path_factory.mktemp("codes")) as runner:
-        return Told(runner(ALL, *CODES, timeout=180))
+        return Outputs(runner(ALL, *CODES, timeout=180))
 
 
 @pytest.mark.parametrize("case", CODES)
-def test_the_code_is_the_culprits(case: str, ddp_options: Told) -> None:
+def test_the_code_is_the_culprits(case: str, outputs: Outputs) -> None:
     """As a shell gives it, never 0 unless the script goes on; the exit hooks have run, the text is there."""
-    assert f"code {CODES[case]}\n" in ddp_options.stdout[case], ddp_options.stdout
-    assert "exit hooks ran" in ddp_options.stdout[case]
+    assert f"code {CODES[case]}\n" in outputs.stdout[case], outputs.stdout
+    assert "exit hooks ran" in outputs.stdout[case]
     if "own hook" not in case and "caught" not in case:
-        assert ddp_options.stderr[case].count("Worker global_rank=1 ") == 1
+        assert outputs.stderr[case].count("Worker global_rank=1 ") == 1
 
 
-def test_ones_own_excepthook_is_called(ddp_options: Told) -> None:
+def test_ones_own_excepthook_is_called(outputs: Outputs) -> None:
     """A hook that the script has set prints what it likes, and nothing else is printed."""
-    assert "own hook WorkerExitedError" in ddp_options.stdout["_exit/own hook"]
-    assert ddp_options.stderr["_exit/own hook"] == ""
+    assert "own hook WorkerExitedError" in outputs.stdout["_exit/own hook"]
+    assert outputs.stderr["_exit/own hook"] == ""
 
 
 @pytest.mark.parametrize("case", ["kill/caught", "_exit/thread"])
-def test_what_is_caught_leaves_no_hook(case: str, ddp_options: Told) -> None:
+def test_what_is_caught_leaves_no_hook(case: str, outputs: Outputs) -> None:
     """`sys.excepthook` is what it was once the error is gone, and in a thread it never changes."""
-    assert "as before: True" in ddp_options.stdout[case]
+    assert "as before: True" in outputs.stdout[case]
 
 
 @pytest.mark.parametrize(

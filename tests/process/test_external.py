@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
+from tests.helpers.shared import computed_once
 from tests.process.helpers import module_runner, with_tests
 
 pytestmark = pytest.mark.timeout(180)
@@ -62,7 +63,8 @@ def _torchrun(run_script: ScriptRunner, source: str, *args: str) -> ScriptResult
     return run_script.command([*TORCHRUN, *options, str(script), *args], timeout=120)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+@computed_once
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> ScriptResult:
     """Run the script under torchrun, on two processes."""
     with module_runner(tmp_path_factory.mktemp("torchrun")) as runner:

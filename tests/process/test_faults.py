@@ -23,6 +23,7 @@ import torch.distributed as dist
 from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, WorkerRaisedError
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
+from tests.helpers.shared import computed_once
 from tests.process.faults import HOW, LIMIT_S, WHEN, Fault, job, problems, strategy_with
 from tests.process.helpers import ddp, module_runner, with_tests
 
@@ -118,7 +119,8 @@ RERUN_SCRIPT = """
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+@computed_once
 def rerun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, list[str]]:
     """Have all cells of `test_ddp` that are selected happen in one script; return the problems of each."""
     items = [item for item in request.session.items if item.name.startswith("test_ddp[")]
@@ -131,13 +133,29 @@ def rerun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def _in_one_script(runner: ScriptRunner, texts: list[str]) -> dict[str, list[str]]:
+    """Run the cells in one script; where it ends or hangs at a cell, the cells after that in another one."""
+    found: dict[str, list[str]] = {}
+    while left := [text for text in texts if text not in found]:
+        found |= _until_it_ends(runner, left)
+    return found
+
+
+def _until_it_ends(runner: ScriptRunner, texts: list[str]) -> dict[str, list[str]]:
+    """Return the problems of the cells that were run, at least the first."""
     results = runner.folder / "script.py.results"
+    results.unlink(missing_ok=True)
+    problem = ""
     try:
         result = runner(RERUN_SCRIPT, *texts, env=with_tests(), timeout=60 + 20 * len(texts))
+        if result.returncode != 0:
+            problem = f"the script ended with {result.returncode}: {result}"
     except AssertionError as error:
-        return {text: [str(error)[:2000]] for text in texts} | _read(results)
-    late = [] if result.returncode == 0 else [f"the script ended with {result.returncode}: {result}"]
-    return {text: found + late for text, found in _read(results).items()}
+        problem = str(error)
+    found = _read(results) if results.exists() else {}
+    culprit = next((text for text in texts if text not in found), texts[-1])
+    if problem or culprit not in found:
+        found[culprit] = [*found.get(culprit, []), problem or "nothing was raised"]
+    return found
 
 
 def _read(results: Path) -> dict[str, list[str]]:

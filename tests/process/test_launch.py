@@ -24,6 +24,7 @@ from torch import nn
 from rankwise.errors import LifecycleError, NotPicklableError
 from rankwise.ranks import rank_zero_only
 from rankwise.strategies import DDPForkStrategy, DDPSpawnStrategy, DDPStrategy, Strategy
+from tests.helpers.shared import computed_once
 from tests.process.helpers import METHODS, RENDEZVOUS, WORLD, ddp
 
 MEGABYTE = 1 << 20
@@ -102,7 +103,8 @@ def _wakeup_fd() -> int:
     return descriptor
 
 
-@pytest.fixture(scope="module", params=[(m, r) for m in METHODS for r in RENDEZVOUS], ids="-".join)
+@pytest.fixture(params=[(m, r) for m in METHODS for r in RENDEZVOUS], ids="-".join)
+@computed_once
 def job(request: pytest.FixtureRequest) -> _Job:
     """Launch twice, by each start method with each rendezvous."""
     gc.unfreeze()  # importing the forkserver's preload in this process has frozen what was there

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankwise import DDPStrategy
 from rankwise.errors import WorkerRaisedError
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision, Precision, create_precision
+from tests.helpers.shared import computed_once
 from tests.process.helpers import ddp
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
@@ -68,7 +69,8 @@ def train_in_all(strategy: DDPStrategy) -> dict[str, Any]:
     return {name: train(strategy, name) for name in NAMES}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+@computed_once
 def by_rank() -> list[dict[str, Any]]:
     """What each of two ranks has seen, by precision."""
     strategy = ddp("fork")

@@ -22,6 +22,7 @@ from rankwise.ranks import RankInfo
 from rankwise.strategies import DDPStrategy
 from rankwise.strategies.placement import ranks_on_node
 from tests.helpers.scripts import ScriptResult, ScriptRunner
+from tests.helpers.shared import computed_once
 from tests.process.helpers import ddp, module_runner
 
 pytestmark = pytest.mark.timeout(120)
@@ -57,7 +58,7 @@ def main():
 MAIN = TELL + '\nif __name__ == "__main__":\n    main()\n'
 
 
-def ddp_options(result: ScriptResult) -> tuple[dict[str, object], dict[str, object]]:
+def facts_of_ranks(result: ScriptResult) -> tuple[dict[str, object], dict[str, object]]:
     """Return rank 0's and rank 1's facts; see that the job went well."""
     assert result.returncode == 0, result
     first, second = json.loads(result.stdout).values()
@@ -69,7 +70,7 @@ def ddp_options(result: ScriptResult) -> tuple[dict[str, object], dict[str, obje
 def test_flags_and_arguments_survive(run_script: ScriptRunner) -> None:
     """`python -X utf8 -O -W ... script.py --flag "a b"` is run again with all of it."""
     python_args = ("-X", "utf8", "-O", "-W", "ignore::UserWarning")
-    _, other = ddp_options(run_script(MAIN, "--flag", "a b", python_args=python_args))
+    _, other = facts_of_ranks(run_script(MAIN, "--flag", "a b", python_args=python_args))
     assert other["argv"] == [str(run_script.folder / "script.py"), "--flag", "a b"]
     assert (other["utf8"], other["optimize"], other["warnings"]) == (1, 1, ["ignore::UserWarning"])
 
@@ -80,7 +81,7 @@ def test_a_module_is_run_again_as_a_module(run_script: ScriptRunner) -> None:
     run_script.write("", "package/__init__.py")
     run_script.write(MAIN.replace("    main()", "    os.chdir('elsewhere')\n    main()"), "package/train.py")
     command = [sys.executable, "-m", "package.train", "--lr", "0.1"]
-    first, other = ddp_options(run_script.command(command, cwd=run_script.folder))
+    first, other = facts_of_ranks(run_script.command(command, cwd=run_script.folder))
     assert other["orig_argv"] == ["-m", "package.train", "--lr", "0.1"]
     assert (other["name"], other["package"]) == ("__main__", "package")
     assert first["cwd"] == other["cwd"] == str(run_script.folder / "elsewhere")
@@ -88,7 +89,7 @@ def test_a_module_is_run_again_as_a_module(run_script: ScriptRunner) -> None:
 
 def test_code_on_the_command_line_is_run_again(run_script: ScriptRunner) -> None:
     """`python -bc ...`, its flags in one word, is run again with its code and arguments."""
-    _, other = ddp_options(run_script.command([sys.executable, "-bc", MAIN, "one", "two"]))
+    _, other = facts_of_ranks(run_script.command([sys.executable, "-bc", MAIN, "one", "two"]))
     assert (other["bytes_warning"], other["argv"]) == (1, ["-c", "one", "two"])
 
 
@@ -97,7 +98,7 @@ def test_a_changed_argv_and_directory_do_not_matter(run_script: ScriptRunner) ->
     (run_script.folder / "elsewhere").mkdir()
     run_script.write("import os, sys\nos.chdir('elsewhere')\nsys.argv[:] = ['other', '--gone']\n" + MAIN)
     command = [sys.executable, "script.py", "--kept"]
-    first, other = ddp_options(run_script.command(command, cwd=run_script.folder))
+    first, other = facts_of_ranks(run_script.command(command, cwd=run_script.folder))
     assert first["cwd"] == other["cwd"] == str(run_script.folder / "elsewhere")
     assert other["argv"] == ["other", "--gone"]  # it does the same to its own
     assert other["orig_argv"] == ["script.py", "--kept"]
@@ -108,7 +109,7 @@ def test_a_command_of_ones_own_is_run(run_script: ScriptRunner) -> None:
     source = MAIN.replace(
         "devices=2", "devices=2, command=[sys.executable, '-X', 'utf8', sys.argv[0], '--sibling']"
     )
-    first, other = ddp_options(run_script(source))
+    first, other = facts_of_ranks(run_script(source))
     assert (len(first["argv"]), other["argv"][1:], other["utf8"]) == (1, ["--sibling"], 1)  # type: ignore[arg-type,index]  # lists
 
 
@@ -369,7 +370,8 @@ except LaunchRefusedError as error:
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+@computed_once
 def values(tmp_path_factory: pytest.TempPathFactory) -> ScriptResult:
     """Run the script that returns several values."""
     with module_runner(tmp_path_factory.mktemp("values")) as runner:
@@ -537,7 +539,7 @@ def test_the_working_directory_of_the_tests_is_not_needed(run_script: ScriptRunn
     (run_script.folder / "deep").mkdir()
     run_script.write(MAIN)
     command = [sys.executable, "../script.py"]
-    ddp_options(run_script.command(command, cwd=run_script.folder / "deep"))
+    facts_of_ranks(run_script.command(command, cwd=run_script.folder / "deep"))
 
 
 @pytest.mark.soak
@@ -547,7 +549,7 @@ def test_a_linked_script_is_found_again(run_script: ScriptRunner) -> None:
     run_script.write(MAIN, "real/script.py")
     link = run_script.folder / "link.py"
     link.symlink_to(run_script.folder / "real" / "script.py")
-    _, other = ddp_options(run_script.command([sys.executable, str(link)]))
+    _, other = facts_of_ranks(run_script.command([sys.executable, str(link)]))
     assert other["argv"] == [str(link)]
 
 

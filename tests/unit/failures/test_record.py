@@ -208,8 +208,8 @@ def test_the_same_traceback_is_told_once() -> None:
 
 def test_what_another_rank_has_raised_first_is_a_consequence() -> None:
     """An exception that a rank raises on another's word is not taken for the cause."""
-    assert of(mark_propagated(ValueError("ddp_options"))).is_consequence
-    assert not of(ValueError("ddp_options")).is_consequence
+    assert of(mark_propagated(ValueError("propagated"))).is_consequence
+    assert not of(ValueError("propagated")).is_consequence
 
 
 GONE = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:34699")
@@ -236,8 +236,8 @@ def raised_while(error: BaseException, found: BaseException) -> BaseException:
 @pytest.mark.parametrize("around", [raised_from, raised_while])
 @pytest.mark.parametrize(
     "found",
-    [GONE, RankZeroFailedError(0, "ValueError: x"), mark_propagated(ValueError("ddp_options")), JobStopped()],
-    ids=["gloo", "rank zero", "ddp_options", "stopped"],
+    [GONE, RankZeroFailedError(0, "ValueError: x"), mark_propagated(ValueError("propagated")), JobStopped()],
+    ids=["gloo", "rank zero", "propagated", "stopped"],
 )
 def test_what_wraps_a_consequence_is_one(
     around: Callable[[BaseException, BaseException], BaseException], found: BaseException

@@ -49,8 +49,8 @@ def meet(each: NodesRendezvous, met: list[Any], together: threading.Barrier) -> 
 def test_a_node_that_comes_later_meets_those_that_stayed() -> None:
     """All find rank 0's new store, which is empty and on loopback, and agree that it is the second start."""
     port = free_port()
-    ddp_options: list[list[RestartInfo]] = [[], [], []]
-    handlers = [handler(port, starts, is_host=not number) for number, starts in enumerate(ddp_options)]
+    started: list[list[RestartInfo]] = [[], [], []]
+    handlers = [handler(port, starts, is_host=not number) for number, starts in enumerate(started)]
     for size in (2, 3):
         met: list[Any] = []
         together = threading.Barrier(size)
@@ -63,8 +63,8 @@ def test_a_node_that_comes_later_meets_those_that_stayed() -> None:
         assert len({address for _, address, _ in met}) == 1
         assert {host for _, (host, _), _ in met} == {"127.0.0.1"}
         assert not any(is_used for _, _, is_used in met)
-    assert [[start.number for start in starts] for starts in ddp_options] == [[0, 1], [0, 1], [1]]
-    assert len({start.job for starts in ddp_options for start in starts}) == 1
+    assert [[start.number for start in starts] for starts in started] == [[0, 1], [0, 1], [1]]
+    assert len({start.job for starts in started for start in starts}) == 1
     with socket.socket() as elsewhere:  # the agents' own store listens at the endpoint, and nowhere else
         assert elsewhere.connect_ex(("127.0.0.2", port)) == errno.ECONNREFUSED
     for each in reversed(handlers):

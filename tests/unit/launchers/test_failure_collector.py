@@ -143,14 +143,14 @@ def test_the_rank_that_reports_is_not_missing(workers: list[WorkerState]) -> Non
 
 def test_a_failure_that_several_ranks_have_heard_of(workers: list[WorkerState]) -> None:
     """What comes from another node by way of two ranks is one failure, and told on once."""
-    ddp_options: list[FailureRecord] = []
-    failures = Failures(workers, ddp_options.append)
+    seen: list[FailureRecord] = []
+    failures = Failures(workers, seen.append)
     record = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="ValueError", traceback_text="there")
     for at_s in (1.0, 1.5):
         failures.add(dataclasses.replace(record, at_s=at_s))
     error = failures.error()
     assert isinstance(error, WorkerRaisedError)
-    assert (error.global_rank, error.alike, ddp_options) == (3, (), [record])
+    assert (error.global_rank, error.alike, seen) == (3, (), [record])
 
 
 def killed(rank: int, at_s: float) -> FailureRecord:

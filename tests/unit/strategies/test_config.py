@@ -266,8 +266,8 @@ def test_ddps_keywords_are_kept() -> None:
 def test_logged_weights_have_gradients_in_buckets() -> None:
     """By default, as they are then divided bucket by bucket; what the user says counts."""
     assert DDPStrategy(gradient_weighting="logged").ddp_kwargs["gradient_as_bucket_view"] is True
-    ddp_options = DDPStrategy(gradient_weighting="logged", gradient_as_bucket_view=False)
-    assert ddp_options.ddp_kwargs["gradient_as_bucket_view"] is False
+    strategy = DDPStrategy(gradient_weighting="logged", gradient_as_bucket_view=False)
+    assert strategy.ddp_kwargs["gradient_as_bucket_view"] is False
 
 
 @pytest.mark.parametrize(
