@@ -23,8 +23,14 @@ SERVICES = (
 """What the command lines of multiprocessing's own helpers hold. They may outlive a test."""
 
 
+shared_pids: set[int] = set()
+"""Processes that serve several tests. The fixture that starts one adds its pid, and removes it at the end."""
+
+
 def is_service(process: psutil.Process, of: int | None = None) -> bool:
-    """Tell whether it is a helper of multiprocessing's own, of process `of` or of this one; no fork of it."""
+    """Tell whether it is shared, or a helper of multiprocessing's own, of process `of` or of this one."""
+    if process.pid in shared_pids:
+        return True
     try:
         is_helper = any(code in argument for argument in process.cmdline() for code in SERVICES)
         return is_helper and bool(process.ppid() == (os.getpid() if of is None else of))

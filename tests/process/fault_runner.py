@@ -53,15 +53,13 @@ class Outcome:
     output: str
 
 
-class FaultRunner:
-    """Runs one job after the other; a context manager."""
+class _Driver:
+    """The process of `fault_driver.py`, which forks one main process for each job."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._number = 0
+    def __init__(self, marker: str) -> None:
         variables = {**os.environ, **{name: value or "" for name, value in with_tests().items()}}
-        variables[processes.MARKER] = f"{os.getpid()}-faults-{id(self)}"
-        self._driver = subprocess.Popen(
+        variables[processes.MARKER] = marker
+        self._popen = subprocess.Popen(
             [sys.executable, str(SCRIPT)],
             env=variables,
             stdin=subprocess.PIPE,
@@ -69,6 +67,56 @@ class FaultRunner:
             text=True,
             start_new_session=True,
         )
+        self.pid = self._popen.pid
+        processes.shared_pids.add(self.pid)
+
+    def start(self, job: str) -> psutil.Process:
+        """Start a job; return its main process."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(f"{job}\n")
+        self._popen.stdin.flush()
+        return psutil.Process(self._read_number())
+
+    def exit_code(self) -> int:
+        """Wait for the main process; return its exit code."""
+        return self._read_number()
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        processes.shared_pids.discard(self.pid)
+        self._popen.kill()
+        with self._popen:
+            pass
+
+    def _read_number(self) -> int:
+        assert self._popen.stdout is not None
+        line = self._popen.stdout.readline()
+        assert line, f"the driver of the jobs has ended with {self._popen.wait()}"
+        return int(line)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What was seen of a job's processes; the times are of `time.monotonic`."""
+
+    started_at_s: float
+    ranks_gone_at_s: float
+    gone_at_s: float
+    exit_code: int
+    left: list[str]
+
+
+class FaultRunner:
+    """Runs one job after the other; a context manager.
+
+    All jobs are forked from one driver. After a job that could not be watched to its end, the driver may be
+    anywhere in its protocol: it is ended, and the next job has a new one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._number = 0
+        self.driver: _Driver | None = None
 
     def __call__(
         self,
@@ -86,26 +134,21 @@ class FaultRunner:
         folder.mkdir(parents=True)
         shared_memory = leak_checks.SharedMemory()
         fault = Fault(cell, str(folder), delay_s, step, litters)
-        started = time.monotonic()
-        self._tell(as_json(fault, start_method))
-        main = psutil.Process(self._hear())
         try:
-            ranks_gone_at_s, gone_at_s = self._watch(main, fault, started, outlives_s)
-            left = [processes.describe(process) for process in _living(main.pid, folder)]
-        finally:
-            processes.kill(_living(main.pid, folder))
-            exit_code = self._hear()  # the next job's comes after it
-        left += leak_checks.wait_until_clean([shared_memory], timeout_s=0.5)
-        left += files_left(folder)
+            job = self._run(fault, start_method, outlives_s)
+        except BaseException:
+            self.close()
+            raise
+        left = [*job.left, *leak_checks.wait_until_clean([shared_memory], timeout_s=0.5), *files_left(folder)]
         report, problem = word_of(fault)
         left += [problem] if problem else []
         stamp = folder / "stamp"
-        began_s = float(stamp.read_text()) if stamp.exists() else started
+        began_s = float(stamp.read_text()) if stamp.exists() else job.started_at_s
         return Outcome(
-            ranks_gone_at_s - began_s,
-            gone_at_s - began_s,
+            job.ranks_gone_at_s - began_s,
+            job.gone_at_s - began_s,
             report["told_at_s"] - began_s if report else -1.0,
-            exit_code,
+            job.exit_code,
             str(report["exception"]) if report else UNDISTURBED,
             tuple(rank for rank in report.get("ranks", ()) if rank is not None),
             (*left, *report.get("left", ())),
@@ -114,17 +157,22 @@ class FaultRunner:
 
     def close(self) -> None:
         """End the driver."""
-        with self._driver:
-            pass
+        if self.driver is not None:
+            self.driver.close()
+        self.driver = None
 
-    def _tell(self, line: str) -> None:
-        assert self._driver.stdin is not None
-        self._driver.stdin.write(f"{line}\n")
-        self._driver.stdin.flush()
-
-    def _hear(self) -> int:
-        assert self._driver.stdout is not None
-        return int(self._driver.stdout.readline())
+    def _run(self, fault: Fault, start_method: str, outlives_s: float) -> _Watched:
+        if self.driver is None:
+            self.driver = _Driver(f"{os.getpid()}-faults-{id(self)}")
+        folder = Path(fault.folder)
+        started_at_s = time.monotonic()
+        main = self.driver.start(as_json(fault, start_method))
+        try:
+            times = self._watch(main, fault, started_at_s, outlives_s)
+            left = [processes.describe(process) for process in _living(main.pid, folder)]
+        finally:
+            processes.kill(_living(main.pid, folder))
+        return _Watched(started_at_s, *times, self.driver.exit_code(), left)
 
     def _watch(
         self, main: psutil.Process, fault: Fault, started: float, outlives_s: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -65,6 +66,16 @@ def test_what_is_left_is_found(run: FaultRunner) -> None:
     assert found.count("in the caller: pid ") == 3, outcome  # two processes, one of which listens
     assert found.count("in the caller: this process still listens on 127.0.0.1 port ") == 1, outcome
     assert len([line for line in outcome.left if line.endswith("sleep 60") and "caller" not in line]) == 2
+
+
+def test_a_broken_driver_is_replaced(run: FaultRunner) -> None:
+    """Where the process that starts the jobs has ended, that job fails, and the next one has a new process."""
+    run(None, "fork")
+    assert run.driver is not None
+    os.kill(run.driver.pid, signal.SIGKILL)
+    with pytest.raises((AssertionError, BrokenPipeError)):
+        run(None, "fork")
+    assert run(None, "fork").exit_code == 0
 
 
 # ---------------------------------------------------------------------- series
