@@ -6,12 +6,14 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rankwise.processes import command_line
+from rankwise.processes.command_line import CONTEXT_VARIABLE
 
 if (
-    command_line.CONTEXT_VARIABLE in os.environ
-):  # a re-run script: from here on it leaves when its main process does
-    import_module("rankwise.launchers.worker_main").attach(os.environ.pop(command_line.CONTEXT_VARIABLE))
+    CONTEXT_VARIABLE in os.environ
+):  # a script that is run again: it attaches to its main process before all else
+    from rankwise.launchers.worker_main import attach
+
+    attach(os.environ.pop(CONTEXT_VARIABLE))
 
 if TYPE_CHECKING:
     from rankwise import callbacks, errors

@@ -51,6 +51,11 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 }
 """What each part of the package (a folder or file right under it) may import, beside itself."""
 
+HAVE_HOOKS = ("callbacks", "loggers", "trainer.hooks", "trainer.module")
+"""Parts and modules with hooks that are called with the Trainer and its module."""
+
+HOOK_TYPES = ("trainer.Trainer", "trainer.trainer.Trainer", "trainer.TrainingModule")
+
 
 @dataclass(frozen=True)
 class Module:
@@ -107,11 +112,26 @@ def read_package(folder: Path) -> dict[str, Module]:
 
 
 def imports_of(module: Module, modules: Mapping[str, Module]) -> set[str]:
-    """Return the package's modules that `module` imports, anywhere in it, but not for types alone."""
-    found: set[str] = set()
-    for node in _nodes_that_run(module.tree):
-        found.update(_existing(name, modules) for name in _imported_names(node, module))
+    """Return the package's modules that `module` imports, anywhere in it, for types too.
+
+    `HOOK_TYPES` do not count where `HAVE_HOOKS` import them for types.
+    """
+    runs = set(_nodes(module.tree, for_types=False))
+    exempt = _hook_types(module)
+    found = {
+        _existing(name, modules)
+        for node in ast.walk(module.tree)
+        for name in _imported_names(node, module)
+        if node in runs or name not in exempt
+    }
     return found - {"", module.name}
+
+
+def _hook_types(module: Module) -> set[str]:
+    package, _, inside = module.name.partition(".")
+    if module.part not in HAVE_HOOKS and inside not in HAVE_HOOKS:
+        return set()
+    return {f"{package}.{name}" for name in HOOK_TYPES}
 
 
 def wrong_directions(modules: Mapping[str, Module]) -> list[str]:
@@ -147,6 +167,48 @@ def cycles(modules: Mapping[str, Module]) -> list[str]:
     return sorted(found.values())
 
 
+def private_imports(modules: Mapping[str, Module]) -> list[str]:
+    """Return the imports of a private module by a module of another folder."""
+    return [
+        f"{module.name} imports {name}"
+        for module in modules.values()
+        for name in sorted(imports_of(module, modules))
+        if name.rpartition(".")[2].startswith("_") and not name.endswith("__")
+        if name.rpartition(".")[0] != (module.name if module.is_package else module.name.rpartition(".")[0])
+    ]
+
+
+def modules_in_strings(modules: Mapping[str, Module], tables: Mapping[str, str]) -> list[str]:
+    """Return the strings that name a module of the package outside the tables of such names.
+
+    Args:
+        modules: the package.
+        tables: by module, the top-level name of its table; all that stands in a table must name a module.
+    """
+    problems = []
+    for module in modules.values():
+        table = [node for node in module.tree.body if _assigns(node, tables.get(module.name, ""))]
+        in_table = {node for statement in table for node in ast.walk(statement)}
+        for node in ast.walk(module.tree):
+            match node:
+                case ast.Constant(value=str(text)) if (
+                    text in modules and "." in text and node not in in_table
+                ):
+                    problems.append(f"{module.where(node)}: {text!r}")
+                case ast.Constant(value=str(text)) if (
+                    "." in text and node in in_table and text not in modules
+                ):
+                    problems.append(f"{module.where(node)}: there is no {text!r}")
+    return sorted(problems)
+
+
+def _assigns(node: ast.stmt, name: str) -> bool:
+    match node:
+        case ast.Assign(targets=[ast.Name(id=target)]) | ast.AnnAssign(target=ast.Name(id=target)):
+            return target == name
+    return False
+
+
 def _existing(name: str, modules: Mapping[str, Module]) -> str:
     while name and name not in modules:  # `from package.module import a_class`
         name = name.rpartition(".")[0]
@@ -175,15 +237,19 @@ def _absolute(node: ast.ImportFrom, module: Module) -> str:
     return ".".join([*parents, *([node.module] if node.module else [])])
 
 
-def _nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
+def _nodes(node: ast.AST, for_types: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        if (
+            not for_types
+            and isinstance(child, ast.If)
+            and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        ):
             for statement in child.orelse:
                 yield statement
-                yield from _nodes_that_run(statement)
+                yield from _nodes(statement, for_types)
         else:
             yield child
-            yield from _nodes_that_run(child)
+            yield from _nodes(child, for_types)
 
 
 def _part(name: str) -> str:
@@ -220,6 +286,34 @@ def long_files(modules: Mapping[str, Module], limit: int, but: Mapping[str, int]
     """Return the files of more than `limit` lines; `but` holds other limits, by the module's name."""
     counts = {module.name: len(module.text.splitlines()) for module in modules.values()}
     return [f"{name}: {count} lines" for name, count in counts.items() if count > but.get(name, limit)]
+
+
+def crowded_folders(modules: Mapping[str, Module], limit: int) -> list[str]:
+    """Return the folders of more than `limit` files, their `__init__` aside."""
+    folders = [module.path.parent for module in modules.values() if not module.is_package]
+    return [
+        f"{folder}: {folders.count(folder)} files"
+        for folder in sorted(set(folders))
+        if folders.count(folder) > limit
+    ]
+
+
+def function_lengths(modules: Mapping[str, Module]) -> list[int]:
+    """Return the number of lines of each function, its decorators and docstring aside, in ascending order."""
+    return sorted(
+        _length(node)
+        for module in modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+
+
+def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    docstring = function.body[0] if ast.get_docstring(function) else None
+    length = (function.end_lineno or function.lineno) - function.lineno + 1
+    return length - (
+        0 if docstring is None else (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+    )
 
 
 def without_all(modules: Mapping[str, Module]) -> list[str]:
@@ -292,7 +386,7 @@ def raised_errors(modules: Iterable[Module], names: Iterable[str]) -> set[str]:
     used = {
         node.id
         for module in modules
-        for node in _nodes_that_run(module.tree)
+        for node in _nodes(module.tree, for_types=False)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     }
     return used & set(names)
