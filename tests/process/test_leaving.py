@@ -16,7 +16,7 @@ import torch
 
 from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
-from rankwise.launchers import teardown_timeout
+from rankwise.monitoring import teardown_timeout
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_leave(
 LONGER = """
     import atexit, os, sys, time
     import rankwise
-    from rankwise.launchers import teardown_timeout
+    from rankwise.monitoring import teardown_timeout
     from rankwise.strategies import DDPStrategy
 
     teardown_timeout.LEAST_TO_LEAVE_S = 1.0

@@ -13,11 +13,22 @@ import torch.distributed as dist
 
 from rankwise.errors import NodesLostError
 from rankwise.failures.classify import text_of
+from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.heartbeat import FailureTime, failure_time_of
 from rankwise.monitoring.rank_monitor import StatusReply, notify_failure, query_status, reply_key
+from rankwise.ranks import RankInfo
+from rankwise.stores.endpoint import RendezvousEndpoint, store_of_job
 from rankwise.stores.rendezvous import FAILURE, RankIdentity, read_key
+from rankwise.stores.tcp import forget_store, hosted_here, open_another
 
-__all__ = ["FailureExchange", "StatusReport", "publish_failure", "published_failure", "wait_until_read"]
+__all__ = [
+    "CrossNodeFailures",
+    "FailureExchange",
+    "StatusReport",
+    "publish_failure",
+    "published_failure",
+    "wait_until_read",
+]
 
 _COUNT, _ALL_DONE = "done", b"all are done"
 # How long the rank that failed first has to say so, once others feel it, and how long the store may take.
@@ -28,6 +39,10 @@ _LINGER_S = 1.0
 # How long a rank that is done waits for those of other nodes, and how often it looks.
 _LONGEST_WAIT = timedelta(minutes=10)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+# A slow resolver delays a connection to a TCPStore by 5 s.
+_STORE_LIMIT = timedelta(seconds=12)
+# How long a process has to leave a job before the store that it hosts is dropped.
+_LEAVE_S = 1.0
 
 
 @final
@@ -211,3 +226,86 @@ def wait_until_read(store: dist.Store, ranks: Iterable[int]) -> None:
     deadline = time.monotonic() + _LINGER_S
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(_LINGER_S / 50)  # and not in the store, which writes on stderr where it waits in vain
+
+
+@final
+class CrossNodeFailures:
+    """Tell the ranks of other nodes of an end that no rank could tell them.
+
+    Which ended by a signal, or `os._exit`; or in whatever way before it had met them.
+
+    Args:
+        meeting: where the nodes of the job meet; None for a job on one node, which has nobody to tell.
+        ranks: those of this node's first process.
+
+    Attributes:
+        job: counts the jobs that meet there, as the worker contexts do.
+    """
+
+    def __init__(self, endpoint: RendezvousEndpoint | None, ranks: RankInfo, job: int = 1) -> None:
+        self.job = job
+        self._endpoint = endpoint
+        self._ranks = ranks
+        self._publishing: threading.Thread | None = None
+
+    def tell(self, record: FailureRecord) -> None:
+        """Leave a record in the job's store, in a thread: the store may be out of reach."""
+        if self._endpoint is None or self._publishing is not None or not self._has_to_publish(record):
+            return
+        self._publishing = threading.Thread(
+            target=self._publish, args=(record,), name="rankwise-other-nodes", daemon=True
+        )
+        self._publishing.start()
+
+    def wait_until_published(self) -> None:
+        """Give what is being told the time to arrive; and where the store is here, to be read."""
+        if self._publishing is not None:
+            self._publishing.join(_STORE_LIMIT.total_seconds())
+        if self._endpoint is not None and self._endpoint.hosts:
+            _in_reach(self._wait_until_read)
+
+    def forget_store_soon(self, is_in_job: Callable[[], bool]) -> None:
+        """Let go of the store where it is here, and this process is in its job still: a wait in it ends so.
+
+        Such a wait is in C++ and hears no signal. The ranks of other nodes get the time to read what failed.
+        """
+        if self._endpoint is None or not self._endpoint.hosts:
+            return
+        timer = threading.Timer(_LEAVE_S, self._forget_store, (self._endpoint.address, is_in_job))
+        timer.daemon = True
+        timer.start()
+
+    def _forget_store(self, address: tuple[str, int], is_in_job: Callable[[], bool]) -> None:
+        self.wait_until_published()
+        if is_in_job():
+            forget_store(address)
+
+    def _has_to_publish(self, record: FailureRecord) -> bool:
+        is_ours = record.node_rank == self._ranks.node_rank
+        is_cause = not (record.is_consequence or record.is_timeout)
+        return is_ours and is_cause and (record.exit_status is not None or not record.has_met)
+
+    def _publish(self, record: FailureRecord) -> None:
+        _in_reach(lambda: publish_failure(self._store(), record.to_json(), self._ranks.world_size))
+
+    def _wait_until_read(self) -> None:
+        store = self._store()
+        if (left := published_failure(store)) is not None:
+            nodes = {self._ranks.node_rank, FailureRecord.from_json(left).node_rank}
+            size = self._ranks.local_world_size
+            everyone = range(self._ranks.world_size)
+            wait_until_read(store, [rank for rank in everyone if rank // size not in nodes])
+
+    def _store(self) -> dist.Store:
+        if self._endpoint is None:
+            raise ValueError("a job on one node has no other nodes")
+        address = self._endpoint.address
+        store = hosted_here(address) if self._endpoint.hosts else open_another(address, _STORE_LIMIT)
+        return store_of_job(store, self.job)
+
+
+def _in_reach(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:  # noqa: BLE001  a store that is gone, or never was: nobody is left to tell
+        return

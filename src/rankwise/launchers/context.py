@@ -16,6 +16,7 @@ from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.processes.interrupt import Interruptible
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.ranks import RankInfo
+from rankwise.stores.endpoint import store_of_job
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -24,18 +25,9 @@ if TYPE_CHECKING:
     from rankwise.process_group.stop_agreement import StopAgreement
     from rankwise.stores.rendezvous import RankIdentity
 
-__all__ = ["Entry", "RendezvousEndpoint", "WorkerContext", "store_of_job", "torchrun_variables"]
+__all__ = ["Entry", "WorkerContext", "torchrun_variables"]
 
 Entry = Callable[["WorkerContext"], Any]
-
-
-@final
-@dataclass(frozen=True)
-class RendezvousEndpoint:
-    """Where the nodes of a job meet: host and port, and whether this node hosts the store there."""
-
-    address: tuple[str, int]
-    hosts: bool
 
 
 @final
@@ -204,13 +196,6 @@ class WorkerContext:
         if self.on_stop is not None:
             self.on_stop()
         block.interrupt()
-
-
-def store_of_job(store: Store, job: int, start: int = 0) -> Store:
-    """Return what a store has for one job, in one start of it."""
-    from torch.distributed import PrefixStore
-
-    return PrefixStore(f"start{start}/job{job}", store)
 
 
 def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None, run_id: str) -> dict[str, str]:

@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.context import Entry, WorkerContext
-from rankwise.launchers.stacks import stacks_on_signal
 from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to
+from rankwise.monitoring.stacks import stacks_on_signal
 from rankwise.processes import parent_death
 from rankwise.ranks import RankInfo
 from rankwise.stores.restart import find_restart

@@ -23,13 +23,13 @@ from typing import Any, final
 import torch
 
 from rankwise.errors import LaunchRefusedError
+from rankwise.failures.exchange import CrossNodeFailures
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.launchers.context import Entry, RendezvousEndpoint, WorkerContext, torchrun_variables
-from rankwise.launchers.cross_node_failures import CrossNodeFailures
-from rankwise.launchers.stacks import write_stacks_on_signal
+from rankwise.launchers.context import Entry, WorkerContext, torchrun_variables
 from rankwise.launchers.supervisor import Supervisor
 from rankwise.monitoring.heartbeat import LEAVING, HeartbeatReader, report_phase, write_heartbeat_to
+from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import fork_safety, parent_death
 from rankwise.processes.command_line import count_launch
 from rankwise.processes.exit_codes import end_pools, exit_now
@@ -43,6 +43,7 @@ from rankwise.processes.signals import (
 )
 from rankwise.processes.started_process import MultiprocessingProcess
 from rankwise.ranks import RankInfo
+from rankwise.stores.endpoint import RendezvousEndpoint
 from rankwise.stores.tcp import host_store, hosted_store
 
 __all__ = [

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from rankwise.errors import LaunchRefusedError, WorkerError
+from rankwise.failures.exchange import CrossNodeFailures
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.launchers.context import Entry, RendezvousEndpoint, WorkerContext, torchrun_variables
-from rankwise.launchers.cross_node_failures import CrossNodeFailures
+from rankwise.launchers.context import Entry, WorkerContext, torchrun_variables
 from rankwise.launchers.supervisor import Supervisor
 from rankwise.launchers.worker_main import (
     InheritedContext,
@@ -38,6 +38,7 @@ from rankwise.processes.signals import StoppedBySignal, interrupts_blocked
 from rankwise.processes.started_process import PopenProcess
 from rankwise.processes.stderr import write_stderr
 from rankwise.ranks import RankInfo
+from rankwise.stores.endpoint import RendezvousEndpoint
 from rankwise.stores.tcp import forget_store, host_store, hosted_store
 
 if TYPE_CHECKING:

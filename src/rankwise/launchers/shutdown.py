@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import final
 
+from rankwise.failures.collector import FailureCollector
 from rankwise.launchers.channel import Kind
-from rankwise.launchers.failure_collector import Failures
 from rankwise.launchers.worker_state import WorkerState
 from rankwise.processes.event_loop import Timers
 from rankwise.processes.stderr import write_stderr
@@ -36,7 +36,7 @@ class ShutdownSequence:
     def __init__(
         self,
         workers: Sequence[WorkerState],
-        failures: Failures,
+        failures: FailureCollector,
         timers: Timers,
         send: Callable[[WorkerState, Kind, bytes], None],
         grace_period_s: float,

@@ -14,15 +14,16 @@ from contextlib import AbstractContextManager
 from typing import final
 
 from rankwise.errors import WorkerError
+from rankwise.failures.collector import FailureCollector
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind, frame, split_id, with_id
-from rankwise.launchers.failure_collector import Failures
 from rankwise.launchers.shutdown import ShutdownSequence
-from rankwise.launchers.stacks import STACKS_SIGNAL, dump_stacks
-from rankwise.launchers.stall_monitor import StallMonitor
-from rankwise.launchers.teardown_timeout import TeardownTimeout
 from rankwise.launchers.worker_state import WorkerState
 from rankwise.monitoring.heartbeat import HeartbeatReader
+from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
+from rankwise.monitoring.stragglers import LocalStragglerMonitor
+from rankwise.monitoring.teardown_timeout import TeardownTimeout
 from rankwise.processes import fork_safety
 from rankwise.processes.event_loop import Timers, Wakeup
 from rankwise.processes.started_process import StartedProcess
@@ -66,10 +67,10 @@ class Supervisor:
         fork_safety.close_in_child(self._selector)
         self._workers: list[WorkerState] = []
         self._table = StoreTable()
-        self._failures = Failures(self._workers, on_failure)
-        self._stalls = StallMonitor(self._workers, stall_warning_s)
+        self._failures = FailureCollector(self._workers, on_failure)
+        self._stalls = LocalStragglerMonitor(self._workers, stall_warning_s)
         self._timers = Timers(
-            self._stalls, TeardownTimeout(self._workers, teardown_timeout_s, self._on_failure)
+            self._stalls, TeardownTimeout(self._workers, teardown_timeout_s, self._on_teardown_timeout)
         )
         self._shutdown = ShutdownSequence(
             self._workers, self._failures, self._timers, self._send, grace_period_s, teardown_timeout_s
@@ -96,7 +97,7 @@ class Supervisor:
         """
         sock.setblocking(False)
         fork_safety.close_in_child(sock)
-        self._workers.append(WorkerState(ranks, sock, process, heartbeat))
+        self._workers.append(WorkerState(ranks, process, heartbeat, sock))
 
     def start(self) -> None:
         """Begin to watch."""
@@ -358,6 +359,10 @@ class Supervisor:
                 self._timers.set(_SETTLE_S, self._stop_all)
         else:
             self._stop_all()
+
+    def _on_teardown_timeout(self, witness: MonitoredRank, error: Exception) -> None:
+        pid = 0 if witness.process is None else witness.process.pid
+        self._on_failure(FailureRecord.of_waiting(witness.ranks, pid, error))
 
     def _stop_all(self) -> None:
         self._shutdown.begin(self._job)

@@ -12,8 +12,8 @@ from typing import final
 
 from rankwise.errors import RendezvousTimeoutError
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.launchers.stacks import write_stacks_on_signal
 from rankwise.monitoring.heartbeat import write_heartbeat_to
+from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import parent_death
 from rankwise.processes.signals import ignore_interrupts_in_workers
 from rankwise.processes.started_process import is_suspended

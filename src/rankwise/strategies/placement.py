@@ -24,10 +24,10 @@ from rankwise.errors import (
     UnknownNameError,
     WorldSizeMismatchError,
 )
-from rankwise.launchers.context import RendezvousEndpoint
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script import script_place, script_ranks
 from rankwise.ranks import RankInfo
+from rankwise.stores.endpoint import RendezvousEndpoint
 from rankwise.strategies.config import check_choice
 
 

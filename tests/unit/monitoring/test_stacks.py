@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rankwise.launchers.stacks import dump_stacks
-from rankwise.launchers.worker_state import WorkerState
+from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.stacks import dump_stacks
 
 
-def test_the_own_stacks(workers: list[WorkerState], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_own_stacks(workers: list[MonitoredRank], capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that is this process shows its stacks there too."""
     dump_stacks(workers[:1], "a reason")
     title, _, stacks = capsys.readouterr().err.partition("\n")

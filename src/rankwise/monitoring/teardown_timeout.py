@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from rankwise.errors import RendezvousTimeoutError
-from rankwise.failures.record import FailureRecord
-from rankwise.launchers.worker_state import WorkerState
 from rankwise.monitoring.heartbeat import LEAVING, TEARDOWN
+from rankwise.monitoring.monitored_rank import MonitoredRank
 
 # How many looks there are in the time that a teardown may take.
 _LOOKS = 8
@@ -27,18 +26,18 @@ class TeardownTimeout:
     Args:
         members: all local ranks; the list is the supervisor's, and grows.
         timeout_s: how long a teardown may take; None for as long as it likes.
-        on_failure: called with the failure of the rank that waits in vain.
+        on_timeout: called with the failure of the rank that waits in vain.
     """
 
     def __init__(
         self,
-        workers: Sequence[WorkerState],
+        workers: Sequence[MonitoredRank],
         timeout_s: float | None,
-        on_failure: Callable[[FailureRecord], None],
+        on_timeout: Callable[[MonitoredRank, Exception], None],
     ) -> None:
         self._workers = workers
         self._timeout_s = timeout_s
-        self._on_failure = on_failure
+        self._on_timeout = on_timeout
         self._next_look_s = 0.0
 
     def time_left(self) -> float | None:
@@ -59,12 +58,11 @@ class TeardownTimeout:
             waiting = [member for member in self._workers if member not in hanging]
             witness = (waiting or hanging)[0]
             error = RendezvousTimeoutError("the end of the job", self._timeout_s)
-            pid = 0 if witness.process is None else witness.process.pid
             self._timeout_s = None
-            self._on_failure(FailureRecord.of_waiting(witness.ranks, pid, error))
+            self._on_timeout(witness, error)
 
     @staticmethod
-    def _hangs(member: WorkerState, timeout_s: float) -> bool:
+    def _hangs(member: MonitoredRank, timeout_s: float) -> bool:
         heartbeat = member.heartbeat.read()
         limit_s = {TEARDOWN: timeout_s, LEAVING: max(timeout_s, LEAST_TO_LEAVE_S)}.get(heartbeat.phase)
         return limit_s is not None and not member.has_ended and heartbeat.seconds_ago() > limit_s

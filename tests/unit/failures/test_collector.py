@@ -9,9 +9,8 @@ import time
 import pytest
 
 from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
+from rankwise.failures.collector import FailureCollector
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers.failure_collector import Failures
-from rankwise.launchers.worker_state import WorkerState
 from rankwise.monitoring.heartbeat import (
     TEARDOWN,
     Heartbeat,
@@ -19,6 +18,7 @@ from rankwise.monitoring.heartbeat import (
     heartbeat_written_to,
     report_phase,
 )
+from rankwise.monitoring.monitored_rank import MonitoredRank
 from rankwise.processes.shared_memory import create_memory_file
 
 GAVE_UP = "Timed out waiting 3000ms for recv operation to complete"
@@ -30,12 +30,12 @@ GAVE_UP = "Timed out waiting 3000ms for recv operation to complete"
     ids=["elsewhere", "waits too", "came when the other had given up"],
 )
 def test_who_is_missing(
-    workers: list[WorkerState], waits: bool, came_late: bool, missing: tuple[int, ...]
+    workers: list[MonitoredRank], waits: bool, came_late: bool, missing: tuple[int, ...]
 ) -> None:
     """A rank is, unless it had come before the other gave up; however late that is read."""
     descriptor = create_memory_file()
     workers[1].heartbeat = HeartbeatReader(descriptor)
-    failures = Failures(workers)
+    failures = FailureCollector(workers)
     with heartbeat_written_to(descriptor):
         gave_up_s = time.monotonic()
         report_phase("backward", step=3, waits=waits)
@@ -86,12 +86,12 @@ def timed_out(
     ],
 )
 def test_who_has_given_up_just_as_well(
-    workers: list[WorkerState], heartbeat: Heartbeat, text: str, after_s: float, missing: tuple[int, ...]
+    workers: list[MonitoredRank], heartbeat: Heartbeat, text: str, after_s: float, missing: tuple[int, ...]
 ) -> None:
     """Who waited for the same rank is not missing, and is seen where it waited, not where it left to."""
     descriptor = create_memory_file()
     workers[1].heartbeat = HeartbeatReader(descriptor)
-    failures = Failures(workers)
+    failures = FailureCollector(workers)
     with heartbeat_written_to(descriptor):
         report_phase(TEARDOWN)
         failures.add(dataclasses.replace(timed_out(0, 10.0), missing=(3,)))  # on another node
@@ -105,9 +105,9 @@ def test_who_has_given_up_just_as_well(
     )
 
 
-def test_who_waits_for_one_another(workers: list[WorkerState]) -> None:
+def test_who_waits_for_one_another(workers: list[MonitoredRank]) -> None:
     """Two ranks in two collectives: neither has come to the other's, so the one that is told of names it."""
-    failures = Failures(workers)
+    failures = FailureCollector(workers)
     failures.add(timed_out(0, 10.0))
     failures.add(timed_out(1, 10.1))
     error = failures.error()
@@ -115,11 +115,11 @@ def test_who_waits_for_one_another(workers: list[WorkerState]) -> None:
     assert (error.global_rank, error.missing) == (0, (1,))
 
 
-def test_who_hangs_in_its_wait_is_missing(workers: list[WorkerState]) -> None:
+def test_who_hangs_in_its_wait_is_missing(workers: list[MonitoredRank]) -> None:
     """Of three that all wait, the one that does not give up hangs there: it alone held up the others."""
     descriptor = create_memory_file()
     workers[1].heartbeat = HeartbeatReader(descriptor)
-    failures = Failures(workers)
+    failures = FailureCollector(workers)
     with heartbeat_written_to(descriptor):
         report_phase("all_reduce", waits=True)
         failures.add(timed_out(0, time.monotonic()))
@@ -130,9 +130,9 @@ def test_who_hangs_in_its_wait_is_missing(workers: list[WorkerState]) -> None:
     assert (error.global_rank, error.missing) == (0, (1,))
 
 
-def test_the_rank_that_reports_is_not_missing(workers: list[WorkerState]) -> None:
+def test_the_rank_that_reports_is_not_missing(workers: list[MonitoredRank]) -> None:
     """Where the first to give up is heard last, it still is neither missing nor stopped by us."""
-    failures = Failures(workers)
+    failures = FailureCollector(workers)
     failures.add(timed_out(1, 10.1))
     failures.stopped += [0]
     failures.add(dataclasses.replace(timed_out(0, 10.0), missing=(1, 3)))
@@ -141,10 +141,10 @@ def test_the_rank_that_reports_is_not_missing(workers: list[WorkerState]) -> Non
     assert (error.global_rank, error.missing, error.stopped) == (0, (3,), ())
 
 
-def test_a_failure_that_several_ranks_have_heard_of(workers: list[WorkerState]) -> None:
+def test_a_failure_that_several_ranks_have_heard_of(workers: list[MonitoredRank]) -> None:
     """What comes from another node by way of two ranks is one failure, and told on once."""
     seen: list[FailureRecord] = []
-    failures = Failures(workers, seen.append)
+    failures = FailureCollector(workers, seen.append)
     record = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="ValueError", traceback_text="there")
     for at_s in (1.0, 1.5):
         failures.add(dataclasses.replace(record, at_s=at_s))
@@ -157,9 +157,9 @@ def killed(rank: int, at_s: float) -> FailureRecord:
     return FailureRecord(rank, 0, 0, 100 + rank, at_s, exit_status=-9)
 
 
-def test_another_that_was_killed_has_its_line(workers: list[WorkerState]) -> None:
+def test_another_that_was_killed_has_its_line(workers: list[MonitoredRank]) -> None:
     """Be it before the ranks were told to stop, on another node, or after; the first one is the cause."""
-    failures = Failures(workers)
+    failures = FailureCollector(workers)
     failures.add(killed(1, 2.0))
     failures.add(killed(3, 2.5))
     failures.stopped.extend((0, 2))
@@ -170,8 +170,8 @@ def test_another_that_was_killed_has_its_line(workers: list[WorkerState]) -> Non
     assert error.consequences == tuple(f"global_rank {rank} was killed by SIGKILL" for rank in (3, 2))
 
 
-def test_what_ends_without_a_failure_is_none(workers: list[WorkerState]) -> None:
+def test_what_ends_without_a_failure_is_none(workers: list[MonitoredRank]) -> None:
     """A rank that a signal to all ended, when the job was to stop anyway, is no failure of the job."""
-    failures = Failures(workers)
+    failures = FailureCollector(workers)
     failures.add_late(killed(1, 2.0))
     assert failures.error() is None

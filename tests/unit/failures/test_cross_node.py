@@ -10,12 +10,10 @@ from datetime import timedelta
 import pytest
 
 from rankwise.failures import exchange
-from rankwise.failures.exchange import published_failure
+from rankwise.failures.exchange import CrossNodeFailures, published_failure
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers import cross_node_failures
-from rankwise.launchers.context import RendezvousEndpoint, store_of_job
-from rankwise.launchers.cross_node_failures import CrossNodeFailures
 from rankwise.ranks import RankInfo
+from rankwise.stores.endpoint import RendezvousEndpoint, store_of_job
 from rankwise.stores.rendezvous import read_key
 from rankwise.stores.tcp import forget_store, hosted_store
 from tests.helpers.ports import free_port
@@ -30,7 +28,7 @@ LIMIT = timedelta(seconds=30)  # a connection may wait five for a resolver that 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Let this process be node 0, which hosts the store."""
-    monkeypatch.setattr(cross_node_failures, "_LIMIT", LIMIT)
+    monkeypatch.setattr(exchange, "_STORE_LIMIT", LIMIT)
     address = ("127.0.0.1", free_port())
     hosted_store(LIMIT, address)
     yield address

@@ -7,10 +7,8 @@ import time
 
 import pytest
 
-from rankwise.failures.record import FailureRecord
-from rankwise.launchers import teardown_timeout
-from rankwise.launchers.teardown_timeout import TeardownTimeout
-from rankwise.launchers.worker_state import WorkerState
+from rankwise.errors import RendezvousTimeoutError
+from rankwise.monitoring import teardown_timeout
 from rankwise.monitoring.heartbeat import (
     LEAVING,
     TEARDOWN,
@@ -18,16 +16,20 @@ from rankwise.monitoring.heartbeat import (
     heartbeat_written_to,
     report_phase,
 )
+from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.teardown_timeout import TeardownTimeout
 from rankwise.processes.shared_memory import create_memory_file
 
 TIMEOUT_S = 0.4
 LONG_S = 30.0
 
 
-def watched(workers: list[WorkerState], phase: str, seconds: float) -> list[FailureRecord]:
-    """Let rank 1 be in a phase for so long, or until it is reported; return what the watch reports."""
-    found: list[FailureRecord] = []
-    watch = TeardownTimeout(workers, TIMEOUT_S, found.append)
+def watched(
+    workers: list[MonitoredRank], phase: str, seconds: float
+) -> list[tuple[MonitoredRank, Exception]]:
+    """Keep rank 1 in a phase for so long, or until it is reported; return what is reported."""
+    found: list[tuple[MonitoredRank, Exception]] = []
+    watch = TeardownTimeout(workers, TIMEOUT_S, lambda *waiting: found.append(waiting))
     descriptor = create_memory_file()
     workers[1].heartbeat = HeartbeatReader(descriptor)
     with heartbeat_written_to(descriptor):
@@ -41,22 +43,23 @@ def watched(workers: list[WorkerState], phase: str, seconds: float) -> list[Fail
     return found
 
 
-def test_a_teardown_that_hangs(workers: list[WorkerState]) -> None:
+def test_a_teardown_that_hangs(workers: list[MonitoredRank]) -> None:
     """It is reported once, as a wait of the other rank that has timed out."""
-    [record] = watched(workers, TEARDOWN, LONG_S)
-    assert (record.global_rank, record.is_timeout) == (0, True)
-    assert "Waited 0.4 s for the end of the job" in record.exception_message
+    [(witness, error)] = watched(workers, TEARDOWN, LONG_S)
+    assert witness is workers[0]
+    assert isinstance(error, RendezvousTimeoutError)
+    assert "Waited 0.4 s for the end of the job" in str(error)
 
 
-def test_work_may_take_its_time(workers: list[WorkerState]) -> None:
+def test_work_may_take_its_time(workers: list[MonitoredRank]) -> None:
     """What a rank does before its teardown has no end."""
     assert watched(workers, "running", 2 * TIMEOUT_S) == []
 
 
-def test_a_watch_that_was_suspended(workers: list[WorkerState]) -> None:
+def test_a_watch_that_was_suspended(workers: list[MonitoredRank]) -> None:
     """Who looks late has perhaps been suspended together with the ranks: they get another moment."""
-    found: list[FailureRecord] = []
-    watch = TeardownTimeout(workers, TIMEOUT_S, found.append)
+    found: list[MonitoredRank] = []
+    watch = TeardownTimeout(workers, TIMEOUT_S, lambda witness, error: found.append(witness))
     watch.look()
     descriptor = create_memory_file()
     workers[1].heartbeat = HeartbeatReader(descriptor)
@@ -68,8 +71,8 @@ def test_a_watch_that_was_suspended(workers: list[WorkerState]) -> None:
     assert found == []
 
 
-def test_the_way_out_may_take_longer(workers: list[WorkerState], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_out_may_take_longer(workers: list[MonitoredRank], monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter needs time to leave, however short a collective may take; but it has an end too."""
     assert watched(workers, LEAVING, 2 * TIMEOUT_S) == []
     monkeypatch.setattr(teardown_timeout, "LEAST_TO_LEAVE_S", TIMEOUT_S)
-    assert [record.global_rank for record in watched(workers, LEAVING, LONG_S)] == [0]
+    assert [witness for witness, _ in watched(workers, LEAVING, LONG_S)] == workers[:1]

@@ -9,15 +9,15 @@ from typing import final
 
 from rankwise.errors import WorkerError
 from rankwise.failures.record import FailureRecord, first_cause
-from rankwise.launchers.worker_state import WorkerState
 from rankwise.monitoring.heartbeat import Heartbeat
+from rankwise.monitoring.monitored_rank import MonitoredRank
 
 # How soon a rank in a collective without a phase of its own notices that another rank has failed.
 _AT_ONCE_S = 0.2
 
 
 @final
-class Failures:
+class FailureCollector:
     """What the ranks of a job have reported, or were seen to end with.
 
     Args:
@@ -29,7 +29,7 @@ class Failures:
     """
 
     def __init__(
-        self, workers: Sequence[WorkerState], on_failure: Callable[[FailureRecord], None] | None = None
+        self, workers: Sequence[MonitoredRank], on_failure: Callable[[FailureRecord], None] | None = None
     ) -> None:
         self.stopped: list[int] = []
         self._workers = workers
@@ -37,7 +37,7 @@ class Failures:
         self._records: list[FailureRecord] = []
         self._late: list[FailureRecord] = []
         self._started_s = time.monotonic()
-        self._heartbeats: dict[WorkerState, Heartbeat] = {}
+        self._heartbeats: dict[MonitoredRank, Heartbeat] = {}
 
     def __bool__(self) -> bool:
         return bool(self._records)
@@ -86,7 +86,7 @@ class Failures:
         missing, last_seen = {*cause.missing} - waited, []
         others = {*cause.missing, *own} - {cause.global_rank}
         for member, heartbeat in self._heartbeats_of_others(cause, own):
-            last_seen.append(member.seen_in(heartbeat, cause.at_s))
+            last_seen.append(member.status_at(heartbeat, cause.at_s))
             rank = member.ranks.global_rank
             others.add(rank)
             has_come = rank in waited if rank in own else heartbeat.waited_at(cause.at_s)
@@ -98,7 +98,7 @@ class Failures:
 
     def _heartbeats_of_others(
         self, cause: FailureRecord, own: Mapping[int, FailureRecord]
-    ) -> Iterator[tuple[WorkerState, Heartbeat]]:
+    ) -> Iterator[tuple[MonitoredRank, Heartbeat]]:
         for member in self._workers:
             record = own.get(member.ranks.global_rank)
             heartbeat = self._heartbeats.get(member) if record is None else record.heartbeat

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 
-from rankwise.launchers.worker_state import WorkerState
+from rankwise.monitoring.monitored_rank import MonitoredRank
 from rankwise.processes.stderr import write_stderr
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -40,7 +40,7 @@ def write_stacks_on_signal() -> None:
     faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True)
 
 
-def dump_stacks(workers: Sequence[WorkerState], reason: str) -> None:
+def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
     """Have every local rank write its stacks, one after another. Runs on: the supervisor's thread."""
     for member in workers:
         process = member.process
