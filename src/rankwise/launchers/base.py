@@ -25,7 +25,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
-        """Run `entry(seat)` once per local rank; return the values by global rank.
+        """Run `entry(worker)` once per local rank; return the values by global rank.
 
         Args:
             entry: what to run. It must set up and tear down by itself.

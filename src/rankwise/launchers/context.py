@@ -1,4 +1,4 @@
-"""A rank's seat in a job: who it is, where it meets the others, and how it talks to the supervisor."""
+"""`WorkerContext`: a rank's place in the job, the rendezvous address and the channel to the supervisor."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class WorkerContext:
             StoppedBySignal: when all ranks have stopped for a signal.
         """
         if self.channel is None:
-            raise ValueError("this seat has no channel: nobody supervises it")
+            raise ValueError("this worker has no channel to a supervisor")
         try:
             with Interruptible() as block:
                 self.channel.call_on_stop(partial(self._leave, block))

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["ScriptLauncher", "can_rerun", "script_place", "script_ranks"]
 
 # How long who reads stderr may take to do so, before the process ends all the same.
-_LAST_WORDS_S = 5.0
+_STDERR_TIMEOUT_S = 5.0
 
 
 @final
@@ -396,9 +396,9 @@ def _run_in_worker(mine: InheritedContext, entry: Entry, timeout_s: float | None
 
 def _show(error: BaseException) -> None:
     if isinstance(error, WorkerError):  # its own traceback says more than ours
-        write_stderr(f"{type(error).__name__}: {error}\n", _LAST_WORDS_S)
+        write_stderr(f"{type(error).__name__}: {error}\n", _STDERR_TIMEOUT_S)
     else:
-        write_stderr("".join(traceback.format_exception(error)), _LAST_WORDS_S)
+        write_stderr("".join(traceback.format_exception(error)), _STDERR_TIMEOUT_S)
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:

@@ -38,7 +38,7 @@ _worker: InheritedContext | None = None
 
 
 def inherited_context() -> InheritedContext | None:
-    """Return this process's seat, or None where nobody re-ran it."""
+    """Return this process's context, or None if no launcher started it again."""
     return _worker
 
 
@@ -51,7 +51,7 @@ def describe_context(
     value_descriptor: int,
     heartbeat_descriptor: int,
 ) -> str:
-    """Write a seat for the environment variable through which a re-run script finds it."""
+    """Encode a context for the environment variable of a script that is run again."""
     fields = {
         "ranks": dataclasses.asdict(ranks),
         "address": address,
@@ -64,7 +64,7 @@ def describe_context(
 
 
 def attach(description: str) -> None:
-    """Take the seat: from here on this process leaves when the main process does.
+    """Attach to the main process: this process exits when the main process does.
 
     Mutates: the handler of SIGINT, which is the main process's to answer.
     """

@@ -76,7 +76,7 @@ class StatusListener:
         self._mine = mine
         self._on_failure = on_failure
         self._shows_stacks = shows_stacks
-        self._thread = threading.Thread(target=self._listen, name="rankwise-whereabouts", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="rankwise-status", daemon=True)
 
     def start(self) -> None:
         """Begin to listen."""
@@ -84,7 +84,7 @@ class StatusListener:
 
     def close(self) -> None:
         """End the thread; leave it to itself where the store does not answer, as over a cable that is cut."""
-        closing = threading.Thread(target=self._end_thread, name="rankwise-whereabouts-end", daemon=True)
+        closing = threading.Thread(target=self._end_thread, name="rankwise-status-end", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
 

@@ -15,7 +15,7 @@ __all__ = ["launch_count", "count_launch"]
 WORKING_DIRECTORY = str(Path.cwd())
 
 # Set by the main process of strategy "ddp" for the scripts that it runs again.
-CONTEXT_VARIABLE = "RANKWISE_SEAT"
+CONTEXT_VARIABLE = "RANKWISE_WORKER"
 
 
 _REMEDY = 'use strategy="ddp_spawn", or "ddp_notebook" in a notebook or shell.'

@@ -303,7 +303,7 @@ class Strategy(AroundModule, Gradients, Saving):
 
     @property
     def worker(self) -> WorkerContext:
-        """This rank's seat in the job that runs now."""
+        """This rank's context in the current job."""
         if self._worker is None:
             raise self._not_yet("worker", "'in a job'")
         return self._worker
