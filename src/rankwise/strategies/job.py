@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,15 +11,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from rankwise.errors import NodesLostError
 from rankwise.failures.classify import start_exception_chain
-from rankwise.failures.exchange import FailureExchange, StatusReport
-from rankwise.failures.record import FailureRecord
+from rankwise.failures.exchange import resolve_cause, wait_for_other_nodes
 from rankwise.launchers.context import WorkerContext
-from rankwise.monitoring.flight_recorder import write_flight_record
 from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
-from rankwise.ranks import RankInfo, set_rank_zero_only
-from rankwise.stores.rendezvous import RemoteFailure
+from rankwise.ranks import set_rank_zero_only
 from rankwise.strategies.deferred_sigterm import sigterm_deferred
 
 if TYPE_CHECKING:
@@ -73,71 +67,6 @@ def threads_shared_by(local_world_size: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-_log = logging.getLogger(__name__)
-
-
-def wait_for_other_nodes(failure_exchange: FailureExchange | None) -> None:
-    """Wait until the ranks of all nodes are done, so that what fails on one has failed on all.
-
-    Raises:
-        RemoteFailure: where one has failed; `resolve_cause` turns it into that failure.
-        NodesLostError: where one is not to be heard of any more.
-    """
-    if failure_exchange is None or failure_exchange.is_one_node:
-        return  # whoever started them sees all
-    heard = failure_exchange.wait_for_other_ranks()
-    if isinstance(heard, NodesLostError):
-        raise heard
-    if heard is not None:
-        raise RemoteFailure(heard)
-
-
-def resolve_cause(
-    error: BaseException, ranks: RankInfo, failure_exchange: FailureExchange | None
-) -> tuple[BaseException, FailureRecord]:
-    """Return what this rank raises and what it reports; on several nodes both may be another rank's.
-
-    A failure of this rank's own is left for the other nodes; one that echoes another's is looked up. One that
-    waited in vain says where the others are.
-    """
-    if isinstance(error, RemoteFailure):
-        return _as_here(error.record)
-    record = FailureRecord.of_exception(ranks, error)
-    if not isinstance(error, Exception):
-        return error, record
-    if record.is_timeout and (path := write_flight_record(ranks.global_rank)):
-        note = f"the flight record of global_rank={ranks.global_rank} is {path}"
-        record = dataclasses.replace(record, notes=(note,))
-    if failure_exchange is None or (failure_exchange.is_one_node and not record.is_timeout):
-        return error, record
-    if not (record.is_consequence or record.is_timeout):
-        failure_exchange.say(record.to_json())
-        return error, record
-    return _looked_up(error, record, ranks, failure_exchange)
-
-
-def _looked_up(
-    error: Exception, record: FailureRecord, ranks: RankInfo, failure_exchange: FailureExchange
-) -> tuple[BaseException, FailureRecord]:
-    heard = failure_exchange.hear(error, is_timeout=record.is_timeout)
-    if not isinstance(heard, StatusReport) and record.has_own_words:
-        _log.warning("%s: a consequence of what ended the job.", record.line())  # which is raised instead
-    if isinstance(heard, NodesLostError):
-        return heard, FailureRecord.of_exception(ranks, heard)
-    if isinstance(heard, StatusReport):
-        if not record.is_timeout:
-            return error, record
-        record = dataclasses.replace(record, missing=heard.missing, last_seen=heard.last_seen)
-        return record.to_error(failure_exchange.began_s, (), ()), record
-    return _as_here(heard, record)
-
-
-def _as_here(heard: bytes, *others: FailureRecord) -> tuple[BaseException, FailureRecord]:
-    # Each node has a clock of its own.
-    first = dataclasses.replace(FailureRecord.from_json(heard), at_s=time.monotonic())
-    return first.to_error(time.monotonic(), (), others), first
 
 
 _log = logging.getLogger(__name__)
