@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks import MonitoringCallback
 
@@ -11,27 +11,41 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["ModuleHooks", "call_hook"]
+__all__ = ["Hooks", "ModuleHooks"]
 
 
-def call_hook(
-    trainer: Trainer, name: str, *args: Any, before_monitoring: Callable[[], None] | None = None
-) -> None:
-    """Call a hook of the callbacks, then of the module, then of the callbacks that act on metrics.
+@final
+class Hooks:
+    """Call the hooks of a trainer's callbacks and of its module.
 
-    `before_monitoring` runs before those last ones: it makes the metrics that they act on.
+    Args:
+        trainer: given to the callbacks' hooks.
+        module: the module of the stage.
     """
-    monitoring = [callback for callback in trainer.callbacks if isinstance(callback, MonitoringCallback)]
-    for callback in trainer.callbacks:
-        if callback not in monitoring:
-            getattr(callback, name)(trainer, trainer.module, *args)
-    getattr(trainer.module, name)(*args)
-    if before_monitoring is not None:
-        before_monitoring()
-    for callback in monitoring:
-        getattr(callback, name)(trainer, trainer.module, *args)
+
+    def __init__(self, trainer: Trainer, module: TrainingModule) -> None:
+        self._trainer = trainer
+        self._module = module
+
+    def call(self, name: str, *args: Any, before_monitoring: Callable[[], None] | None = None) -> None:
+        """Call a hook of the callbacks, then of the module, then of the monitoring callbacks.
+
+        `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
+        """
+        trainer, module = self._trainer, self._module
+        callbacks = trainer.callbacks
+        for callback in callbacks:
+            if not isinstance(callback, MonitoringCallback):
+                getattr(callback, name)(trainer, module, *args)
+        getattr(module, name)(*args)
+        if before_monitoring is not None:
+            before_monitoring()
+        for callback in callbacks:
+            if isinstance(callback, MonitoringCallback):
+                getattr(callback, name)(trainer, module, *args)
 
 
 class ModuleHooks:

@@ -9,10 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
+from torch import nn
 
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import given_seed
-from rankwise.trainer.checkpointing import checkpoint_after_restart, restore_loop, restore_module
+from rankwise.trainer.checkpointing import (
+    checkpoint_after_restart,
+    restore_loop,
+    restore_module,
+    stop_checkpoint_path,
+)
 from rankwise.trainer.consistency import (
     agreed_order_seeds,
     check_ranks_agree,
@@ -21,8 +27,9 @@ from rankwise.trainer.consistency import (
     fingerprint_of_loaders,
 )
 from rankwise.trainer.data_loaders import TrainDataShard, as_list, check_can_be_gathered, share_for
-from rankwise.trainer.hooks import call_hook
+from rankwise.trainer.hooks import Hooks
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
+from rankwise.trainer.loops.context import LoopContext
 from rankwise.trainer.loops.evaluation import EvaluationLoop
 from rankwise.trainer.loops.fit import FitLoop
 from rankwise.trainer.loops.prediction import Gather, PredictionLoop
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["StageSpec", "StageName", "check_module", "run_stage", "torch_flags_set"]
+__all__ = ["StageName", "StageSpec", "check_module", "loop_context", "run_stage", "torch_flags_set"]
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -137,7 +144,7 @@ def run_stage(
     finally:
         report_phase(TEARDOWN)
         try:
-            call_hook(trainer, "teardown", spec.stage)
+            Hooks(trainer, model).call("teardown", spec.stage)
             if trainer.is_global_zero:
                 for logger in trainer.loggers:
                     logger.finalize(status)
@@ -161,7 +168,7 @@ def _prepare(trainer: Trainer, module: TrainingModule, spec: StageSpec) -> None:
     if strategy.local_rank == 0:
         module.prepare_data()
     strategy.barrier("prepare_data")
-    call_hook(trainer, "setup", spec.stage)
+    Hooks(trainer, module).call("setup", spec.stage)
     if spec.checkpoint is not None:
         restore_module(trainer, module, spec.checkpoint, spec.checkpoint_path)
 
@@ -188,18 +195,19 @@ def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], spec
     own = _shares(trainer, module, "train", loaders["train"], order_seed)[0]
     share = TrainDataShard(trainer, own, trainer.seed)
     trainer.num_training_batches = share.num_batches
+    context = loop_context(trainer, module, wrapped)
     validation = None
     if is_defined(module, "validation_step") and _has_loader(module, "validate", loaders):
         shares = _shares(trainer, module, "validate", loaders["validate"])
         trainer.num_val_batches = [share.num_batches for share in shares]
-        validation = (
-            EvaluationLoop(trainer, module, shares, "validate") if any(trainer.num_val_batches) else None
-        )
+        validation = EvaluationLoop(context, shares, "validate") if any(trainer.num_val_batches) else None
     trainer.has_validation = validation is not None
-    call_hook(trainer, "on_fit_start")
-    FitLoop(trainer, module, wrapped, share, validation, rank_state).run()
+    context.hooks.call("on_fit_start")
+    loop = FitLoop(context, share, validation, rank_state)
+    trainer.running_manual_optimization = loop.manual_optimization
+    loop.run()
     trainer.strategy.restore_module(module)
-    call_hook(trainer, "on_fit_end")
+    context.hooks.call("on_fit_end")
 
 
 def _evaluate(
@@ -213,7 +221,7 @@ def _evaluate(
         trainer.num_test_batches = counts
     else:
         trainer.num_val_batches = counts
-    return EvaluationLoop(trainer, module, shares, stage).run()
+    return EvaluationLoop(loop_context(trainer, module), shares, stage).run()
 
 
 def _predict(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], spec: StageSpec) -> list[Any]:
@@ -222,7 +230,28 @@ def _predict(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], 
     if spec.gather is not None:
         check_can_be_gathered(trainer, shares)
     trainer.num_predict_batches = [share.num_batches for share in shares]
-    return PredictionLoop(trainer, module, shares).run(spec.gather)
+    return PredictionLoop(loop_context(trainer, module), shares).run(spec.gather)
+
+
+def loop_context(trainer: Trainer, module: TrainingModule, wrapped: nn.Module | None = None) -> LoopContext:
+    """Return what the loops of a stage use of the trainer; without `wrapped`, for evaluation."""
+    return LoopContext(
+        strategy=trainer.strategy,
+        module=module,
+        wrapped=module if wrapped is None else wrapped,
+        optimizers=trainer.optimizers,
+        schedulers=trainer.lr_scheduler_configs,
+        progress=trainer.progress,
+        seed=trainer.seed,
+        gradient_order=trainer.gradient_order,
+        hooks=Hooks(trainer, module),
+        metrics=trainer,
+        settings=trainer,
+        stop=trainer,
+        save_stop_checkpoint=None
+        if trainer.fast_dev_run
+        else lambda: trainer.save_checkpoint(stop_checkpoint_path(trainer)),
+    )
 
 
 _RUNNERS = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}

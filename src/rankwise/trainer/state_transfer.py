@@ -167,9 +167,9 @@ def gather_rank_states(trainer: Trainer) -> list[dict[str, Any]]:
     return trainer.strategy.all_gather_object(own, dist.group.WORLD)
 
 
-def seed_rank(trainer: Trainer) -> None:
+def seed_rank(seed: int, global_step: int, global_rank: int) -> None:
     """Give this rank a stream of random numbers of its own, which the run's seed decides."""
-    seed_process(mixed_seed(trainer.seed, trainer.global_step, trainer.global_rank))
+    seed_process(mixed_seed(seed, global_step, global_rank))
 
 
 @final
@@ -210,4 +210,4 @@ class RankState:
         if self._is_same_world:
             set_random_state(self._states[0]["random"], trainer.strategy.root_device)
         else:
-            seed_rank(trainer)
+            seed_rank(trainer.seed, trainer.global_step, trainer.global_rank)

@@ -328,8 +328,8 @@ class Trainer(TrainerState):
             )
         check_module(model, stage, loaders)
         if stage == "fit":
-            check_manual(self, model)
-            check_hook(self)
+            check_manual(model, self.strategy, self)
+            check_hook(self.strategy, self.on_nonfinite)
             check_hyper_parameters(self, model)
         for phase, given in loaders.items():
             check_loaders(self, phase, given)

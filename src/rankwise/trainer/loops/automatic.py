@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import trained_parameters
@@ -17,8 +17,7 @@ from rankwise.trainer.loops.weighting import BatchWeighting, only_zeros
 
 if TYPE_CHECKING:
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
-    from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.loops.context import LoopContext
 
 __all__ = ["AutomaticOptimization"]
 
@@ -28,27 +27,25 @@ class AutomaticOptimization:
     """Accumulate gradients over a window of batches, then step the optimizer once.
 
     Args:
-        trainer: keeps progress, and the limits that the user gave.
-        module: the user's.
-        wrapped: the same, as the strategy has wrapped it.
+        context: of this rank.
         turns: which batches the ranks take together.
 
     Attributes:
         has_stepped: whether the last window changed the weights; a step may have been skipped.
     """
 
-    def __init__(
-        self, trainer: Trainer, module: TrainingModule, wrapped: nn.Module, schedule: BatchSchedule
-    ) -> None:
-        self._trainer = trainer
-        self._strategy = trainer.strategy
-        self._module = module
-        self._wrapped = wrapped
+    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
+        self._strategy = context.strategy
+        self._module = context.module
+        self._wrapped = context.wrapped
+        self._optimizers = context.optimizers
+        self._progress = context.progress
+        self._settings = context.settings
         self._schedule = schedule
-        self._weighting = BatchWeighting(trainer, module, schedule)
-        self._shadows = PaddingGradients(trainer, wrapped, schedule)
+        self._weighting = BatchWeighting(context, schedule)
+        self._shadows = PaddingGradients(context, schedule)
         self._has_gradients = False
-        self._guard = NonFiniteGuard(trainer, wrapped)
+        self._guard = NonFiniteGuard(context)
         self.has_stepped = False
 
     def begin_epoch(self) -> None:
@@ -71,11 +68,11 @@ class AutomaticOptimization:
     def _forward_backward(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Compute gradients; only the last batch of a window averages them over the ranks."""
         strategy = self._strategy
-        optimizers = self._trainer.optimizers
+        optimizers = self._optimizers
         has_backward = False
         synced = strategy.gradient_sync_context(self._wrapped, optimizers, is_window_end)
         with self._schedule.preserve_state(), synced, self._shadows.set_apart():
-            report_phase("forward", step=self._trainer.progress.global_step)
+            report_phase("forward", step=self._progress.global_step)
             with strategy.precision.forward_context():
                 outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
             loss = self._loss_of(outputs, batch_idx)
@@ -91,7 +88,7 @@ class AutomaticOptimization:
         is_left_out = float(weight) == 0
         loss = self._weighting.scaled(loss if is_left_out else self._guard.mark(loss), weight)
         self._module.on_before_backward(loss)
-        parameters = trained_parameters(self._wrapped, self._trainer.optimizers) if is_left_out else ()
+        parameters = trained_parameters(self._wrapped, self._optimizers) if is_left_out else ()
         with only_zeros(parameters):
             self._strategy.backward(loss)
 
@@ -109,13 +106,13 @@ class AutomaticOptimization:
         self._has_gradients = False
         self._guard.forget()
         self._shadows.begin_window()
-        for optimizer in self._trainer.optimizers:
+        for optimizer in self._optimizers:
             self._module.on_before_zero_grad(optimizer)
             self._strategy.precision.zero_grad(optimizer)
 
     def _step(self) -> None:
         self.has_stepped = False
-        for optimizer in self._trainer.optimizers if self._has_gradients else []:
+        for optimizer in self._optimizers if self._has_gradients else []:
             if self._guard.allows_step(optimizer):
                 self._strategy.precision.unscale_gradients(optimizer)
                 self._module.on_before_optimizer_step(optimizer)
@@ -124,13 +121,13 @@ class AutomaticOptimization:
                 self.has_stepped = not self._strategy.precision.has_skipped_step
             else:
                 self._strategy.gradients.after_step(optimizer)  # its gradients were averaged, and that counts
-        self._trainer.progress.global_step += 1
+        self._progress.global_step += 1
 
     def _clip_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        limit = self._trainer.gradient_clip_val
+        limit = self._settings.gradient_clip_val
         if not limit:
             return
-        if self._trainer.gradient_clip_algorithm == "norm":
+        if self._settings.gradient_clip_algorithm == "norm":
             self._strategy.precision.clip_gradients_norm(optimizer, limit)
         else:
             self._strategy.precision.clip_gradients_value(optimizer, limit)

@@ -16,8 +16,8 @@ from rankwise.trainer.data_loaders import ended_early
 from rankwise.trainer.loops.join import preserve_state
 
 if TYPE_CHECKING:
+    from rankwise.strategies import Strategy
     from rankwise.trainer.data_loaders import TrainDataShard
-    from rankwise.trainer.trainer import Trainer
 
 __all__ = ["UNEVEN_INPUTS", "BatchSchedule", "UnevenInputs"]
 
@@ -36,9 +36,9 @@ class BatchSchedule:
     after that. Where they are not (iterable data), the ranks vote before each step, at the store.
 
     Args:
-        trainer: has the policy, `uneven_inputs`.
         module: what shadow steps leave as it is.
         share: this rank's training batches.
+        policy: `uneven_inputs`.
 
     Attributes:
         num_batches: how many batches the epoch has on every rank, shadow steps included; `inf` for unknown.
@@ -46,9 +46,9 @@ class BatchSchedule:
         has_shadows: whether any rank's batch handed out last is such a one.
     """
 
-    def __init__(self, trainer: Trainer, module: nn.Module, share: TrainDataShard) -> None:
-        self._strategy = trainer.strategy
-        self._policy = trainer.uneven_inputs
+    def __init__(self, strategy: Strategy, module: nn.Module, share: TrainDataShard, policy: str) -> None:
+        self._strategy = strategy
+        self._policy = policy
         self._module = module
         self._share = share
         self._lengths: tuple[float, ...] = (share.num_batches,)

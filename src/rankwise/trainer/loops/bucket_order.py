@@ -14,21 +14,21 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.loops.context import LoopContext
 
 __all__ = ["record_gradient_order", "replay_gradient_order"]
 
 _ATTRIBUTE = "_rankwise_gradients_in_order"
 
 
-def record_gradient_order(trainer: Trainer, module: nn.Module) -> None:
-    """Note the order of the next backward pass in `trainer.gradient_order`, unless it is known.
+def record_gradient_order(context: LoopContext) -> None:
+    """Note the order of the next backward pass in `context.gradient_order`, unless it is known.
 
     In manual optimisation the wrapper averages nothing, and needs no order.
     """
-    if trainer.world_size == 1 or trainer.gradient_order or not trainer.module.automatic_optimization:
+    module, order = context.module, context.gradient_order
+    if context.strategy.world_size == 1 or order or not module.automatic_optimization:
         return
-    order = trainer.gradient_order
     for number, parameter in enumerate(_trainable(module)):
         _note_once(parameter, number, order)
 

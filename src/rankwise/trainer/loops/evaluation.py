@@ -11,13 +11,11 @@ from torch import nn
 
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.trainer.data_loaders import LoaderShard
-from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
+    from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.loops.stopping import Stopping
-    from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.trainer import Trainer
 
 __all__ = ["EvaluationLoop", "evaluating"]
 
@@ -46,13 +44,13 @@ class EvaluationLoop:
 
     def __init__(
         self,
-        trainer: Trainer,
-        module: TrainingModule,
+        context: LoopContext,
         shares: list[LoaderShard],
         stage: Literal["validate", "test"],
     ) -> None:
-        self._trainer = trainer
-        self._module = module
+        self._context = context
+        self._strategy = context.strategy
+        self._module = context.module
         self._shares = shares
         self._stage = stage
         self._name = _NAMES[stage]
@@ -70,16 +68,16 @@ class EvaluationLoop:
             EvaluationLeft: on every rank, when a signal has made the fit stop here.
         """
         self._results = Results(is_evaluation=True)
-        with self._trainer.in_phase(self._stage, self._results), evaluating(self._module):
+        with self._context.metrics.in_phase(self._stage, self._results), evaluating(self._module):
             self._hook("start")
             self._hook("epoch_start")
             self._run_loaders(stopping)
             self._results.suffix = ""
             self._hook("epoch_end")
-            values = self._results.epoch_values(self._trainer.strategy)
-            self._trainer.publish(values, is_logged=True)
-            if self._trainer.is_fitting:
-                self._trainer.progress.is_validated = True
+            values = self._results.epoch_values(self._strategy)
+            self._context.metrics.publish(values, is_logged=True)
+            if stopping is not None:
+                self._context.progress.is_validated = True
             self._hook("end")
         metrics = {value.base_name: value.value.item() for value in values}
         return [self._metrics_of(dataloader_idx, metrics) for dataloader_idx in range(len(self._shares))]
@@ -95,14 +93,14 @@ class EvaluationLoop:
     def _run_loader(self, dataloader_idx: int, share: LoaderShard, stopping: Stopping | None) -> None:
         index = (dataloader_idx,) if len(self._shares) > 1 else ()
         self._results.suffix = self._suffix(dataloader_idx)
-        share.set_epoch(self._trainer.current_epoch)
+        share.set_epoch(self._context.progress.current_epoch)
         for batch_idx, (batch, _) in enumerate(share):
             if stopping is not None:
                 stopping.begin_evaluation_batch()
             self._run_batch(batch, (batch_idx, *index))
 
     def _run_batch(self, batch: Any, indices: tuple[int, ...]) -> None:
-        strategy, precision = self._trainer.strategy, self._trainer.strategy.precision
+        strategy, precision = self._strategy, self._strategy.precision
         report_phase(self._name)
         batch = precision.convert_input(strategy.batch_to_device(batch))
         self._results.begin_batch(batch)
@@ -113,7 +111,7 @@ class EvaluationLoop:
         self._results.end_batch()
 
     def _hook(self, moment: str, *args: Any) -> None:
-        call_hook(self._trainer, f"on_{self._name}_{moment}", *args)
+        self._context.hooks.call(f"on_{self._name}_{moment}", *args)
 
     def _suffix(self, dataloader_idx: int) -> str:
         return f"/dataloader_idx_{dataloader_idx}" if len(self._shares) > 1 else ""

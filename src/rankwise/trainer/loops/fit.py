@@ -6,11 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
-from torch import nn
-
 from rankwise.data.random_state import get_random_state, set_random_state
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.batch_schedule import BatchSchedule
 from rankwise.trainer.loops.bucket_order import record_gradient_order
@@ -22,9 +19,8 @@ from rankwise.trainer.state_transfer import RankState, seed_rank
 
 if TYPE_CHECKING:
     from rankwise.trainer.data_loaders import TrainDataShard
+    from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.loops.evaluation import EvaluationLoop
-    from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.trainer import Trainer
 
 __all__ = ["FitLoop"]
 
@@ -34,9 +30,7 @@ class FitLoop:
     """Train until the trainer's limits are reached, or somebody sets `should_stop`.
 
     Args:
-        trainer: keeps progress and metrics.
-        module: the user's.
-        wrapped: the same, as the strategy has wrapped it.
+        context: of this rank.
         share: this rank's training batches.
         validation: what to run in between; None for nothing.
         rank_state: this rank's part of the checkpoint that training goes on from; None for none.
@@ -44,26 +38,33 @@ class FitLoop:
 
     def __init__(
         self,
-        trainer: Trainer,
-        module: TrainingModule,
-        wrapped: nn.Module,
+        context: LoopContext,
         share: TrainDataShard,
         validation: EvaluationLoop | None,
         rank_state: RankState | None = None,
     ) -> None:
-        self._trainer = trainer
-        self._strategy = trainer.strategy
-        self._progress = trainer.progress
-        self._module = module
-        self._wrapped = wrapped
+        self._context = context
+        self._strategy = context.strategy
+        self._progress = context.progress
+        self._settings = context.settings
+        self._hooks = context.hooks
+        self._metrics = context.metrics
+        self._module = context.module
         self._share = share
-        self._schedule = BatchSchedule(trainer, module, share)
+        self._schedule = BatchSchedule(
+            context.strategy, context.module, share, context.settings.uneven_inputs
+        )
         self._validation = validation
         self._rank_state = rank_state
         self._results = Results(is_evaluation=False)
-        optimization = AutomaticOptimization if module.automatic_optimization else ManualOptimization
-        self._optimization = optimization(trainer, module, wrapped, self._schedule)
-        self._stopping = Stopping(trainer)
+        optimization = AutomaticOptimization if context.module.automatic_optimization else ManualOptimization
+        self._optimization: AutomaticOptimization | ManualOptimization = optimization(context, self._schedule)
+        self._stopping = Stopping(context)
+
+    @property
+    def manual_optimization(self) -> ManualOptimization | None:
+        """What runs the steps of a module with `automatic_optimization = False`; None for other modules."""
+        return self._optimization if isinstance(self._optimization, ManualOptimization) else None
 
     def run(self) -> None:
         """Train.
@@ -74,20 +75,20 @@ class FitLoop:
             UnevenInputsError: when the ranks have different numbers of batches.
             SystemExit: on every rank, when a signal has made training stop.
         """
-        trainer = self._trainer
+        context = self._context
         self._module.train()
         self._progress.repeat_window()
-        with trainer.in_phase("train", self._results), self._stopping:
-            call_hook(trainer, "on_train_start")
-            trainer.warn_if_done()
-            record_gradient_order(trainer, self._module)
-            if trainer.world_size > 1:
-                seed_rank(trainer)
+        with context.metrics.in_phase("train", self._results), self._stopping:
+            self._hooks.call("on_train_start")
+            context.stop.warn_if_done()
+            record_gradient_order(context)
+            if self._strategy.world_size > 1:
+                seed_rank(context.seed, self._progress.global_step, self._strategy.global_rank)
             while self._goes_on() and self._agreed_num_batches():
                 self._run_epoch()
             self._stopping.finish()
             self._strategy.end_training()
-            call_hook(trainer, "on_train_end")
+            self._hooks.call("on_train_end")
 
     def _goes_on(self) -> bool:
         return self._progress.is_epoch_open or self._stopping.may_go_on()
@@ -98,21 +99,21 @@ class FitLoop:
         return self._schedule.agree()
 
     def _run_epoch(self) -> None:
-        trainer, progress = self._trainer, self._progress
+        progress = self._progress
         if not progress.is_within_epoch:
             progress.begin_epoch()
-        self._results = trainer.results = trainer.epoch_results = self._results_so_far()
+        self._results = self._metrics.results = self._metrics.epoch_results = self._results_so_far()
         self._optimization.begin_epoch()
-        call_hook(trainer, "on_train_epoch_start")
+        self._hooks.call("on_train_epoch_start")
         report_phase("data loading", step=progress.global_step)
         for batch_idx, (batch, is_last) in self._batches_left():
-            is_window_end = is_last or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+            is_window_end = is_last or (batch_idx + 1) % self._settings.accumulate_grad_batches == 0
             self._run_batch(batch, batch_idx, is_last, is_window_end)
             if is_window_end and not is_last and not self._stopping.may_go_on():
                 break
             report_phase("data loading", step=progress.global_step)
         report_phase("end of the epoch")
-        call_hook(trainer, "on_train_epoch_end", before_monitoring=self._end_metrics)
+        self._hooks.call("on_train_epoch_end", before_monitoring=self._end_metrics)
         progress.end_epoch()
 
     def _results_so_far(self) -> Results:
@@ -134,18 +135,17 @@ class FitLoop:
         return enumerate(self._schedule.batches(batches, progress.batches_done), progress.batches_done)
 
     def _end_metrics(self) -> None:
-        self._trainer.publish(self._results.epoch_values(self._strategy), is_logged=True)
+        self._metrics.publish(self._results.epoch_values(self._strategy), is_logged=True)
         if self._progress.is_epoch_done:
-            step_schedulers(self._trainer, "epoch", needs_metric=True)
+            step_schedulers(self._context, "epoch", needs_metric=True)
         self._progress.is_epoch_closed = True
 
     # ------------------------------------------------------------------ a batch
 
     def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> None:
-        trainer = self._trainer
         batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
         self._results.begin_batch(batch, is_muted=self._schedule.is_shadow)
-        call_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        self._hooks.call("on_train_batch_start", batch, batch_idx)
         outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
@@ -153,20 +153,20 @@ class FitLoop:
         if is_last:
             self._step_schedulers("epoch")
         publish = self._publish_step if is_window_end else None
-        call_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
+        self._hooks.call("on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
         self._results.end_batch()
         if is_window_end:
             self._validate_if_due(batch_idx, is_last)
 
     def _step_schedulers(self, interval: str) -> None:
-        step_schedulers(self._trainer, interval, needs_metric=False)
+        step_schedulers(self._context, interval, needs_metric=False)
         if interval == "step":
-            step_schedulers(self._trainer, interval, needs_metric=True)
+            step_schedulers(self._context, interval, needs_metric=True)
 
     def _publish_step(self) -> None:
-        is_logged = self._progress.global_step % self._trainer.log_every_n_steps == 0
+        is_logged = self._progress.global_step % self._settings.log_every_n_steps == 0
         values = self._results.step_values(self._strategy, is_synced=is_logged)
-        self._trainer.publish(values, is_logged=is_logged)
+        self._metrics.publish(values, is_logged=is_logged)
 
     # ------------------------------------------------------------------ validation
 
@@ -178,14 +178,14 @@ class FitLoop:
         """
         if (
             self._validation is None
-            or (self._progress.current_epoch + 1) % self._trainer.check_val_every_n_epoch
+            or (self._progress.current_epoch + 1) % self._settings.check_val_every_n_epoch
         ):
             return
         interval = self._validation_interval()
-        before = batch_idx - batch_idx % self._trainer.accumulate_grad_batches
+        before = batch_idx - batch_idx % self._settings.accumulate_grad_batches
         is_due = is_last if math.isinf(interval) else (batch_idx + 1) // interval > before // interval
         if is_due:
-            self._strategy.share_buffers(self._wrapped)  # what is measured is what rank 0 saves
+            self._strategy.share_buffers(self._context.wrapped)  # what is measured is what rank 0 saves
             self._validate(self._validation)
 
     def _validate(self, validation: EvaluationLoop) -> None:
@@ -199,7 +199,7 @@ class FitLoop:
 
     def _validation_interval(self) -> float:
         """Return after how many batches to validate; `inf` stands for the end of the epoch."""
-        interval = self._trainer.val_check_interval
+        interval = self._settings.val_check_interval
         if isinstance(interval, int):
             return interval
         if interval == 1.0 or math.isinf(self._schedule.num_batches):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.loops.context import LoopContext
 
 __all__ = ["PaddingGradients", "preserve_state", "discard_new_gradients"]
 
@@ -81,17 +81,17 @@ class PaddingGradients:
     all-reduce, in windows with shadow steps only.
 
     Args:
-        trainer: knows the strategy and the optimizers.
-        wrapped: the module as the strategy has wrapped it.
+        context: of this rank.
         turns: whether ranks repeat batches.
     """
 
-    def __init__(self, trainer: Trainer, wrapped: nn.Module, schedule: BatchSchedule) -> None:
-        self._strategy = trainer.strategy
+    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
+        strategy, wrapped = context.strategy, context.wrapped
+        self._strategy = strategy
         self._schedule = schedule
-        parameters_of = trainer.strategy.precision.model_parameters
-        self._parameters = trained_parameters(wrapped, trainer.optimizers, parameters_of)
-        is_reduced_here = trainer.strategy.gradients.mode is GradientSyncMode.FORCED_SYNC
+        parameters_of = strategy.precision.model_parameters
+        self._parameters = trained_parameters(wrapped, context.optimizers, parameters_of)
+        is_reduced_here = strategy.gradients.mode is GradientSyncMode.FORCED_SYNC
         self._is_reduced_here = is_reduced_here or not isinstance(wrapped, DistributedDataParallel)
         self._must_agree = not self._is_reduced_here and bool(wrapped.find_unused_parameters)
         self._used: set[int] | None = None  # numbers of parameters; None while no rank has repeated a batch

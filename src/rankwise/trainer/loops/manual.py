@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
@@ -22,14 +22,15 @@ from rankwise.trainer.loops.weighting import BatchWeighting, only_zeros
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from rankwise.strategies import Strategy
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
+    from rankwise.trainer.loops.context import LoopContext, LoopSettings
     from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.trainer import Trainer
 
 __all__ = ["ManualOptimization", "ManualOptimizer", "check_manual"]
 
 
-def check_manual(trainer: Trainer, module: TrainingModule) -> None:
+def check_manual(module: TrainingModule, strategy: Strategy, settings: LoopSettings) -> None:
     """Make sure that a trainer is not asked to do what manual optimisation leaves to the module.
 
     Raises:
@@ -38,10 +39,14 @@ def check_manual(trainer: Trainer, module: TrainingModule) -> None:
     if module.automatic_optimization:
         return
     name = type(module).__name__
-    gradients = trainer.strategy.gradients
+    gradients = strategy.gradients
     for argument, is_set, remedy in (
-        ("accumulate_grad_batches", trainer.accumulate_grad_batches != 1, "step in every n-th training_step"),
-        ("gradient_clip_val", bool(trainer.gradient_clip_val), "self.clip_gradients(optimizer, value)"),
+        (
+            "accumulate_grad_batches",
+            settings.accumulate_grad_batches != 1,
+            "step in every n-th training_step",
+        ),
+        ("gradient_clip_val", bool(settings.gradient_clip_val), "self.clip_gradients(optimizer, value)"),
     ):
         if is_set:
             raise ConfigurationError(
@@ -69,9 +74,7 @@ class ManualOptimization:
     backward pass to `"logged"`.
 
     Args:
-        trainer: keeps progress.
-        module: the user's.
-        wrapped: the same, as the strategy has wrapped it.
+        context: of this rank.
         turns: which batches the ranks take together.
 
     Attributes:
@@ -83,25 +86,25 @@ class ManualOptimization:
 
     has_stepped = False
 
-    def __init__(
-        self, trainer: Trainer, module: TrainingModule, wrapped: nn.Module, schedule: BatchSchedule
-    ) -> None:
+    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
+        module, wrapped = context.module, context.wrapped
         self._hook = ManualHookRunner.of(wrapped)
-        self._trainer = trainer
-        self._strategy = trainer.strategy
+        self._strategy = context.strategy
         self._module = module
         self._wrapped = wrapped
+        self._optimizers = context.optimizers
+        self._progress = context.progress
+        self._settings = context.settings
         self._schedule = schedule
-        self._weighting = BatchWeighting(trainer, module, schedule)
+        self._weighting = BatchWeighting(context, schedule)
         self._weight = 1.0
-        self._guard = NonFiniteGuard(trainer, wrapped)
+        self._guard = NonFiniteGuard(context)
         ignored: set[str] = getattr(wrapped, "parameters_to_ignore", set())
         self._parameters = [parameter for name, parameter in module.named_parameters() if name not in ignored]
         self._is_blocked = False
         self._has_local_gradients = False
         self._frozen: list[Tensor] = []
-        self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in trainer.optimizers]
-        trainer.running_manual_optimization = self
+        self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in context.optimizers]
 
     def begin_epoch(self) -> None:
         """Prepare for an epoch, before its first batch is read."""
@@ -210,7 +213,7 @@ class ManualOptimization:
             ConfigurationError: for a closure with `on_nonfinite`, which must see gradients first.
             NonFiniteLossError: with `on_nonfinite="raise"`.
         """
-        if closure is not None and self._trainer.on_nonfinite is not None:
+        if closure is not None and self._settings.on_nonfinite is not None:
             raise ConfigurationError(
                 message="on_nonfinite cannot judge a step whose closure computes the gradients.",
                 remedy="leave out the closure, or on_nonfinite.",
@@ -221,7 +224,7 @@ class ManualOptimization:
                 self._strategy.precision.unscale_gradients(optimizer)
                 self._module.on_before_optimizer_step(optimizer)
                 result = self._strategy.optimizer_step(optimizer, closure)
-        self._trainer.progress.global_step += 1
+        self._progress.global_step += 1
         return result
 
     @contextmanager
@@ -248,7 +251,7 @@ class ManualOptimization:
         self.untoggle()
         precision = self._strategy.precision
         own = {id(parameter) for parameter in precision.model_parameters(optimizer)}
-        for other in self._trainer.optimizers:
+        for other in self._optimizers:
             for parameter in precision.model_parameters(other):
                 if id(parameter) not in own and parameter.requires_grad:
                     parameter.requires_grad_(False)

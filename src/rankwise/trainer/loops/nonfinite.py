@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankwise.errors import ConfigurationError, NonFiniteLossError
 from rankwise.precision import MasterWeightsPrecision, are_finite
@@ -16,7 +16,8 @@ from rankwise.ranks import rank_zero_only
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.strategies import Strategy
+    from rankwise.trainer.loops.context import LoopContext
 
 __all__ = ["POLICIES", "NonFiniteGuard", "check_hook"]
 
@@ -24,7 +25,7 @@ POLICIES = ("raise", "skip")
 _log = logging.getLogger(__name__)
 
 
-def check_hook(trainer: Trainer) -> None:
+def check_hook(strategy: Strategy, on_nonfinite: str | None) -> None:
     """Make sure that a communication hook can do with the precision, and with steps that are skipped.
 
     PowerSGD adds what it could not send to the next step's gradients: a NaN would stay in them for ever.
@@ -33,21 +34,20 @@ def check_hook(trainer: Trainer) -> None:
     Raises:
         ConfigurationError: when it cannot.
     """
-    hook = trainer.strategy.gradients.hook
-    precision = trainer.strategy.precision
+    hook = strategy.gradients.hook
+    precision = strategy.precision
     if hook is not None and hook.is_local_sgd and isinstance(precision, MasterWeightsPrecision):
         raise ConfigurationError(
             message="Post-local SGD cannot be used with master weights: it would average them unseen.",
             facts=f"precision={precision.name!r}, comm_hook={hook.name!r}.",
             remedy='use precision="bf16-mixed", or comm_hook="bf16_compress".',
         )
-    is_skipping = precision.scales_loss or trainer.on_nonfinite == "skip"
+    is_skipping = precision.scales_loss or on_nonfinite == "skip"
     if hook is None or "powersgd" not in hook.name.lower() or not is_skipping:
         return
     raise ConfigurationError(
         message="PowerSGD cannot be used where steps are skipped: it remembers their infinite gradients.",
-        facts=f"precision={precision.name!r}, on_nonfinite={trainer.on_nonfinite!r}, "
-        f"comm_hook={hook.name!r}.",
+        facts=f"precision={precision.name!r}, on_nonfinite={on_nonfinite!r}, comm_hook={hook.name!r}.",
         remedy='use precision="bf16-mixed", which skips nothing, or comm_hook="bf16_compress".',
     )
 
@@ -60,18 +60,17 @@ class NonFiniteGuard:
     to every rank. Only where a step is bad do the ranks ask each other whose loss it was.
 
     Args:
-        trainer: has the policy, `on_nonfinite`.
-        wrapped: the module as the strategy has wrapped it.
+        context: of this rank.
 
     Attributes:
         may_differ: whether gradients may be each rank's own, so that the ranks must ask each other.
     """
 
-    def __init__(self, trainer: Trainer, wrapped: nn.Module) -> None:
-        self._trainer = trainer
-        self._strategy = trainer.strategy
-        self._policy = trainer.on_nonfinite
-        self.may_differ = trainer.strategy.gradients_may_differ(wrapped)
+    def __init__(self, context: LoopContext) -> None:
+        self._strategy = context.strategy
+        self._progress = context.progress
+        self._policy = context.settings.on_nonfinite
+        self.may_differ = context.strategy.gradients_may_differ(context.wrapped)
         self._is_bad: Tensor | None = None
 
     def mark(self, loss: Tensor) -> Tensor:
@@ -104,9 +103,9 @@ class NonFiniteGuard:
         if scales_loss and not ranks:
             return True
         error = NonFiniteLossError(
-            global_step=self._trainer.global_step,
-            epoch=self._trainer.current_epoch,
-            batch_idx=self._trainer.progress.batches_done,
+            global_step=self._progress.global_step,
+            epoch=self._progress.current_epoch,
+            batch_idx=self._progress.batches_done,
             global_ranks=ranks,
             world_size=self._strategy.world_size,
         )

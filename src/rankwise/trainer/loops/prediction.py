@@ -10,13 +10,11 @@ from torch import Tensor
 
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.trainer.data_loaders import LoaderShard
-from rankwise.trainer.hooks import call_hook
 from rankwise.trainer.loops.evaluation import evaluating
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
-    from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.loops.context import LoopContext
 
 __all__ = ["GATHERINGS", "Gather", "PredictionLoop", "interleaved"]
 
@@ -40,9 +38,10 @@ def interleaved(lists: list[list[T]]) -> list[T]:
 class PredictionLoop:
     """Run `predict_step` on this rank's batches of each loader, then put all ranks' outputs in order."""
 
-    def __init__(self, trainer: Trainer, module: TrainingModule, shares: list[LoaderShard]) -> None:
-        self._trainer = trainer
-        self._module = module
+    def __init__(self, context: LoopContext, shares: list[LoaderShard]) -> None:
+        self._context = context
+        self._strategy = context.strategy
+        self._module = context.module
         self._shares = shares
 
     def run(self, gather: Gather = "all") -> list[Any]:
@@ -50,19 +49,19 @@ class PredictionLoop:
 
         Collective: every rank must call this.
         """
-        with self._trainer.in_phase("predict", Results(is_evaluation=True)), evaluating(self._module):
-            call_hook(self._trainer, "on_predict_start")
-            call_hook(self._trainer, "on_predict_epoch_start")
+        with self._context.metrics.in_phase("predict", Results(is_evaluation=True)), evaluating(self._module):
+            self._context.hooks.call("on_predict_start")
+            self._context.hooks.call("on_predict_epoch_start")
             own = [self._run_loader(index, share) for index, share in enumerate(self._shares)]
             by_rank = self._gathered(own, gather)
             predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
-            call_hook(self._trainer, "on_predict_epoch_end")
-            call_hook(self._trainer, "on_predict_end")
+            self._context.hooks.call("on_predict_epoch_end")
+            self._context.hooks.call("on_predict_end")
         return predictions[0] if len(predictions) == 1 else predictions
 
     def _gathered(self, own: list[list[Any]], gather: Gather) -> list[list[list[Any]]]:
         """Return the outputs of each rank, or of those that are wanted here."""
-        strategy = self._trainer.strategy
+        strategy = self._strategy
         if gather is None:
             return [own]
         if gather == "all" or strategy.data_parallel_group is not None:
@@ -74,11 +73,11 @@ class PredictionLoop:
         return [self._run_batch(batch, (number, *index)) for number, (batch, _) in enumerate(share)]
 
     def _run_batch(self, batch: Any, indices: tuple[int, ...]) -> Any:
-        strategy, precision = self._trainer.strategy, self._trainer.strategy.precision
+        strategy, precision = self._strategy, self._strategy.precision
         report_phase("prediction")
         batch = precision.convert_input(strategy.batch_to_device(batch))
-        call_hook(self._trainer, "on_predict_batch_start", batch, *indices)
+        self._context.hooks.call("on_predict_batch_start", batch, *indices)
         with precision.forward_context():
             outputs = self._module.predict_step(batch, *indices)
-        call_hook(self._trainer, "on_predict_batch_end", outputs, batch, *indices)
+        self._context.hooks.call("on_predict_batch_end", outputs, batch, *indices)
         return apply_to_collection(precision.convert_output(outputs), Tensor, lambda tensor: tensor.cpu())

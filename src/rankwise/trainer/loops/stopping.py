@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, final
 from typing_extensions import Self
 
 from rankwise.processes.signals import SignalDebouncer, StoppedBySignal, handling
-from rankwise.trainer.checkpointing import stop_checkpoint_path
 
 if TYPE_CHECKING:
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.loops.context import LoopContext
 
 __all__ = ["EvaluationLeft", "Stopping"]
 
@@ -33,17 +32,19 @@ class Stopping:
     whichever ranks it reached; one that comes later than an echo of the first ends this process at once.
 
     Args:
-        trainer: of this rank.
+        context: of this rank.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, context: LoopContext) -> None:
+        self._strategy = context.strategy
+        self._state = context.stop
+        self._save_checkpoint = context.save_stop_checkpoint
         self._caught: int | None = None
         self._debouncer = SignalDebouncer()
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
-        strategy = self._trainer.strategy
+        strategy = self._strategy
         channel = strategy.worker.channel
         self._agreement = strategy.worker.agree_on_stopping(strategy.timeout)
         self._agreement.start()
@@ -70,9 +71,9 @@ class Stopping:
         Raises:
             StoppedBySignal: on all ranks, with a checkpoint written, when that is what makes them stop.
         """
-        if self._trainer.is_at_limit:
+        if self._state.is_at_limit:
             return False
-        if self._trainer.wants_to_stop:
+        if self._state.wants_to_stop:
             self._agreement.ask("should_stop")
         if self._agreement.begin_step():
             return True
@@ -115,15 +116,15 @@ class Stopping:
             StoppedBySignal: for a signal.
         """
         if not self._is_for_signal:
-            self._trainer.should_stop = True
+            self._state.should_stop = True
             return
-        if not self._trainer.fast_dev_run:
-            self._trainer.save_checkpoint(stop_checkpoint_path(self._trainer))
+        if self._save_checkpoint is not None:
+            self._save_checkpoint()
         number = int(self._reason.removeprefix(_SIGNAL))
-        environment = self._trainer.strategy.environment
-        if number == environment.requeue_signal and self._trainer.is_global_zero:
+        environment = self._strategy.environment
+        if number == environment.requeue_signal and self._strategy.is_global_zero:
             # The scheduler ends the job as it takes it back: what a thread still writes must be there.
-            self._trainer.strategy.checkpoint_io.teardown()
+            self._strategy.checkpoint_io.teardown()
             environment.requeue()
         self._caught = None
         raise StoppedBySignal(signal.SIGTERM)  # one exit code, whatever asked
@@ -139,7 +140,7 @@ class Stopping:
     # ------------------------------------------------------------------ signals
 
     def _signals(self) -> list[signal.Signals]:
-        requeue_signal = self._trainer.strategy.environment.requeue_signal
+        requeue_signal = self._strategy.environment.requeue_signal
         return [signal.SIGTERM] if requeue_signal is None else [signal.SIGTERM, requeue_signal]
 
     def _catch(self, signum: int, interrupted: FrameType | None) -> None:

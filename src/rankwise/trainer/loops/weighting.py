@@ -14,8 +14,7 @@ from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
-    from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.loops.context import LoopContext
 
 __all__ = ["BatchWeighting", "only_zeros"]
 
@@ -42,15 +41,15 @@ class BatchWeighting:
     """Scale each batch's loss, so that a window's gradients are the average that was asked for.
 
     Args:
-        trainer: knows how long windows are.
-        module: may log weights.
+        context: of this rank.
         turns: which batches the ranks take together.
     """
 
-    def __init__(self, trainer: Trainer, module: TrainingModule, schedule: BatchSchedule) -> None:
-        self._trainer = trainer
-        self._strategy = trainer.strategy
-        self._module = module
+    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
+        self._strategy = context.strategy
+        self._module = context.module
+        self._progress = context.progress
+        self._settings = context.settings
         self._schedule = schedule
         self._sizes: BatchSizes | None = None
         self._begin = 0
@@ -61,7 +60,7 @@ class BatchWeighting:
         Raises:
             ConfigurationError: when nobody knows those of all ranks.
         """
-        self._begin = self._trainer.progress.batches_done
+        self._begin = self._progress.batches_done
         if self._strategy.gradient_weighting != "samples" or not self._matters:
             return
         self._sizes = batch_sizes(self._schedule.loader)
@@ -81,7 +80,7 @@ class BatchWeighting:
     @property
     def _matters(self) -> bool:
         """Whether there is more than one batch to weigh against each other."""
-        return self._strategy.world_size > 1 or self._trainer.accumulate_grad_batches > 1
+        return self._strategy.world_size > 1 or self._settings.accumulate_grad_batches > 1
 
     def weight(self, outputs: Any, batch_idx: int) -> float | Tensor:
         """Return what a batch counts.
@@ -155,7 +154,7 @@ class BatchWeighting:
 
         The first window after a checkpoint from a run with other windows may be a shorter one.
         """
-        length = self._trainer.accumulate_grad_batches
+        length = self._settings.accumulate_grad_batches
         first = batch_idx - batch_idx % length
         return max(first, self._begin), int(min(first + length, self._schedule.num_batches))
 

@@ -28,7 +28,7 @@ def schedule(
     train.strategy = with_second_rank(lambda fact: (other, other_is_certain))
     batches = list(range(int(mine)))
     share = TrainDataShard(train, LoaderShard(batches, mine), seed=0)
-    return BatchSchedule(train, nn.BatchNorm1d(1), share)
+    return BatchSchedule(train.strategy, nn.BatchNorm1d(1), share, policy)
 
 
 def taken(folder: Path, policy: str, mine: int, other: int) -> list[tuple[int, bool, bool]]:
@@ -87,7 +87,7 @@ def test_join_goes_on_behind_the_end(tmp_path: Path) -> None:
     share = TrainDataShard(train, share_for(train, "train", loader(3, batch_size=1), seed=0), seed=0)
     progress = Progress(batches_done=2, samples_done=4)
     share.place(progress)
-    found = BatchSchedule(train, nn.Identity(), share)
+    found = BatchSchedule(train.strategy, nn.Identity(), share, "join")
     assert found.agree() == 3
     (batch, is_last), *others = found.batches(share.start(progress), done=2)
     assert (len(batch[0]), is_last, others) == (1, True, [])
@@ -124,7 +124,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     """One process alone averages over its window, endless data included."""
     train = trainer(tmp_path)
     share = TrainDataShard(train, LoaderShard([], float("inf")), seed=0)
-    assert BatchSchedule(train, nn.Identity(), share).weight(4, 8) == 1 / 4
+    assert BatchSchedule(train.strategy, nn.Identity(), share, "error").weight(4, 8) == 1 / 4
 
 
 def test_unknown_policy(tmp_path: Path) -> None:

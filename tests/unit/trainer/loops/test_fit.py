@@ -17,6 +17,7 @@ from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.data_loaders import LoaderShard, TrainDataShard
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.batch_schedule import BatchSchedule
+from rankwise.trainer.stages import loop_context
 from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
 
 
@@ -234,8 +235,9 @@ def test_none_with_other_ranks(tmp_path: Path) -> None:
     """With several ranks a skipped batch would make the others wait, so it is an error."""
     train = trainer(tmp_path)
     train.strategy = with_second_rank(lambda mine: mine)
-    schedule = BatchSchedule(train, Line(), TrainDataShard(train, LoaderShard([], 0), seed=0))
-    optimization = AutomaticOptimization(train, Line(), nn.Identity(), schedule)
+    model, share = Line(), TrainDataShard(train, LoaderShard([], 0), seed=0)
+    schedule = BatchSchedule(train.strategy, model, share, "error")
+    optimization = AutomaticOptimization(loop_context(train, model, nn.Identity()), schedule)
     with pytest.raises(ConfigurationError, match="returned None"):
         optimization._loss_of(None, 3)
 
