@@ -1,4 +1,4 @@
-"""The process group: where the ranks meet, what carries it, and what they do together."""
+"""The process group: creating it, its back end, and its collectives."""
 
 from rankwise.process_group.backend import check_backend, default_backend
 from rankwise.process_group.collectives import all_reduce, barrier, broadcast

@@ -1,4 +1,4 @@
-"""Which back end a process group uses."""
+"""Validate the name of a process group's back end, and choose the default one."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ def check_backend(name: object) -> str:
     """Return a back end's name in torch's spelling.
 
     Raises:
-        InvalidTypeError: when it is no string.
-        UnknownNameError: when neither torch nor a plug-in of it knows the name.
-        ConfigurationError: when this build of torch lacks it.
+        InvalidTypeError: when the name is not a string.
+        UnknownNameError: when the name is neither built into torch nor registered as a plug-in.
+        ConfigurationError: when this build of torch lacks the back end.
     """
     if not isinstance(name, str):
         raise InvalidTypeError(
             argument="process_group_backend", value=name, expected="a name, such as 'gloo' or 'nccl'"
         )
-    wanted = name.lower()
-    registered = {str(backend).lower() for backend in dist.Backend.backend_list} - {"undefined"}
-    for part in wanted.split(","):
+    spelled = name.lower()
+    known = {str(backend).lower() for backend in dist.Backend.backend_list} - {"undefined"} | set(_BUILT_IN)
+    for part in spelled.split(","):
         backend = part.rpartition(":")[2]  # "cpu:gloo,cuda:nccl" names one for each device type
-        if backend not in registered | set(_BUILT_IN):
-            raise UnknownNameError(
-                kind="process_group_backend", name=name, known=tuple(sorted(registered | set(_BUILT_IN)))
-            )
+        if backend not in known:
+            raise UnknownNameError(kind="process_group_backend", name=name, known=tuple(sorted(known)))
         if backend == "nccl" and not dist.is_nccl_available():
             raise ConfigurationError(
                 message="process_group_backend='nccl' is not possible: this build of torch has no NCCL.",
                 remedy="leave process_group_backend unset, or use 'gloo'.",
             )
-    return wanted
+    return spelled
 
 
 def default_backend(device_type: str) -> str:

@@ -1,4 +1,4 @@
-"""Compare each collective of the ranks at the store before it runs: a mismatch is an error on all of them."""
+"""Compare each collective over the store before it runs; a mismatch is an error on every rank."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
 
 __all__ = ["CollectiveCheck"]
 
-# A vote is a fingerprint in the lower part of a number that all ranks add to, and a one in the upper part.
-_ONE = 1 << 48
+# All ranks add to one number: its upper part counts them, its lower part sums the fingerprints of their
+# calls.
+_COUNT_UNIT = 1 << 48
 _END = "the end of what was launched"
-_LONG = timedelta(days=7)  # after its last collective a rank may have much to do
-_PATIENCE = timedelta(seconds=10)  # until all ranks of a mismatch have said what they called
-_NOTHING_YET = "no collective yet"
+_END_TIMEOUT = timedelta(days=7)  # a rank may work for long after its last collective
+_CALLS_TIMEOUT = timedelta(seconds=10)  # until all ranks of a mismatch have published their calls
 
 
 @final
 @dataclass(frozen=True)
-class _Meeting:
-    """A collective that the members of a group have to come to: its `number` among those of the group."""
+class _Slot:
+    """The position of a collective: its `number` among those of a group, and the group's global ranks."""
 
     group: str
-    workers: tuple[int, ...]
+    ranks: tuple[int, ...]
     number: int
 
     @property
@@ -44,18 +44,23 @@ class _Meeting:
 
     @property
     def all_keys(self) -> list[str]:
-        return [f"{self.key}/{name}" for name in ("counter", "differ", "met")]
+        return [f"{self.key}/{name}" for name in ("calls", "differ", "complete")]
+
+    def __str__(self) -> str:
+        if len(self.ranks) == dist.get_world_size():
+            return "all ranks"
+        return f"global_rank {', '.join(map(str, self.ranks))}"
 
 
 @final
 class CollectiveCheck:
-    """One rank's part in comparing collectives.
+    """Compares this rank's collectives with those of the other ranks.
 
-    A collective costs one vote, and one wait for the other ranks' votes. What each rank called is exchanged
-    only where the votes are not the same.
+    A collective costs one addition in the store and one wait for the other ranks' additions. The ranks
+    exchange the texts of their calls only after a mismatch.
 
     Args:
-        global_rank: who this process is.
+        global_rank: this process's.
         store: the job's; threads wait in it.
         timeout: how long to wait for the other ranks.
     """
@@ -69,121 +74,111 @@ class CollectiveCheck:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Compare what this process calls in the block.
+        """Compare the collectives that this process calls in the block.
 
-        Raises, out of the collectives called in it:
-            CollectiveMismatchError: on every rank of the group, when they differ or some do not come.
-            LifecycleError: in a section that only one rank runs.
+        Raises, from these collectives:
+            CollectiveMismatchError: on every rank of the group, when calls differ or a rank makes none.
+            LifecycleError: where only one rank runs the code.
         """
-        with intercepted(self._before):
+        with intercepted(self._compare):
             yield
 
     def finish(self) -> None:
-        """Compare that all ranks are done: a rank that is comes to no further collective of any group.
+        """Check that all ranks are done, so that no rank waits for another one in a collective.
 
         Collective: every rank must call this.
 
         Raises:
-            CollectiveMismatchError: when others are in a collective.
+            CollectiveMismatchError: when other ranks are in a collective.
         """
         world = dist.group.WORLD
-        for group in list(distributed_c10d._world.pg_names):  # torch has no public list of them
+        for group in list(distributed_c10d._world.pg_names):  # torch has no public list of groups
             if group is not world and group.size() > 1:
-                endpoint = self._next(group)
-                self._store.set(f"{endpoint.key}/call/{self._rank}", _END)
-                self._vote(endpoint, _END)
+                slot = self._next_slot(group)
+                self._store.set(f"{slot.key}/call/{self._rank}", _END)
+                self._add_call(slot, _END)
         if world is not None:
             with blocked_in(_END):
-                self._meet(self._next(world), _END, _END, _LONG)
+                self._wait_for_same_call(self._next_slot(world), _END, _END, _END_TIMEOUT)
 
     def compare(self, group: dist.ProcessGroup, name: str) -> None:
-        """Compare a call of this process in which C++ runs collectives that nobody else sees.
+        """Compare a call in which C++ runs collectives that cannot be intercepted.
 
         Raises:
-            The same errors as collectives in `checking`.
+            The errors of collectives in `checking`.
         """
-        self._before(call_from_here(group, name))
+        self._compare(call_from_here(group, name))
 
-    def _before(self, call: Call) -> None:
+    def _compare(self, call: Call) -> None:
         text = f"{call.what} {call.where}"
         refuse_in_rank_zero_section(text, call.group.size())
         with blocked_in(f"{call.name} {call.where}"):
-            self._meet(self._next(call.group), text, call.identity, self._timeout)
+            self._wait_for_same_call(self._next_slot(call.group), text, call.identity, self._timeout)
 
-    def _next(self, group: dist.ProcessGroup) -> _Meeting:
+    def _next_slot(self, group: dist.ProcessGroup) -> _Slot:
         name = group.group_name
         with self._lock:
             self._numbers[name] += 1
             number = self._numbers[name]
-        return _Meeting(name, tuple(dist.get_process_group_ranks(group)), number)
+        return _Slot(name, tuple(dist.get_process_group_ranks(group)), number)
 
-    def _meet(self, endpoint: _Meeting, call: str, identity: str, timeout: timedelta) -> None:
-        """Wait until all members have come to the same call, or raise."""
-        self._store.set(f"last/{self._rank}", f"{endpoint.key} {call}")
-        if not self._vote(endpoint, identity):
+    def _wait_for_same_call(self, slot: _Slot, call: str, identity: str, timeout: timedelta) -> None:
+        """Wait until all ranks of the group have made the same call, or raise."""
+        self._store.set(f"last/{self._rank}", f"{slot.key} {call}")
+        if not self._add_call(slot, identity):
             try:
-                self._store.wait([f"{endpoint.key}/met"], timeout)
+                self._store.wait([f"{slot.key}/complete"], timeout)
             except dist.DistStoreError:
-                raise self._late(endpoint, timeout) from None
-        if self._store.check([f"{endpoint.key}/differ"]):
-            raise self._mismatch(endpoint, call)
+                raise self._missing_error(slot, timeout) from None
+        if self._store.check([f"{slot.key}/differ"]):
+            raise self._mismatch_error(slot, call)
 
-    def _vote(self, endpoint: _Meeting, identity: str) -> bool:
-        """Say what this rank calls, and return whether it is the last; that one says how it came out."""
+    def _add_call(self, slot: _Slot, identity: str) -> bool:
+        """Add this rank's call; return whether it was the last one, which then publishes the result."""
         fingerprint = zlib.crc32(identity.encode())
-        size = len(endpoint.workers)
-        count, total = divmod(self._store.add(f"{endpoint.key}/votes", _ONE + fingerprint), _ONE)
+        size = len(slot.ranks)
+        count, total = divmod(self._store.add(f"{slot.key}/calls", _COUNT_UNIT + fingerprint), _COUNT_UNIT)
         if count < size:
             return False
         if total != size * fingerprint:
-            self._store.set(f"{endpoint.key}/differ", "1")
-        self._store.set(f"{endpoint.key}/met", "1")
-        for key in _Meeting(endpoint.group, (), endpoint.number - 1).all_keys:
-            self._store.delete_key(key)  # all have left that one
+            self._store.set(f"{slot.key}/differ", "1")
+        self._store.set(f"{slot.key}/complete", "1")
+        for key in _Slot(slot.group, (), slot.number - 1).all_keys:
+            self._store.delete_key(key)  # every rank is past the previous collective
         return True
 
-    # ------------------------------------------------------------------ errors
-
-    def _mismatch(self, endpoint: _Meeting, call: str) -> CollectiveMismatchError:
-        self._store.set(f"{endpoint.key}/call/{self._rank}", call)
+    def _mismatch_error(self, slot: _Slot, call: str) -> CollectiveMismatchError:
+        self._store.set(f"{slot.key}/call/{self._rank}", call)
         calls: dict[int, str] = {}
-        for rank in endpoint.workers:
-            key = f"{endpoint.key}/call/{rank}"
+        for rank in slot.ranks:
+            key = f"{slot.key}/call/{rank}"
             try:
-                self._store.wait([key], _PATIENCE)
+                self._store.wait([key], _CALLS_TIMEOUT)
                 calls[rank] = self._store.get(key).decode()
             except dist.DistStoreError:
-                calls[rank] = "another call"  # it has ended since
-        return CollectiveMismatchError(
-            group=_described(endpoint), number=endpoint.number, calls=_by_call(calls)
-        )
+                calls[rank] = "another call"  # that rank has ended
+        return CollectiveMismatchError(group=str(slot), number=slot.number, calls=_ranks_by_call(calls))
 
-    def _late(self, endpoint: _Meeting, timeout: timedelta) -> CollectiveMismatchError:
+    def _missing_error(self, slot: _Slot, timeout: timedelta) -> CollectiveMismatchError:
         here: dict[int, str] = {}
         elsewhere: dict[int, str] = {}
-        for rank in endpoint.workers:
+        for rank in slot.ranks:
             key, _, call = self._last_call(rank).partition(" ")
-            (here if key == endpoint.key else elsewhere)[rank] = call
+            (here if key == slot.key else elsewhere)[rank] = call
         return CollectiveMismatchError(
-            group=_described(endpoint),
-            number=endpoint.number,
-            calls=_by_call(here),
-            missing=_by_call(elsewhere),
+            group=str(slot),
+            number=slot.number,
+            calls=_ranks_by_call(here),
+            missing=_ranks_by_call(elsewhere),
             timeout_s=timeout.total_seconds(),
         )
 
     def _last_call(self, rank: int) -> str:
         key = f"last/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else f"none {_NOTHING_YET}"
+        return self._store.get(key).decode() if self._store.check([key]) else "none no collective yet"
 
 
-def _described(endpoint: _Meeting) -> str:
-    if len(endpoint.workers) == dist.get_world_size():
-        return "all ranks"
-    return f"global_rank {', '.join(map(str, endpoint.workers))}"
-
-
-def _by_call(calls: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
+def _ranks_by_call(calls: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
     return {
         call: tuple(rank for rank, called in calls.items() if called == call)
         for call in dict.fromkeys(calls.values())

@@ -1,4 +1,4 @@
-"""Gather tensors and objects of any size from all ranks."""
+"""Gather tensors and objects from all ranks, also where their sizes differ."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from rankwise.errors import InvalidArgumentError, LifecycleError, TensorMismatchError
-from rankwise.process_group.collectives import all_reduce, carrier_of, is_distributed, size_of
+from rankwise.process_group.collectives import all_reduce, collective_device, group_size_of, is_distributed
 
 __all__ = [
     "Description",
     "Frame",
-    "INLINE_BYTES",
     "all_gather",
     "all_gather_ddp_if_available",
     "all_gather_object",
@@ -30,101 +29,22 @@ __all__ = [
     "sync_ddp_if_available",
 ]
 
+T = TypeVar("T")
+
 _MAX_DIMENSIONS = 64  # torch's own limit
 _FACTS = struct.Struct("<4q")  # is it a tensor, dtype, bytes, number of dimensions; the dimensions follow
 _HEADER_BYTES = _FACTS.size + _MAX_DIMENSIONS * 8
-INLINE_BYTES = 4096
-_FRAME_BYTES = _HEADER_BYTES + INLINE_BYTES
+_INLINE_BYTES = 4096
+_FRAME_BYTES = _HEADER_BYTES + _INLINE_BYTES
 
-# dtypes by a number that does not depend on the order in which a version of torch defines them
+# Numbers for dtypes that do not depend on the order in which a version of torch defines them.
 _DTYPES = {
     zlib.crc32(str(dtype).encode()): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
-@final
-@dataclass(frozen=True)
-class Description:
-    """What a rank wants to gather.
-
-    Attributes:
-        dtype: of its tensor; None where it has none.
-        shape: of its tensor.
-        num_bytes: of its tensor, or of the text that says what it has instead.
-        instead: that text.
-    """
-
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    num_bytes: int
-    instead: str = ""
-
-    def __str__(self) -> str:
-        return self.instead or f"{self.dtype}, shape {self.shape}"
-
-
-@final
-class Frame:
-    """A message of fixed size that describes a rank's tensor, and holds it if it is small.
-
-    The header is written and read as plain memory: as operations on tensors that took longer than sending it.
-
-    Attributes:
-        memory: the bytes.
-        tensor: the same memory, as bytes on the CPU.
-    """
-
-    def __init__(self) -> None:
-        self.memory = bytearray(_FRAME_BYTES)
-        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
-
-    @classmethod
-    def of(cls, value: object) -> Frame:
-        """Return the frame of a value."""
-        frame = cls()
-        if not (isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized):
-            text = _what_it_is(value).encode()[:INLINE_BYTES]
-            _FACTS.pack_into(frame.memory, 0, 0, 0, len(text), 0)
-            frame.memory[_HEADER_BYTES : _HEADER_BYTES + len(text)] = text
-            return frame
-        num_bytes = value.numel() * value.element_size()
-        _FACTS.pack_into(frame.memory, 0, 1, _NUMBERS[value.dtype], num_bytes, value.ndim)
-        struct.pack_into(f"<{value.ndim}q", frame.memory, _FACTS.size, *value.shape)
-        if 0 < num_bytes <= INLINE_BYTES:
-            frame._held(value.dtype, value.shape).copy_(value.detach())
-        return frame
-
-    @cached_property
-    def description(self) -> Description:
-        """What the frame describes."""
-        is_tensor, number, num_bytes, ndim = _FACTS.unpack_from(self.memory)
-        if not is_tensor:
-            text = bytes(self.memory[_HEADER_BYTES : _HEADER_BYTES + num_bytes])
-            return Description(None, (), num_bytes, text.decode(errors="replace"))
-        shape = struct.unpack_from(f"<{ndim}q", self.memory, _FACTS.size)
-        return Description(_DTYPES[number], shape, num_bytes)
-
-    def inline(self) -> torch.Tensor:
-        """Return a copy of the small tensor that the frame holds."""
-        dtype, shape = self.description.dtype, self.description.shape
-        if dtype is None or self.description.num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        return self._held(dtype, shape).clone()
-
-    def _held(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return the memory of the small tensor, as one of this dtype and shape."""
-        count = math.prod(shape)
-        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=_HEADER_BYTES).view(shape)
-
-
-def _what_it_is(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor that is not dense (layout {value.layout}, dtype {value.dtype})"
-    return f"no tensor but {type(value).__name__}"
-
-
-T = TypeVar("T")
+# ------------------------------------------------------------------------------------- one shape
 
 
 def all_gather(tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> T:
@@ -134,43 +54,53 @@ def all_gather(tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bo
     differ, use `gather_all_tensors`.
 
     Args:
-        tensor: shape `(*)`; or tensors in nested containers, whatever else is in there stays as it is.
+        tensor: shape `(*)`; or tensors in nested containers, whose other values are returned unchanged.
         group: the ranks to gather from; all of them by default.
-        sync_grads: whether gradients flow back to the rank that a slice came from: each rank's gradient is
-            the sum of what all ranks' losses say of its slice.
+        sync_grads: whether gradients flow back to the rank that a slice came from: the gradient of a rank's
+            slice is summed over the losses of all ranks.
 
     Returns:
-        Shape `(world_size, *)`, on the tensor's device; with no group the tensor itself.
+        Shape `(world_size, *)`, on the tensor's device; without a process group the tensor itself.
 
     Raises:
         InvalidArgumentError: when this rank does not belong to `group`.
     """
     if not is_distributed():
         return tensor
-    if isinstance(tensor, torch.Tensor):  # the usual case, without the walk
+    if isinstance(tensor, torch.Tensor):  # the usual case, without walking a container
         return _gathered(tensor, group, sync_grads)  # type: ignore[return-value]  # a tensor came in
     gathered: T = apply_to_collection(tensor, torch.Tensor, _gathered, group, sync_grads, allow_frozen=True)
     return gathered
 
 
+def all_gather_ddp_if_available(
+    tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bool = False
+) -> T:
+    """Call `all_gather`, by Lightning's name."""
+    return all_gather(tensor, group, sync_grads)
+
+
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None, sync_grads: bool) -> torch.Tensor:
     if sync_grads:
         return _AllGatherGrad.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]  # torch types neither
-    size = size_of(group)
-    return torch.stack(_gathered_list(tensor.detach(), size, group))
+    return torch.stack(_gathered_list(tensor.detach(), group_size_of(group), group))
 
 
 def _gathered_list(tensor: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     own = tensor.contiguous()
     if own.device.type == "cpu":
-        own = own.to(carrier_of(group))
+        own = own.to(collective_device(group))
     gathered = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(gathered, own, group=group)
     return gathered if own.device == tensor.device else [part.to(tensor.device) for part in gathered]
 
 
 class _AllGatherGrad(torch.autograd.Function):
-    """All-gather whose backward sums what every rank's use of a slice contributes to its origin."""
+    """All-gather whose backward pass sums each slice's gradients over the ranks.
+
+    `torch.distributed.nn.functional.all_gather` costs one scatter per rank in gloo's backward pass and is
+    deprecated in torch 2.13.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -190,8 +120,8 @@ class _AllGatherGrad(torch.autograd.Function):
 def gather_all_tensors(result: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Gather tensors whose sizes may differ from rank to rank, but not their number of dimensions or dtype.
 
-    Small ones (4 KiB) take one collective. With others it says what each rank has, and the tensors follow:
-    with gloo from rank to rank, otherwise in a second collective.
+    Tensors of up to 4 KiB take one collective. For larger ones it exchanges dtypes and shapes, and the
+    tensors are sent after it: with gloo from rank to rank, otherwise in a second collective.
 
     Collective: every rank must call this, in the same order.
 
@@ -200,29 +130,29 @@ def gather_all_tensors(result: torch.Tensor, group: dist.ProcessGroup | None = N
         group: the ranks to gather from; all of them by default.
 
     Returns:
-        Each rank's tensor, in rank order, on the device of `result` and without its graph.
+        Each rank's tensor, in rank order, on the device of `result`, detached.
 
     Raises:
-        TensorMismatchError: on every rank, when numbers of dimensions or dtypes differ, or one has no tensor.
+        TensorMismatchError: on every rank, when numbers of dimensions or dtypes differ or one has no tensor.
         InvalidArgumentError: when this rank does not belong to `group`.
     """
     if not is_distributed():
         return [result]
-    size = size_of(group)
+    size = group_size_of(group)
     frames = [Frame() for _ in range(size)]
     _gather_frames(frames, Frame.of(result), group)
     descriptions = [frame.description for frame in frames]
-    _check_alike(descriptions)
-    if max(description.num_bytes for description in descriptions) <= INLINE_BYTES:
+    _check_same_kind(descriptions)
+    if max(description.num_bytes for description in descriptions) <= _INLINE_BYTES:
         parts = [frame.inline() for frame in frames]
         return parts if result.device.type == "cpu" else [part.to(result.device) for part in parts]
     return _gathered_large(result, descriptions, group)
 
 
 def _gather_frames(frames: Sequence[Frame], own: Frame, group: dist.ProcessGroup | None) -> None:
-    """Fill the frames with those of all ranks."""
+    """Fill `frames` with the frames of all ranks."""
     targets = [frame.tensor for frame in frames]
-    if carrier_of(group).type == "cpu":
+    if collective_device(group).type == "cpu":
         dist.all_gather(targets, own.tensor, group=group)
         return
     for target, part in zip(targets, _gathered_list(own.tensor, len(frames), group), strict=True):
@@ -234,25 +164,25 @@ def _gathered_large(
 ) -> list[torch.Tensor]:
     own = result.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if own.device.type == "cpu" and "gloo" in str(dist.get_backend(group)):
-        parts = _exchanged(own, descriptions, group)
+        parts = _sent_pairwise(own, descriptions, group)
     else:
-        parts = _gathered_filled_up(own, descriptions, group)
+        parts = _gathered_padded(own, descriptions, group)
     return [part.view(description.shape) for part, description in zip(parts, descriptions, strict=True)]
 
 
-def _exchanged(
+def _sent_pairwise(
     own: torch.Tensor, descriptions: Sequence[Description], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
-    """Send flat tensors from rank to rank, each in its own size; gloo's gather would copy all of them."""
+    """Send flat tensors between all pairs of ranks, each in its own size; gloo's gather copies them all."""
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    size, place = len(ranks), dist.get_rank(group)
+    size, own_rank = len(ranks), dist.get_rank(group)
     parts = [own.new_empty(math.prod(description.shape)) for description in descriptions]
-    parts[place].copy_(own)
+    parts[own_rank].copy_(own)
     works: list[Any] = []
     for distance in range(1, size):
-        to, source = (place + distance) % size, (place - distance) % size
+        target, source = (own_rank + distance) % size, (own_rank - distance) % size
         if own.numel():
-            works.append(dist.isend(own, ranks[to], group=group))
+            works.append(dist.isend(own, ranks[target], group=group))
         if parts[source].numel():
             works.append(dist.irecv(parts[source], ranks[source], group=group))
     for work in works:
@@ -260,10 +190,10 @@ def _exchanged(
     return parts
 
 
-def _gathered_filled_up(
+def _gathered_padded(
     own: torch.Tensor, descriptions: Sequence[Description], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
-    """Gather flat tensors, filled up to the size of the largest."""
+    """Gather flat tensors, padded to the size of the largest."""
     counts = [math.prod(description.shape) for description in descriptions]
     if (missing := max(counts) - own.numel()) > 0:
         own = torch.cat((own, own.new_empty(missing)))
@@ -271,12 +201,93 @@ def _gathered_filled_up(
     return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
 
-def _check_alike(descriptions: Sequence[Description]) -> None:
+def _check_same_kind(descriptions: Sequence[Description]) -> None:
     kinds = {(description.dtype, len(description.shape)) for description in descriptions}
     if len(kinds) > 1 or descriptions[0].dtype is None:
         raise TensorMismatchError(
             call="gather_all_tensors()", found=tuple(str(description) for description in descriptions)
         )
+
+
+@final
+@dataclass(frozen=True)
+class Description:
+    """What a rank passed to `gather_all_tensors`.
+
+    Attributes:
+        dtype: of its tensor; None if it passed no dense tensor.
+        shape: of its tensor.
+        num_bytes: size of its tensor, or of `problem`.
+        problem: what it passed instead of a dense tensor.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    num_bytes: int
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return self.problem or f"{self.dtype}, shape {self.shape}"
+
+
+@final
+class Frame:
+    """A message of fixed size that describes a rank's tensor, and contains it if it is small.
+
+    The header is packed with `struct`: tensor operations for it took longer than sending it.
+
+    Attributes:
+        memory: the bytes.
+        tensor: the same memory, as bytes on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self.memory = bytearray(_FRAME_BYTES)
+        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, value: object) -> Frame:
+        """Return the frame that describes a value."""
+        frame = cls()
+        if not (isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized):
+            text = _problem_of(value).encode()[:_INLINE_BYTES]
+            _FACTS.pack_into(frame.memory, 0, 0, 0, len(text), 0)
+            frame.memory[_HEADER_BYTES : _HEADER_BYTES + len(text)] = text
+            return frame
+        num_bytes = value.numel() * value.element_size()
+        _FACTS.pack_into(frame.memory, 0, 1, _NUMBERS[value.dtype], num_bytes, value.ndim)
+        struct.pack_into(f"<{value.ndim}q", frame.memory, _FACTS.size, *value.shape)
+        if 0 < num_bytes <= _INLINE_BYTES:
+            frame._inline_view(value.dtype, value.shape).copy_(value.detach())
+        return frame
+
+    @cached_property
+    def description(self) -> Description:
+        """The value that the frame describes."""
+        is_tensor, number, num_bytes, ndim = _FACTS.unpack_from(self.memory)
+        if not is_tensor:
+            text = bytes(self.memory[_HEADER_BYTES : _HEADER_BYTES + num_bytes])
+            return Description(None, (), num_bytes, text.decode(errors="replace"))
+        shape = struct.unpack_from(f"<{ndim}q", self.memory, _FACTS.size)
+        return Description(_DTYPES[number], shape, num_bytes)
+
+    def inline(self) -> torch.Tensor:
+        """Return a copy of the small tensor in the frame."""
+        dtype, shape = self.description.dtype, self.description.shape
+        if dtype is None or self.description.num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        return self._inline_view(dtype, shape).clone()
+
+    def _inline_view(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the memory of the small tensor, viewed with this dtype and shape."""
+        count = math.prod(shape)
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=_HEADER_BYTES).view(shape)
+
+
+def _problem_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor that is not dense (layout {value.layout}, dtype {value.dtype})"
+    return f"no tensor but {type(value).__name__}"
 
 
 # ------------------------------------------------------------------------------------- objects
@@ -292,7 +303,7 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
     """
     if not is_distributed():
         return [value]
-    values: list[Any] = [None] * size_of(group)
+    values: list[Any] = [None] * group_size_of(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
@@ -303,12 +314,12 @@ def gather_object(value: T, dst: int = 0, group: dist.ProcessGroup | None = None
     Collective: every rank must call this, in the same order.
 
     Args:
-        value: this rank's.
-        dst: the global rank that gets them.
+        value: this rank's value.
+        dst: the global rank that receives the values.
         group: the ranks to gather from; all of them by default.
 
     Returns:
-        On `dst` every rank's value, in rank order; elsewhere None.
+        Every rank's value, in rank order, on `dst`; None on other ranks.
 
     Raises:
         InvalidArgumentError: when `dst` or this rank does not belong to `group`.
@@ -316,7 +327,7 @@ def gather_object(value: T, dst: int = 0, group: dist.ProcessGroup | None = None
     if not is_distributed():
         _check_member(dst, [0])
         return [value]
-    size = size_of(group)
+    size = group_size_of(group)
     _check_member(dst, dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
     values: list[Any] | None = [None] * size if dist.get_rank() == dst else None
     dist.gather_object(value, values, dst=dst, group=group)
@@ -333,13 +344,13 @@ def sync_ddp(
 ) -> T:
     """Reduce a tensor over the ranks, by default to its sum; see `all_reduce`.
 
-    Collective: every rank must call this, in the same order, with the same shape and dtype. No barrier comes
-    first, and the input stays as it is.
+    Collective: every rank must call this, in the same order, with the same shape and dtype. There is no
+    barrier before it, and the input does not change.
 
     Args:
         result: a tensor, or tensors in nested containers.
         group: the ranks to reduce over; all of them by default.
-        reduce_op: a name as `all_reduce` takes it, or torch's own operation.
+        reduce_op: a name that `all_reduce` accepts, or torch's own operation.
 
     Raises:
         LifecycleError: when there is no process group.
@@ -351,24 +362,17 @@ def sync_ddp(
             needed="one",
             remedy="use sync_ddp_if_available(), or call it within a job.",
         )
-    return all_reduce(result, group, _name(reduce_op))
+    return all_reduce(result, group, _operation_name(reduce_op))
 
 
 def sync_ddp_if_available(
     result: T, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp.RedOpType | None = None
 ) -> T:
-    """Do what `sync_ddp` does; without a process group return `result` itself."""
+    """Call `sync_ddp` if there is a process group; otherwise return `result` itself."""
     return sync_ddp(result, group, reduce_op) if is_distributed() else result
 
 
-def all_gather_ddp_if_available(
-    tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bool = False
-) -> T:
-    """Gather a tensor as `(world_size, *)`; without a process group return it itself. See `all_gather`."""
-    return all_gather(tensor, group, sync_grads)
-
-
-def _name(operation: str | dist.ReduceOp.RedOpType | None) -> str:
+def _operation_name(operation: str | dist.ReduceOp.RedOpType | None) -> str:
     if operation is None:
         return "sum"
     return operation if isinstance(operation, str) else str(operation).rpartition(".")[2].lower()

@@ -1,4 +1,4 @@
-"""The process group: made, joined, checked and destroyed."""
+"""Create, check and destroy the default process group."""
 
 from __future__ import annotations
 
@@ -33,183 +33,12 @@ __all__ = [
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
-
-@contextmanager
-def process_group(
-    store: dist.Store,
-    ranks: RankInfo,
-    backend: str,
-    device: torch.device,
-    *,
-    timeout: timedelta,
-    init_timeout: timedelta | None = None,
-    once_met: Callable[[tuple[RankIdentity, ...]], object] = tuple,
-) -> Iterator[tuple[RankIdentity, ...]]:
-    """Have the default process group while the block runs; one that existed before is used and left.
-
-    Collective: every rank must call this, in the same order.
-
-    Args: those of `join_process_group`.
-
-    Yields:
-        What each rank knows of itself, by global rank; nothing for a group that existed before.
-
-    Raises:
-        ProcessGroupError: when a group exists that does not fit, or the ranks do not fit together.
-        RendezvousTimeoutError: when not all ranks came within `init_timeout`.
-    """
-    is_ours = not dist.is_initialized()
-    places = join_process_group(
-        store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout, once_met=once_met
-    )
-    try:
-        yield places
-    finally:
-        if is_ours and dist.is_initialized():
-            destroy_groups()
-
-
-def join_process_group(
-    store: dist.Store,
-    ranks: RankInfo,
-    backend: str,
-    device: torch.device,
-    *,
-    timeout: timedelta,
-    init_timeout: timedelta | None = None,
-    once_met: Callable[[tuple[RankIdentity, ...]], object] = tuple,
-) -> tuple[RankIdentity, ...]:
-    """Make the default process group, or check that the one which exists is the same.
-
-    Collective: every rank must call this, in the same order.
-
-    Args:
-        store: where the ranks meet.
-        ranks: who this process is.
-        backend: `"gloo"`, `"nccl"`, ...
-        device: this rank's device; a group on NCCL is bound to it.
-        timeout: how long a collective may take.
-        init_timeout: how long the ranks may take to meet; None: as long as a collective.
-        once_met: called with what each rank knows of itself, before the group is made: that takes its time,
-            in C++, and another rank may fail meanwhile.
-
-    Returns:
-        What each rank knows of itself, by global rank; nothing for a group that existed before.
-
-    Raises:
-        ProcessGroupError: when torch has no distributed package, a group exists that does not fit, or the
-            ranks do not fit together.
-        RendezvousTimeoutError: when not all ranks came in time.
-    """
-    if not dist.is_available():
-        raise ProcessGroupError("This build of torch has no torch.distributed.", "install one that has.")
-    if dist.is_initialized():
-        _check_existing(ranks, backend)
-        return ()
-    mine = identity_of(ranks, backend, device, os.getpid())
-    places = run_rendezvous(store, mine, timeout if init_timeout is None else init_timeout)
-    once_met(places)
-    hook = sys.excepthook  # torch wraps it each time and never unwraps it
-    groups = _group_count()
-    try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=ranks.global_rank,
-            world_size=ranks.world_size,
-            timeout=timeout,
-            device_id=device if backend == "nccl" else None,
-        )
-        _wait_until_connected(store, ranks, timeout)
-    except BaseException:
-        _group_count(groups)
-        raise
-    finally:
-        sys.excepthook = hook
-    return places
-
-
-def _group_count(restored: int | None = None) -> int | None:
-    """Return (or put back) torch's count of groups: it names a group's keys, so the ranks must agree on it.
-
-    torch counts a group before it is made, and does not take it back when that fails.
-    """
-    world = getattr(dist.distributed_c10d, "_world", None)
-    if world is not None and restored is not None:
-        world.group_count = restored
-    return getattr(world, "group_count", None)
-
-
-def _wait_until_connected(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> None:
-    # A rank with little to do could otherwise have left again while another still connects to it.
-    if store.add("connected", 1) == ranks.world_size:
-        store.set("all_connected", "1")
-    store.wait(["all_connected"], timeout)
-
-
-def _check_existing(ranks: RankInfo, backend: str) -> None:
-    rank, size, existing = dist.get_rank(), dist.get_world_size(), dist.get_backend()
-    if (rank, size) != (ranks.global_rank, ranks.world_size):
-        raise ProcessGroupError(
-            f"A process group exists in which this process is rank {rank} of {size}, but the job has it as "
-            f"global_rank {ranks.global_rank} of {ranks.world_size}.",
-            "destroy it first with torch.distributed.destroy_process_group(), or ask for its world size.",
-        )
-    if existing != backend:
-        raise ProcessGroupError(
-            f"A process group with back end {existing!r} exists, but the strategy asks for {backend!r}.",
-            f"pass process_group_backend={existing!r}, or destroy the group first.",
-        )
-
-
-def gloo_on_loopback() -> AbstractContextManager[None]:
-    """Keep gloo on the loopback interface; see `gloo_on_interface`."""
-    return gloo_on_interface("lo" if sys.platform == "linux" else "lo0")
-
-
-@contextmanager
-def gloo_on_interface(name: str | None) -> Iterator[None]:
-    """Keep gloo on one interface while the block runs, for groups made later in it too; None: its own choice.
-
-    Mutates: `os.environ["GLOO_SOCKET_IFNAME"]`, restored on exit; left alone where the user has set it.
-    """
-    if name is None or _GLOO_INTERFACE in os.environ:
-        yield
-        return
-    os.environ[_GLOO_INTERFACE] = name
-    try:
-        yield
-    finally:
-        os.environ.pop(_GLOO_INTERFACE, None)
-
-
-def destroy_groups() -> None:
-    """Destroy the default process group and all others, and have them end where they can.
-
-    A group of gloo's ends its threads, and waits for them, when its last reference goes. One of these
-    threads runs the callbacks of futures, communication hooks' among them, and drops them when those that
-    waited for the result are at work again already. A callback that refers to the group may so be the last
-    that does: the thread would wait for itself, which aborts the process.
-    """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        # What has the threads is the back end: while it is kept, a group can go anywhere.
-        backends = [group._get_backend(device_type) for device_type in group._device_types]
-        weakref.finalize(group, _end, backends).atexit = False
-    dist.destroy_process_group()
-
-
-def _end(backends: list[Any]) -> None:
-    if threading.get_ident() == threading.main_thread().ident:
-        backends.clear()
-    else:  # this may be a thread of theirs
-        threading.Thread(target=backends.clear, name="rankwise-letting-go", daemon=True).start()
-
-
-_joins = itertools.count()  # tells the groups that a process joins one after another apart in the store
+# Numbers the groups that this process creates one after another, so that each has its own keys in the store.
+_group_numbers = itertools.count()
 
 
 class EnvironmentLike(Protocol):
-    """What a cluster environment says of this process; `rankwise.ClusterEnvironment` is one."""
+    """The part of a cluster environment that creating a group needs; see `rankwise.ClusterEnvironment`."""
 
     @property
     def ranks(self) -> RankInfo: ...
@@ -229,61 +58,224 @@ def init_process_group(
     timeout: timedelta = timedelta(minutes=10),
     init_timeout: timedelta = timedelta(minutes=2),
 ) -> RankInfo:
-    """Make torch's default process group of the processes that `environment` describes.
+    """Create torch's default process group of the processes that `environment` describes.
 
-    A group that exists is used if it has these ranks and this back end, and refused otherwise. A strategy
-    does all this by itself; this is for programs without one, which leave the group with
+    An existing group is used if it has these ranks and this back end. A strategy creates its group itself;
+    this function is for programs without one. They end the group with
     `torch.distributed.destroy_process_group()`.
 
     Collective: every rank must call this.
 
     Args:
-        environment: who started this process, such as `detect_environment().environment`.
+        environment: describes the job, such as `detect_environment().environment`.
         backend: `"gloo"`, `"nccl"`, ...; by default NCCL on CUDA, gloo on the CPU, torch's own elsewhere.
         device: this rank's; by default the CUDA device of its local rank where there is one, else the CPU.
         timeout: how long a collective may take.
         init_timeout: how long to wait for the other ranks.
 
-    Returns:
-        Who this process is.
-
     Raises:
-        ProcessGroupError (a RuntimeError): when torch has no distributed package, or a group exists that does
-            not fit.
-        UnknownNameError, ConfigurationError: for a back end that there is not.
+        ProcessGroupError (a RuntimeError): when torch has no distributed package, or the existing group has
+            other ranks or another back end.
+        UnknownNameError, ConfigurationError: for a back end that does not exist.
         EnvironmentVariableError: when the environment's variables are wrong.
         RendezvousTimeoutError: when rank 0 cannot be reached in time.
     """
-    if not dist.is_available():
-        raise ProcessGroupError("This build of torch has no torch.distributed.", "install one that has.")
+    _check_distributed_available()
     ranks = environment.ranks
-    place = _device_of(ranks) if device is None else device
-    wanted = default_backend(place.type) if backend is None else check_backend(backend)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    device = _default_device(ranks) if device is None else device
+    backend = default_backend(device.type) if backend is None else check_backend(backend)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if dist.is_initialized():
-        join_process_group(
-            dist.HashStore(), ranks, wanted, place, timeout=timeout, init_timeout=init_timeout
-        )  # only compares
+        _check_existing(ranks, backend)
         return ranks
-    store = _store_of(environment, ranks, init_timeout)
+    store = _open_environment_store(environment, ranks, init_timeout)
     with gloo_on_loopback() if ranks.is_one_node else nullcontext():
-        join_process_group(store, ranks, wanted, place, timeout=timeout, init_timeout=init_timeout)
+        join_process_group(store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout)
     return ranks
 
 
-def _store_of(environment: EnvironmentLike, ranks: RankInfo, timeout: timedelta) -> dist.Store:
+@contextmanager
+def process_group(
+    store: dist.Store,
+    ranks: RankInfo,
+    backend: str,
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    init_timeout: timedelta | None = None,
+    on_rendezvous: Callable[[tuple[RankIdentity, ...]], object] = lambda identities: None,
+) -> Iterator[tuple[RankIdentity, ...]]:
+    """Provide the default process group in the block; destroy it at the end unless it existed before.
+
+    Collective: every rank must call this, in the same order.
+
+    Arguments, yielded value and errors are those of `join_process_group`.
+    """
+    is_ours = not dist.is_initialized()
+    identities = join_process_group(
+        store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout, on_rendezvous=on_rendezvous
+    )
+    try:
+        yield identities
+    finally:
+        if is_ours and dist.is_initialized():
+            destroy_groups()
+
+
+def join_process_group(
+    store: dist.Store,
+    ranks: RankInfo,
+    backend: str,
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    init_timeout: timedelta | None = None,
+    on_rendezvous: Callable[[tuple[RankIdentity, ...]], object] = lambda identities: None,
+) -> tuple[RankIdentity, ...]:
+    """Create the default process group, or check that the existing one has these ranks and this back end.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        store: the store that all ranks of the job use.
+        ranks: this process's ranks.
+        backend: `"gloo"`, `"nccl"`, ...
+        device: this rank's device; a group on NCCL is bound to it.
+        timeout: how long a collective may take.
+        init_timeout: how long the rendezvous may take; None: as long as a collective.
+        on_rendezvous: called with all identities after the rendezvous, before torch creates the group: that
+            is a long call in C++, during which another rank may fail.
+
+    Returns:
+        Every rank's identity, by global rank; empty for a group that existed before.
+
+    Raises:
+        ProcessGroupError: when torch has no distributed package, the existing group differs, or the ranks'
+            identities contradict each other.
+        RendezvousTimeoutError: when a rank is missing after `init_timeout`.
+    """
+    _check_distributed_available()
+    if dist.is_initialized():
+        _check_existing(ranks, backend)
+        return ()
+    own = identity_of(ranks, backend, device, os.getpid())
+    identities = run_rendezvous(store, own, timeout if init_timeout is None else init_timeout)
+    on_rendezvous(identities)
+    with _torch_state_kept():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=ranks.global_rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+        _wait_until_connected(store, ranks, timeout)
+    return identities
+
+
+@contextmanager
+def _torch_state_kept() -> Iterator[None]:
+    """Undo what `init_process_group` leaves changed.
+
+    It wraps `sys.excepthook` on every call and never unwraps it. It also counts a group before creating it
+    and keeps the count when that fails; the count is part of the group's keys, so all ranks need the same.
+    """
+    hook = sys.excepthook
+    world = getattr(dist.distributed_c10d, "_world", None)
+    count = getattr(world, "group_count", None)
+    try:
+        yield
+    except BaseException:
+        if world is not None and count is not None:
+            world.group_count = count
+        raise
+    finally:
+        sys.excepthook = hook
+
+
+def _wait_until_connected(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> None:
+    # Otherwise a rank with little to do could exit while another one still connects to it.
+    if store.add("connected", 1) == ranks.world_size:
+        store.set("all_connected", "1")
+    store.wait(["all_connected"], timeout)
+
+
+def _check_distributed_available() -> None:
+    if not dist.is_available():
+        raise ProcessGroupError("This build of torch has no torch.distributed.", "install one that has.")
+
+
+def _check_existing(ranks: RankInfo, backend: str) -> None:
+    rank, size, existing = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    if (rank, size) != (ranks.global_rank, ranks.world_size):
+        raise ProcessGroupError(
+            f"A process group exists in which this process is rank {rank} of {size}, but in the job it is "
+            f"global_rank {ranks.global_rank} of {ranks.world_size}.",
+            "destroy it first with torch.distributed.destroy_process_group(), or ask for its world size.",
+        )
+    if existing != backend:
+        raise ProcessGroupError(
+            f"A process group with back end {existing!r} exists, but the strategy asks for {backend!r}.",
+            f"pass process_group_backend={existing!r}, or destroy the group first.",
+        )
+
+
+def _open_environment_store(environment: EnvironmentLike, ranks: RankInfo, timeout: timedelta) -> dist.Store:
     if ranks.world_size == 1:
         return dist.HashStore()
-    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # Ranks on one node meet on loopback, whatever address they were given, unless somebody else hosts.
-    host = environment.main_address if is_hosted or not ranks.is_one_node else "127.0.0.1"
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then torchrun's agent hosts it
+    # The ranks of one node use loopback, whatever address they were given, unless an agent hosts the store.
+    host = environment.main_address if is_agents or not ranks.is_one_node else "127.0.0.1"
     address = (host, environment.main_port)
-    store = open_store(None, address, hosts=ranks.is_global_zero and not is_hosted, timeout=timeout)
-    start = find_restart(address, store, ranks, timeout).number if is_hosted else 0
-    return dist.PrefixStore(f"start{start}/join{next(_joins)}", store)
+    store = open_store(None, address, hosts=ranks.is_global_zero and not is_agents, timeout=timeout)
+    restart = find_restart(address, store, ranks, timeout).number if is_agents else 0
+    return dist.PrefixStore(f"start{restart}/join{next(_group_numbers)}", store)
 
 
-def _device_of(ranks: RankInfo) -> torch.device:
+def _default_device(ranks: RankInfo) -> torch.device:
     count = torch.cuda.device_count()
     return torch.device("cuda", ranks.local_rank % count) if count else torch.device("cpu")
+
+
+def gloo_on_loopback() -> AbstractContextManager[None]:
+    """Restrict gloo to the loopback interface; see `gloo_on_interface`."""
+    return gloo_on_interface("lo" if sys.platform == "linux" else "lo0")
+
+
+@contextmanager
+def gloo_on_interface(name: str | None) -> Iterator[None]:
+    """Restrict the gloo groups that are created in the block to one network interface; None: no restriction.
+
+    Mutates: `os.environ["GLOO_SOCKET_IFNAME"]`, restored on exit; unchanged where the user has set it.
+    """
+    if name is None or _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO_INTERFACE, None)
+
+
+def destroy_groups() -> None:
+    """Destroy all process groups, without a gloo thread joining itself.
+
+    A gloo group joins its threads when its last reference is dropped. One of these threads runs the callbacks
+    of futures, such as communication hooks, and drops them after the waiting thread has continued. If such a
+    callback holds the last reference to the group, the thread joins itself, which aborts the process.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        # The back ends own the threads: while they are referenced, any thread may drop the group.
+        backends = [group._get_backend(device_type) for device_type in group._device_types]
+        weakref.finalize(group, _drop_backends, backends).atexit = False
+    dist.destroy_process_group()
+
+
+def _drop_backends(backends: list[Any]) -> None:
+    if threading.get_ident() == threading.main_thread().ident:
+        backends.clear()
+    else:  # possibly one of the threads that would be joined
+        threading.Thread(target=backends.clear, name="rankwise-destroy-group", daemon=True).start()

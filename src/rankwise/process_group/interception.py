@@ -1,7 +1,7 @@
-"""See each collective of this process before it runs, whoever calls it, for as long as a block lasts.
+"""Intercept this process's collectives before they run, whichever library calls them.
 
-What is seen goes through torch.distributed's Python side: its functions, however they were imported, and what
-is built on them. What C++ starts by itself (a reducer without a communication hook) is not.
+Interception covers calls through torch.distributed's Python side: its functions, however they were imported,
+and what is built on them. It does not cover what C++ starts itself (a reducer without a communication hook).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch.distributed as dist
 
 __all__ = ["Call", "Observer", "call_from_here", "intercepted"]
 
-# What must be alike on all ranks, by the methods of a process group (newer and older names): the tensors at a
-# position among the arguments, or only their dtype, or nothing.
+# What must be the same on all ranks, for each method of a process group (newer and older names): the
+# tensors at a position among the arguments, or only their dtype, or nothing.
 _WHOLE, _DTYPE, _NOTHING = "whole", "dtype", "nothing"
 _METHODS: dict[str, tuple[str, int]] = {
     "allreduce": (_WHOLE, 0),
     "allreduce_coalesced": (_WHOLE, 0),
     "broadcast": (_WHOLE, 0),
     "reduce": (_WHOLE, 0),
-    "allgather": (_WHOLE, 0),  # what it gathers into: all parts, on every rank
+    "allgather": (_WHOLE, 0),  # its outputs: all parts, on every rank
     "allgather_coalesced": (_WHOLE, 0),
     "allgather_into_tensor_coalesced": (_WHOLE, 0),
     "all_gather_single": (_WHOLE, 0),
     "all_gather_single_coalesced": (_WHOLE, 0),
     "_allgather_base": (_WHOLE, 0),
-    "gather": (_WHOLE, 1),  # only the root has what it gathers into
-    "scatter": (_WHOLE, 0),  # only the root has what it scatters
+    "gather": (_WHOLE, 1),  # its inputs: only the root has outputs
+    "scatter": (_WHOLE, 0),  # its outputs: only the root has inputs
     "reduce_scatter": (_WHOLE, 1),
     "reduce_scatter_tensor_coalesced": (_WHOLE, 1),
     "reduce_scatter_single": (_WHOLE, 1),
@@ -47,15 +47,16 @@ _METHODS: dict[str, tuple[str, int]] = {
     "barrier": (_NOTHING, 0),
     "monitored_barrier": (_NOTHING, 0),
 }
-# What DDP calls beside them, with a group and tensors.
+# Functions of torch.distributed that DDP calls with a group and tensors.
 _FUNCTIONS: dict[str, tuple[str, int]] = {
     "_broadcast_coalesced": (_WHOLE, 0),
     "_verify_params_across_processes": (_WHOLE, 0),
 }
 _WRAPPERS = "torch.distributed.c10d_logger"  # around every function of torch.distributed
 _BACKWARD = ("backward", "grad")  # of torch.autograd
-# Code through which a user's call goes on its way. What else of rankwise calls something is named itself.
-_ON_THE_WAY = (
+# Modules between the user's call and the collective. Calls from rankwise's other modules are reported as
+# theirs.
+_INNER_MODULES = (
     "torch",
     "contextlib",
     "lightning_utilities",
@@ -73,14 +74,14 @@ class Call:
     """A collective that is about to run.
 
     Attributes:
-        group: over which ranks.
+        group: its process group.
         name: of torch's function that was called, or of the group's method.
-        tensors: dtypes and shapes of what must be alike on all ranks; empty where nothing must.
+        tensors: dtypes and shapes that must be the same on all ranks; empty where none must.
         details: the operation, or the root.
-        is_rooted: whether one rank does something else than the others by design.
-        place: file and line of the caller; empty where no Python code called.
-        function: the name of the function there.
-        is_in_backward: whether that caller runs a backward pass, and this is a part of it.
+        is_rooted: whether one rank has another part than the others, as in a broadcast.
+        location: file and line of the caller; empty where no Python code called.
+        function: the name of the calling function.
+        is_in_backward: whether the call is part of a backward pass that the caller runs.
     """
 
     group: dist.ProcessGroup
@@ -88,36 +89,39 @@ class Call:
     tensors: str = ""
     details: str = ""
     is_rooted: bool = False
-    place: str = ""
+    location: str = ""
     function: str = ""
     is_in_backward: bool = False
 
     @property
     def what(self) -> str:
-        """The collective, for a reader."""
+        """The collective as text."""
         of = f" of {self.tensors}" if self.tensors else ""
         return f"{self.name}{of}{f' ({self.details})' if self.details else ''}"
 
     @property
     def where(self) -> str:
-        """The caller, for a reader."""
-        if not self.place:
+        """The caller as text."""
+        if not self.location:
             return "in a backward pass"  # in a thread of C++
-        return f"{'in the backward pass ' if self.is_in_backward else ''}at {self.place} in {self.function}"
+        return (
+            f"{'in the backward pass ' if self.is_in_backward else ''}at {self.location} in {self.function}"
+        )
 
     @property
     def identity(self) -> str:
-        """What is the same on all ranks that are in the same collective.
+        """Text that is the same on all ranks of the same collective.
 
-        Branches for the root and for the others are usual, so with a root only the function counts.
+        Code often branches on being the root, so for a collective with a root it leaves out the line number.
         """
-        where = self.where.replace(self.place, self.place.partition(":")[0]) if self.is_rooted else self.where
-        return f"{self.what} {where}"
+        if not self.is_rooted:
+            return f"{self.what} {self.where}"
+        return f"{self.what} {self.where.replace(self.location, self.location.partition(':')[0])}"
 
 
 Observer = Callable[[Call], None]
 
-# Blocks of several threads may overlap: the last one that ends puts everything back.
+# Blocks of several threads may overlap: the last one to end restores torch's methods.
 _lock = threading.Lock()
 _observers: list[Observer] = []
 _undo: list[Callable[[], None]] = []
@@ -146,7 +150,7 @@ def intercepted(observer: Observer) -> Iterator[None]:
 def _wrap_all() -> None:
     for owner, table in ((dist.ProcessGroup, _METHODS), (dist, _FUNCTIONS)):
         for name, rule in table.items():
-            plain = vars(owner).get(name)  # not getattr: what is put back must be what lay there
+            plain = vars(owner).get(name)  # not getattr: the undo must restore the raw attribute
             if plain is not None:
                 setattr(owner, name, _observed(getattr(owner, name), name, rule))
                 _undo.append(functools.partial(setattr, owner, name, plain))
@@ -164,27 +168,26 @@ def _observed(plain: Any, name: str, rule: tuple[str, int]) -> Any:
 
 
 def call_from_here(group: dist.ProcessGroup, name: str) -> Call:
-    """Return what this thread does by a name of its own."""
-    way = _way_out(name, sys._getframe(1))
-    return Call(group, **{**way, "name": name})
+    """Describe the calling code as a collective of the given name."""
+    return Call(group, **{**_caller(name, sys._getframe(1)), "name": name})
 
 
 def _call(group: dist.ProcessGroup, name: str, rule: tuple[str, int], args: tuple[Any, ...]) -> Call:
     amount, position = rule
-    given = args[position] if amount != _NOTHING and position < len(args) else ()
+    tensors = args[position] if amount != _NOTHING and position < len(args) else ()
     details, is_rooted = _details(name, args)
     return Call(
         group,
-        tensors=_described(given, whole=amount == _WHOLE),
+        tensors=_described(tensors, whole=amount == _WHOLE),
         details=details,
         is_rooted=is_rooted,
-        **_way_out(name, sys._getframe(2)),
+        **_caller(name, sys._getframe(2)),
     )
 
 
-def _described(given: Any, *, whole: bool) -> str:
-    """Return the dtypes and shapes of tensors, which may lie in lists."""
-    flat = list(_flat(given))
+def _described(tensors: Any, *, whole: bool) -> str:
+    """Return the dtypes and (if `whole`) shapes of tensors, which may be in nested lists."""
+    flat = list(_flat(tensors))
     if not whole:
         return ", ".join(dict.fromkeys(_dtype(tensor) for tensor in flat))
     shown = [f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in flat]
@@ -196,11 +199,11 @@ def _described(given: Any, *, whole: bool) -> str:
     return ", ".join(texts)
 
 
-def _flat(given: Any) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for item in given:
+def _flat(tensors: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        yield tensors
+    elif isinstance(tensors, (list, tuple)):
+        for item in tensors:
             yield from _flat(item)
 
 
@@ -223,27 +226,27 @@ def _details(name: str, args: tuple[Any, ...]) -> tuple[str, bool]:
     return ", ".join(details), is_rooted
 
 
-def _way_out(name: str, frame: FrameType | None) -> dict[str, Any]:
-    """Return the function of torch.distributed that was called, and the place where it was."""
-    is_torchs, is_in_backward = True, False
-    while frame is not None and _is_on_the_way(module := str(frame.f_globals.get("__name__", ""))):
-        is_torchs = is_torchs and module.startswith("torch.distributed")
-        if is_torchs and module != _WRAPPERS:
+def _caller(name: str, frame: FrameType | None) -> dict[str, Any]:
+    """Return the function of torch.distributed that was called, and where, as fields of a `Call`."""
+    is_torch, is_in_backward = True, False
+    while frame is not None and _is_inner(module := str(frame.f_globals.get("__name__", ""))):
+        is_torch = is_torch and module.startswith("torch.distributed")
+        if is_torch and module != _WRAPPERS:
             name = frame.f_code.co_name
         is_in_backward |= module.startswith("torch.autograd") and frame.f_code.co_name in _BACKWARD
         frame = frame.f_back
-    way: dict[str, Any] = {"name": name, "is_in_backward": is_in_backward}
+    fields: dict[str, Any] = {"name": name, "is_in_backward": is_in_backward}
     if frame is not None:
-        way |= {"place": f"{_file_of(frame)}:{frame.f_lineno}", "function": frame.f_code.co_name}
-    return way
+        fields |= {"location": f"{_file_of(frame)}:{frame.f_lineno}", "function": frame.f_code.co_name}
+    return fields
 
 
-def _is_on_the_way(module: str) -> bool:
-    return any(module == part or module.startswith(f"{part}.") for part in _ON_THE_WAY)
+def _is_inner(module: str) -> bool:
+    return any(module == part or module.startswith(f"{part}.") for part in _INNER_MODULES)
 
 
 def _file_of(frame: FrameType) -> str:
-    """Return a file as it is called on every rank, wherever it lies: of rankwise its path within it."""
+    """Return a file name without its folders, which differ between ranks; in rankwise the package path."""
     filename = frame.f_code.co_filename.replace("\\", "/")
     _, separator, inside = filename.rpartition("/rankwise/")
     return f"rankwise/{inside}" if separator else filename.rpartition("/")[2]

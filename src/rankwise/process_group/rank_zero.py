@@ -1,4 +1,4 @@
-"""`rank_zero_first`, and the guard against collectives in sections of rank 0."""
+"""`rank_zero_first`, and the guard that raises for collectives that only rank zero would call."""
 
 from __future__ import annotations
 
@@ -18,71 +18,9 @@ from rankwise.process_group.interception import Call, intercepted
 from rankwise.ranks import RankInfo, is_in_rank_zero_section
 from rankwise.stores.tcp import default_store
 
-__all__ = ["guard_collectives", "rank_zero_first", "refuse_in_rank_zero_section"]
+__all__ = ["rank_zero_first", "refuse_in_rank_zero_section"]
 
-
-@final
-class _Turn(threading.local):
-    """The block of `rank_zero_first()` that this thread is in, as the rank that goes first.
-
-    Attributes:
-        pid: of the process that is in it: a forked one is not.
-        is_local: whether only the ranks of this node wait for it.
-    """
-
-    pid = 0
-    is_local = False
-
-
-_turn = _Turn()
-
-
-@contextmanager
-def guard_collectives(*, is_local: bool) -> Iterator[None]:
-    """Be the rank that goes first in the block: its collectives are refused, torch's own too."""
-    before = (_turn.pid, _turn.is_local)
-    _turn.pid, _turn.is_local = os.getpid(), is_local
-    try:
-        with intercepted(_refuse):
-            yield
-    finally:
-        _turn.pid, _turn.is_local = before
-
-
-def refuse_in_rank_zero_section(call: str, group_size: int | None) -> None:
-    """Make sure that the ranks of a collective can come to it.
-
-    Args:
-        call: the collective, for the reader.
-        group_size: how many ranks it is of; None for all.
-
-    Raises:
-        LifecycleError: in a function that only rank zero runs, and in a block that it runs before the others.
-    """
-    if is_in_rank_zero_section():
-        raise LifecycleError(
-            call=call,
-            state="in a function that only rank zero runs",
-            needed="every rank",
-            remedy="call it outside of what is decorated with rank_zero_only.",
-        )
-    if _turn.pid != os.getpid():
-        return
-    # Where only a node's ranks wait, those that go first on their nodes may have a group of their own.
-    if not _turn.is_local or group_size is None or group_size == dist.get_world_size():
-        raise LifecycleError(
-            call=call,
-            state="in the block of rank_zero_first(), which the other ranks wait for",
-            needed="every rank",
-            remedy="call it before or after that block.",
-        )
-
-
-def _refuse(call: Call) -> None:
-    refuse_in_rank_zero_section(f"{call.what} {call.where}", call.group.size())
-
-
-_PATIENCE = timedelta(days=7)  # a download may take hours; a rank that dies ends the job in other ways
+_TIMEOUT = timedelta(days=7)  # a download may take hours; the launcher ends the job when a rank dies
 _DONE = "done"
 
 
@@ -92,24 +30,24 @@ def rank_zero_first(
     *,
     ranks: RankInfo | None = None,
     store: dist.Store | None = None,
-    timeout: timedelta = _PATIENCE,
+    timeout: timedelta = _TIMEOUT,
 ) -> Iterator[None]:
-    """Run the block on rank zero first, then on all other ranks at once; without a process group, at once.
+    """Run the block on rank zero first, then on all other ranks; without a process group, at once.
 
-    Collective: every rank must enter it, in the same order. Nobody sits in a collective meanwhile, so rank
-    zero may take longer than the group's timeout. In the block it can do nothing with them.
+    Collective: every rank must enter it, in the same order. The other ranks wait in the store, so rank zero
+    may take longer than the group's timeout. Rank zero must not call collectives in the block.
 
     Args:
-        local: local rank 0 of each node goes first, instead of the job's.
-        ranks: who this process is; needed with `local`, otherwise the process group says it.
+        local: whether local rank 0 of each node runs the block first, instead of the job's rank 0.
+        ranks: this process's ranks; required with `local`.
         store: where to wait; the process group's own by default.
-        timeout: how long the others wait at most.
+        timeout: how long the other ranks wait at most.
 
     Raises:
-        RankZeroFailedError: on the others, when the block failed on the first; it has the exception's text.
+        RankZeroFailedError: on the other ranks, when the block failed on rank zero; has the exception's text.
         InvalidArgumentError: with `local` and no `ranks`.
-        LifecycleError: out of a collective in the block, on the rank that goes first.
-        torch.distributed.DistStoreError: when `timeout` is over.
+        LifecycleError: for a collective in the block, on the rank that runs it first.
+        torch.distributed.DistStoreError: after `timeout`.
 
     Example:
         >>> with rank_zero_first():
@@ -118,25 +56,27 @@ def rank_zero_first(
     if not is_distributed():
         yield
         return
-    is_first, scope = _place(local, ranks)
-    endpoint = default_store() if store is None else store
-    turn = endpoint.add(f"rank_zero_first/{scope}/turns of {dist.get_rank()}", 1)  # as many on every rank
-    key = f"rank_zero_first/{scope}/{turn}"
+    is_first, scope = _order(local, ranks)
+    store = default_store() if store is None else store
+    block = store.add(f"rank_zero_first/{scope}/blocks of {dist.get_rank()}", 1)  # the same on every rank
+    key = f"rank_zero_first/{scope}/{block}"
     if is_first:
-        with _publish_outcome(endpoint, key), guard_collectives(is_local=local):
+        with _publish_outcome(store, key), _refuse_collectives(is_local=local):
             yield
     else:
-        _wait_for_outcome(endpoint, key, timeout)
+        _wait_for_outcome(store, key, timeout)
         yield
 
 
-def _place(local: bool, ranks: RankInfo | None) -> tuple[bool, str]:
-    """Return whether this rank goes first, and the name of those that take turns together."""
+def _order(local: bool, ranks: RankInfo | None) -> tuple[bool, str]:
+    """Return whether this rank runs the block first, and a name for the ranks that wait for the same one."""
     if not local:
         return dist.get_rank() == 0, "job"
     if ranks is None:
         raise InvalidArgumentError(
-            argument="ranks", value=None, expected="a RankInfo with local=True: it says who shares a node"
+            argument="ranks",
+            value=None,
+            expected="a RankInfo with local=True: it has the ranks that share a node",
         )
     return ranks.local_rank == 0, f"node{ranks.node_rank}"
 
@@ -148,9 +88,9 @@ def _publish_outcome(store: dist.Store, key: str) -> Iterator[None]:
         yield
     except BaseException as error:
         failure = f"{rank} {type(error).__name__}: {text_of(error)}"
-        ddp_options = failure.encode(errors="backslashreplace").decode()  # a file's name may be no UTF-8
-        with suppress(Exception):  # a store that is gone, where nobody waits any more
-            store.set(key, ddp_options)
+        encodable = failure.encode(errors="backslashreplace").decode()  # it may name a file that is not UTF-8
+        with suppress(Exception):  # a store that has ended: then no rank waits
+            store.set(key, encodable)
         raise
     store.set(key, _DONE)
 
@@ -161,3 +101,65 @@ def _wait_for_outcome(store: dist.Store, key: str, timeout: timedelta) -> None:
     if outcome != _DONE:
         rank, _, failure = outcome.partition(" ")
         raise RankZeroFailedError(global_rank=int(rank), failure=failure)
+
+
+@final
+class _FirstBlock(threading.local):
+    """The block of `rank_zero_first()` that this thread runs first.
+
+    Attributes:
+        pid: the process that runs it; a forked process does not.
+        is_local: whether only the ranks of this node wait for it.
+    """
+
+    pid = 0
+    is_local = False
+
+
+_first_block = _FirstBlock()
+
+
+@contextmanager
+def _refuse_collectives(*, is_local: bool) -> Iterator[None]:
+    """Raise for this rank's collectives in the block, torch's own included."""
+    before = (_first_block.pid, _first_block.is_local)
+    _first_block.pid, _first_block.is_local = os.getpid(), is_local
+    try:
+        with intercepted(_refuse):
+            yield
+    finally:
+        _first_block.pid, _first_block.is_local = before
+
+
+def _refuse(call: Call) -> None:
+    refuse_in_rank_zero_section(f"{call.what} {call.where}", call.group.size())
+
+
+def refuse_in_rank_zero_section(call: str, group_size: int | None) -> None:
+    """Raise if the other ranks of a collective cannot call it too.
+
+    Args:
+        call: a description of the collective.
+        group_size: its number of ranks; None for all.
+
+    Raises:
+        LifecycleError: in a function that only rank zero runs, and in a block of `rank_zero_first` on the
+            rank that runs it first.
+    """
+    if is_in_rank_zero_section():
+        raise LifecycleError(
+            call=call,
+            state="in a function that only rank zero runs",
+            needed="every rank",
+            remedy="call it outside of what is decorated with rank_zero_only.",
+        )
+    if _first_block.pid != os.getpid():
+        return
+    # Where only a node's ranks wait, the first ranks of all nodes may use a group of their own.
+    if not _first_block.is_local or group_size is None or group_size == dist.get_world_size():
+        raise LifecycleError(
+            call=call,
+            state="in the block of rank_zero_first(), which the other ranks wait for",
+            needed="every rank",
+            remedy="call it before or after that block.",
+        )

@@ -260,7 +260,7 @@ class DDPStrategy(ComparedCollectives):
             report_phase("connecting", waits=True)
             store = self.worker.open_store(self.init_timeout)
             options: dict[str, Any] = {"timeout": self.timeout, "init_timeout": self.init_timeout}
-            options["once_met"] = lambda places: self._job.enter_context(
+            options["on_rendezvous"] = lambda places: self._job.enter_context(
                 self.worker.start_monitors(places, self.init_timeout, self.stall_warning)
             )
             group = process_group(store, self.ranks, self.process_group_backend, self.root_device, **options)
