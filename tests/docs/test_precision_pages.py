@@ -10,7 +10,7 @@ import pytest
 
 import rankwise
 from rankwise import precision
-from rankwise.trainer.loops.manual import ManualOptimizer
+from rankwise.trainer.module import ManualOptimizer
 from tests.docs.test_migrating import ours
 
 DOCS = Path(__file__).parents[2] / "docs"

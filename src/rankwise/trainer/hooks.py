@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer import Trainer, TrainingModule
 
 __all__ = ["Hooks", "ModuleHooks"]
 

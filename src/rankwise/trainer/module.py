@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 from rankwise.errors import ConfigurationError, LifecycleError
 from rankwise.trainer.arguments import check_choice
 from rankwise.trainer.hooks import ModuleHooks
-from rankwise.trainer.loops.manual import ManualOptimization, ManualOptimizer
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["ManualModule", "TrainingModule", "is_defined", "undefined"]
+__all__ = ["ManualModule", "ManualOptimizer", "TrainingModule", "is_defined", "undefined"]
 
 
 class ManualModule:
@@ -71,7 +70,7 @@ class ManualModule:
             LifecycleError: outside of manual optimisation.
             ConfigurationError: when a weight is missing, or cannot be used.
         """
-        self._manual.backward(loss, weight, **options)
+        self.trainer.manual_optimization.backward(loss, weight, **options)
 
     def no_backward_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Return a block in which `manual_backward` leaves gradients as they are on this rank.
@@ -81,7 +80,7 @@ class ManualModule:
         Raises:
             LifecycleError: outside of manual optimisation.
         """
-        return self._manual.blocked(enabled)
+        return self.trainer.manual_optimization.blocked(enabled)
 
     def toggle_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> None:
         """Let only this optimizer's parameters require gradients: less to compute and to average.
@@ -89,7 +88,7 @@ class ManualModule:
         Raises:
             LifecycleError: outside of manual optimisation.
         """
-        self._manual.toggle(_plain(optimizer))
+        self.trainer.manual_optimization.toggle(_plain(optimizer))
 
     def untoggle_optimizer(self, optimizer: ManualOptimizer | Optimizer | None = None) -> None:
         """Undo `toggle_optimizer`.
@@ -97,7 +96,7 @@ class ManualModule:
         Raises:
             LifecycleError: outside of manual optimisation.
         """
-        self._manual.untoggle()
+        self.trainer.manual_optimization.untoggle()
 
     def clip_gradients(
         self,
@@ -116,9 +115,46 @@ class ManualModule:
         else:
             precision.clip_gradients_value(_plain(optimizer), gradient_clip_val)
 
-    @property
-    def _manual(self) -> ManualOptimization:
-        return self.trainer.manual_optimization
+
+@final
+class ManualOptimizer:
+    """An optimizer whose `step` and `zero_grad` use the trainer's precision; the rest is the optimizer's own.
+
+    Args:
+        module: the module that the optimizer belongs to.
+        optimizer: torch's.
+    """
+
+    def __init__(self, module: ManualModule, optimizer: Optimizer) -> None:
+        self._module = module
+        self.optimizer = optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters once, in the trainer's precision; return what the optimizer returns.
+
+        Raises:
+            NonFiniteLossError: with `on_nonfinite="raise"`.
+        """
+        return self._module.trainer.manual_optimization.step(self.optimizer, closure)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of the parameters."""
+        self._module.trainer.manual_optimization.zero_grad(self.optimizer)
+
+    @contextmanager
+    def toggled(self) -> Iterator[None]:
+        """Make only this optimizer's parameters require gradients in the block."""
+        self._module.toggle_optimizer(self.optimizer)
+        try:
+            yield
+        finally:
+            self._module.untoggle_optimizer()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"ManualOptimizer({self.optimizer!r})"
 
 
 def _plain(optimizer: ManualOptimizer | Optimizer) -> Optimizer:

@@ -12,7 +12,7 @@ from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.batch_schedule import BatchSchedule
 from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
-from rankwise.trainer.loops.optimizers import step_schedulers
+from rankwise.trainer.loops.schedulers import step_schedulers
 from rankwise.trainer.loops.stopping import EvaluationLeft, Stopping
 from rankwise.trainer.metrics import Results
 from rankwise.trainer.state_transfer import RankState, seed_rank

@@ -18,6 +18,7 @@ from rankwise.gradient_sync.weights import divide
 from rankwise.trainer.loops.join import discard_new_gradients
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.weighting import BatchWeighting, only_zeros
+from rankwise.trainer.module import ManualOptimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.context import LoopContext, LoopSettings
     from rankwise.trainer.module import TrainingModule
 
-__all__ = ["ManualOptimization", "ManualOptimizer", "check_manual"]
+__all__ = ["ManualOptimization", "check_manual"]
 
 
 def check_manual(module: TrainingModule, strategy: Strategy, settings: LoopSettings) -> None:
@@ -104,7 +105,7 @@ class ManualOptimization:
         self._is_blocked = False
         self._has_local_gradients = False
         self._frozen: list[Tensor] = []
-        self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in context.optimizers]
+        self.optimizers = [ManualOptimizer(context.module, optimizer) for optimizer in context.optimizers]
 
     def begin_epoch(self) -> None:
         """Prepare for an epoch, before its first batch is read."""
@@ -262,43 +263,3 @@ class ManualOptimization:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._frozen.clear()
-
-
-@final
-class ManualOptimizer:
-    """An optimizer whose `step` and `zero_grad` go through the trainer; all else is the optimizer's own.
-
-    Attributes:
-        optimizer: torch's.
-    """
-
-    def __init__(self, optimization: ManualOptimization, optimizer: Optimizer) -> None:
-        self._optimization = optimization
-        self.optimizer = optimizer
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters once, in the trainer's precision; return what the optimizer does.
-
-        Raises:
-            NonFiniteLossError: with `on_nonfinite="raise"`.
-        """
-        return self._optimization.step(self.optimizer, closure)
-
-    def zero_grad(self) -> None:
-        """Clear the gradients of the parameters."""
-        self._optimization.zero_grad(self.optimizer)
-
-    @contextmanager
-    def toggled(self) -> Iterator[None]:
-        """Let only this optimizer's parameters require gradients in the block."""
-        self._optimization.toggle(self.optimizer)
-        try:
-            yield
-        finally:
-            self._optimization.untoggle()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"ManualOptimizer({self.optimizer!r})"

@@ -13,7 +13,7 @@ from rankwise import DDPStrategy
 from rankwise.errors import ConfigurationError, InvalidArgumentError, LifecycleError, NonFiniteLossError
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision
 from rankwise.strategies import SingleDeviceStrategy
-from rankwise.trainer.loops.manual import ManualOptimizer
+from rankwise.trainer.module import ManualOptimizer
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
