@@ -69,7 +69,7 @@ def test_what_is_left_is_found(run: FaultRunner) -> None:
 
 
 def test_a_broken_driver_is_replaced(run: FaultRunner) -> None:
-    """Where the process that starts the jobs has ended, that job fails, and the next one has a new process."""
+    """Where the process that starts the jobs has ended, one job fails, and the next has a new process."""
     run(None, "fork")
     assert run.driver is not None
     os.kill(run.driver.pid, signal.SIGKILL)

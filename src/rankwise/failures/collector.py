@@ -54,7 +54,11 @@ class FailureCollector:
             self._heartbeats = {each: each.heartbeat.read() for each in self._workers if not each.has_ended}
 
     def add_late(self, record: FailureRecord) -> None:
-        """Take the end of a rank that somebody else killed while it was told to stop: a line, no cause."""
+        """Add the end of a rank that left without a report while the ranks were told to stop.
+
+        It is the cause where the others have only noticed that a rank had gone: under load the end of a
+        process is seen later than the end of its connections. Elsewhere it is a consequence, in a line.
+        """
         if self._records:
             self._late.append(record)
             if record.global_rank in self.stopped:
@@ -69,6 +73,8 @@ class FailureCollector:
         if not self._records:
             return None
         cause = first_cause(self._records)
+        if self._late and cause.is_felt:
+            cause = first_cause(self._late)
         others = [record for record in (*self._records, *self._late) if record is not cause]
         others = [record for record in others if record.exception_type != "JobStopped"]
         cause = self._of_timeout(cause) if cause.is_timeout else cause

@@ -170,6 +170,21 @@ def test_another_that_was_killed_has_its_line(workers: list[MonitoredRank]) -> N
     assert error.consequences == tuple(f"global_rank {rank} was killed by SIGKILL" for rank in (3, 2))
 
 
+def test_a_rank_whose_end_is_seen_late_is_the_cause(workers: list[MonitoredRank]) -> None:
+    """Where the others report lost connections only, and are told to stop before its process has ended."""
+    lost = FailureRecord(
+        0, 0, 0, 100, 1.0, exception_type="RuntimeError", exception_message="Connection reset by peer"
+    )
+    failures = FailureCollector(workers)
+    failures.add(lost)
+    failures.stopped.append(1)
+    failures.add_late(killed(1, 2.0))
+    error = failures.error()
+    assert isinstance(error, WorkerKilledError)
+    assert (error.global_rank, error.stopped) == (1, ())
+    assert error.consequences == (lost.line(),)
+
+
 def test_what_ends_without_a_failure_is_none(workers: list[MonitoredRank]) -> None:
     """A rank that a signal to all ended, when the job was to stop anyway, is no failure of the job."""
     failures = FailureCollector(workers)
