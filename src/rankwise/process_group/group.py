@@ -181,7 +181,13 @@ def _torch_state_kept() -> Iterator[None]:
 
     It wraps `sys.excepthook` on every call and never unwraps it. It also counts a group before creating it
     and keeps the count when that fails; the count is part of the group's keys, so all ranks need the same.
+
+    A module that is imported here takes the default group of that moment as a default argument. Imported
+    later, by the first `DistributedDataParallel`, it would keep this group and its threads until the
+    interpreter ends, and a thread that then releases a tensor aborts the process.
     """
+    import torch.distributed.nn.functional  # noqa: F401 -- see above
+
     hook = sys.excepthook
     world = getattr(dist.distributed_c10d, "_world", None)
     count = getattr(world, "group_count", None)

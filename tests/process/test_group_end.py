@@ -1,4 +1,4 @@
-"""A group whose last reference is in a callback that one of its own threads drops."""
+"""The threads of a process group end with the job, whoever has the last reference to the group."""
 
 from __future__ import annotations
 
@@ -57,3 +57,31 @@ def test_the_thread_does_not_wait_for_itself(run_script: ScriptRunner) -> None:
     result = run_script(PROGRAM)
     assert result.returncode == 0, result
     assert result.stdout.split("\n")[:2] == ["the callback is gone", "this process is not"]
+
+
+WRAPPED = """
+from pathlib import Path
+
+import torch
+
+import rankwise
+
+
+def job(strategy):
+    strategy.setup_module(torch.nn.Linear(2, 2))
+    return threads_of_gloo()
+
+
+def threads_of_gloo():
+    return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+
+during = rankwise.DDPStrategy(start_method="popen", accelerator="cpu", devices=1).launch(job)
+print(during > 0, threads_of_gloo())
+"""
+
+
+def test_the_threads_end_with_the_job(run_script: ScriptRunner) -> None:
+    """A thread that is there when the interpreter ends may abort the process."""
+    result = run_script(WRAPPED)
+    assert (result.returncode, result.stdout) == (0, "True 0\n"), result
