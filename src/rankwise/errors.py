@@ -1,36 +1,36 @@
-"""The exceptions of rankwise, as a tree; each takes fields, keeps them, and builds its own text.
+"""The exceptions of rankwise. Each takes fields, keeps them as attributes, and builds its text from them.
 
 RankwiseError
-|-- ConfigurationError (ValueError)         what a user gave cannot work; raised before any process starts
-|   |-- UnknownNameError                    a name that is none of ours: strategy, hook, environment, ...
+|-- ConfigurationError (ValueError)         invalid configuration; raised before any process starts
+|   |-- UnknownNameError                    an unknown strategy, hook, environment, ...
 |   |   `-- UnknownStrategyError (KeyError)
-|   |-- InvalidArgumentError                an argument with a wrong value
-|   |-- UnknownArgumentError (TypeError)    a keyword that nobody takes
-|   |-- DuplicateNameError                  a name registered twice
-|   |-- WorldSizeMismatchError              devices x num_nodes is not the world that exists
+|   |-- InvalidArgumentError                an argument has an invalid value
+|   |-- UnknownArgumentError (TypeError)    an unknown keyword argument
+|   |-- DuplicateNameError                  a name is registered already
+|   |-- WorldSizeMismatchError              devices x num_nodes is not the number of processes
 |   |-- EnvironmentVariableError            a launcher's variables are missing or contradict each other
-|   |-- NotPicklableError (TypeError)       something that cannot travel to another process
-|   |-- LaunchRefusedError (RuntimeError)   this start method cannot work here
+|   |-- NotPicklableError (TypeError)       an object cannot be sent to another process
+|   |-- LaunchRefusedError (RuntimeError)   the start method cannot work here
 |   |-- MissingExtraError (ImportError)     an optional package is not installed
-|   `-- UnshardableLoaderError              a data loader that cannot be split over ranks
-|-- InvalidTypeError (TypeError)            an argument of a wrong kind
-|-- LifecycleError (RuntimeError)           calls out of order
-|-- WorkerError (RuntimeError)              a worker failed; names the first failing rank
-|   |-- WorkerRaisedError                   ... by an exception; carries its traceback
-|   |   `-- WorkerTimedOutError             ... as it waited too long for other ranks; says where these are
-|   |-- WorkerExitedError                   ... by leaving before it had finished
-|   `-- WorkerKilledError                   ... by a signal
-|-- ProcessGroupError (RuntimeError)        the process group does not agree with the ranks
-|-- TensorMismatchError (ValueError)        ranks gave tensors to a collective that do not go together
-|-- CollectiveMismatchError (RuntimeError)  ranks are in different collectives, or some do not come
-|-- RankZeroFailedError (RuntimeError)      the rank that went first failed, while this one waited for it
-|-- NodesLostError (ConnectionError)        ranks on other nodes do not answer any more
-|-- RendezvousTimeoutError (TimeoutError)   the ranks did not meet in time
-|-- StopAgreementError (TimeoutError)       a rank did not answer when to stop
-|-- RankMismatchError (RuntimeError)        the ranks are about to train different things
+|   `-- UnshardableLoaderError              a data loader cannot be split over ranks
+|-- InvalidTypeError (TypeError)            an argument has the wrong type
+|-- LifecycleError (RuntimeError)           a call in the wrong state
+|-- WorkerError (RuntimeError)              a worker failed; describes the first failing rank
+|   |-- WorkerRaisedError                   ... with an exception; has its traceback
+|   |   `-- WorkerTimedOutError             ... because it waited too long for other ranks
+|   |-- WorkerExitedError                   ... because it exited before it had finished
+|   `-- WorkerKilledError                   ... because a signal killed it
+|-- ProcessGroupError (RuntimeError)        the existing process group does not match the ranks
+|-- TensorMismatchError (ValueError)        ranks gave incompatible tensors to a collective
+|-- CollectiveMismatchError (RuntimeError)  ranks called different collectives, or some called none
+|-- RankZeroFailedError (RuntimeError)      rank_zero_first() failed on the rank that goes first
+|-- NodesLostError (ConnectionError)        ranks on other nodes stopped responding
+|-- RendezvousTimeoutError (TimeoutError)   the rendezvous timed out
+|-- StopAgreementError (TimeoutError)       a rank did not report its step when training had to stop
+|-- RankMismatchError (RuntimeError)        the ranks have different models, versions, loaders, ...
 |-- UnevenInputsError (RuntimeError)        ranks have different numbers of batches
 |-- NonFiniteLossError (FloatingPointError) a loss or gradient is infinite or NaN
-|-- UnusedParametersError (RuntimeError)    parameters had no part in the loss, though DDP counts on all
+|-- UnusedParametersError (RuntimeError)    parameters had no part in the loss
 `-- CheckpointError (RuntimeError)          a checkpoint could not be written or read
 """
 
@@ -83,14 +83,14 @@ __all__ = [
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that `name` most likely meant, or None if none is close."""
+    """Return the candidate closest to `name`, or None if none is close."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     return by_lower[matches[0]] if matches else None
 
 
 def signal_name(number: int) -> str:
-    """Return what a signal is called."""
+    """Return the name of a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -101,12 +101,16 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
+def _ranks(who: Iterable[int]) -> str:
+    return f"global_rank {', '.join(map(str, who))}"
+
+
 @dataclass(eq=False, repr=False)
 class RankwiseError(Exception):
-    """Base of every exception of rankwise: one sentence, then `Seen:` (facts) and `Fix:` (what to do)."""
+    """Base of all exceptions of rankwise. The text is one sentence, `Seen:` (facts), `Fix:` (what to do)."""
 
     def summary(self) -> str:
-        """Return the sentence that says what happened."""
+        """Return what happened, as one sentence."""
         raise NotImplementedError
 
     def seen(self) -> str:
@@ -114,11 +118,11 @@ class RankwiseError(Exception):
         return ""
 
     def fix(self) -> str:
-        """Return what to do, or an empty string."""
-        return ""
+        """Return what to do (the field `remedy`, if the class has one), or an empty string."""
+        return getattr(self, "remedy", "")
 
     def appendix(self) -> str:
-        """Return what follows the text, such as a traceback, or an empty string."""
+        """Return text for the end, such as a traceback, or an empty string."""
         return ""
 
     def __str__(self) -> str:
@@ -140,10 +144,10 @@ class RankwiseError(Exception):
 
 
 def _portable(value: object) -> object:
-    """Return the value, or where it cannot be pickled its repr: the text stays true on the other side."""
+    """Return the value, or its repr if it cannot be pickled."""
     try:
         pickle.dumps(value)
-    except Exception:  # noqa: BLE001  pickling runs anybody's code
+    except Exception:  # noqa: BLE001  pickling runs code of any class
         return repr(value)
     return value
 
@@ -157,7 +161,7 @@ def _rebuild(cls: type[RankwiseError], values: dict[str, Any]) -> RankwiseError:
 
 @dataclass(eq=False, repr=False)
 class ConfigurationError(RankwiseError, ValueError):
-    """What the user gave cannot work: `message` says why, `facts` what was seen, `remedy` what to do."""
+    """The configuration cannot work: `message` says why, `facts` what was seen, `remedy` what to do."""
 
     message: str = ""
     facts: str = ""
@@ -169,13 +173,10 @@ class ConfigurationError(RankwiseError, ValueError):
     def seen(self) -> str:
         return self.facts
 
-    def fix(self) -> str:
-        return self.remedy
-
 
 @dataclass(eq=False, repr=False)
 class UnknownNameError(ConfigurationError):
-    """A name that is none of the `known` ones; `kind` says of what."""
+    """`name` is not one of the `known` names; `kind` says what it names."""
 
     kind: str = "name"
     name: str = ""
@@ -195,7 +196,7 @@ class UnknownNameError(ConfigurationError):
 
 @dataclass(eq=False, repr=False)
 class UnknownStrategyError(UnknownNameError, KeyError):
-    """A strategy name that is not registered."""
+    """A strategy name is not registered."""
 
     kind: str = "strategy"
 
@@ -214,7 +215,7 @@ class UnknownStrategyError(UnknownNameError, KeyError):
 
 @dataclass(eq=False, repr=False)
 class InvalidArgumentError(ConfigurationError):
-    """An argument has a value that cannot work: `argument`, its `value`, and what was `expected`."""
+    """`argument` has an invalid `value`; `expected` describes valid ones."""
 
     argument: str = ""
     value: object = None
@@ -226,7 +227,7 @@ class InvalidArgumentError(ConfigurationError):
 
 @dataclass(eq=False, repr=False)
 class InvalidTypeError(RankwiseError, TypeError):
-    """An argument is of the wrong kind: `argument`, its `value`, and what was `expected`."""
+    """`argument` has a `value` of the wrong type; `expected` describes valid ones."""
 
     argument: str
     value: object
@@ -239,13 +240,10 @@ class InvalidTypeError(RankwiseError, TypeError):
             f"expected {self.expected}."
         )
 
-    def fix(self) -> str:
-        return self.remedy
-
 
 @dataclass(eq=False, repr=False)
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """A keyword that `target` does not take; with a `remedy`, which is then known, nothing is suggested."""
+    """`target` has no keyword `name`. Suggests the closest known one, unless there is a `remedy`."""
 
     target: str = ""
     name: str = ""
@@ -262,7 +260,7 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 
 @dataclass(eq=False, repr=False)
 class DuplicateNameError(ConfigurationError):
-    """A name that is registered already, in `registry`; `kind` says for what."""
+    """`name` is registered already in `registry`; `kind` says what it names."""
 
     name: str = ""
     kind: str = "Strategy"
@@ -277,9 +275,9 @@ class DuplicateNameError(ConfigurationError):
 
 @dataclass(eq=False, repr=False)
 class WorldSizeMismatchError(ConfigurationError):
-    """The number of processes asked for is not the number that exists.
+    """The requested number of processes is not the number that exists.
 
-    `devices` and `num_nodes` are what was asked for, `world_size` is what `launched_by` started.
+    `devices` and `num_nodes` were requested; `launched_by` started `world_size` processes.
     """
 
     devices: int = 0
@@ -309,7 +307,7 @@ class WorldSizeMismatchError(ConfigurationError):
 
 @dataclass(eq=False, repr=False)
 class EnvironmentVariableError(ConfigurationError):
-    """A cluster environment's variables are incomplete or contradict each other; `problem` says how."""
+    """The variables of a cluster environment are incomplete or contradictory; `problem` says how."""
 
     environment: str = ""
     problem: str = ""
@@ -330,7 +328,7 @@ class EnvironmentVariableError(ConfigurationError):
 
 @dataclass(eq=False, repr=False)
 class NotPicklableError(ConfigurationError, TypeError):
-    """Something cannot travel to the workers (or back): `path` names it, `reason` is pickle's own."""
+    """An object cannot be sent to the workers or back: `path` names it, `reason` is pickle's message."""
 
     path: str = ""
     reason: str = ""
@@ -344,18 +342,18 @@ class NotPicklableError(ConfigurationError, TypeError):
     def fix(self) -> str:
         return (
             "make it a function or class at the top level of a module, or use a start method that "
-            'pickles nothing on the way in: strategy="ddp" or "ddp_fork".'
+            'does not pickle its arguments: strategy="ddp" or "ddp_fork".'
         )
 
 
 @dataclass(eq=False, repr=False)
 class LaunchRefusedError(ConfigurationError, RuntimeError):
-    """The chosen start method cannot work where it was asked to."""
+    """The start method cannot work here."""
 
 
 @dataclass(eq=False, repr=False)
 class MissingExtraError(ConfigurationError, ImportError):
-    """An optional package is needed: `package`, which comes with `extra`, for `purpose`."""
+    """`purpose` needs the optional `package`, which the extra `extra` installs."""
 
     package: str = ""
     extra: str = ""
@@ -370,7 +368,7 @@ class MissingExtraError(ConfigurationError, ImportError):
 
 @dataclass(eq=False, repr=False)
 class UnshardableLoaderError(ConfigurationError):
-    """A data loader that cannot be split over the ranks; `reason` says why."""
+    """A data loader cannot be split over the ranks; `reason` says why."""
 
     loader: str = ""
     reason: str = ""
@@ -379,12 +377,12 @@ class UnshardableLoaderError(ConfigurationError):
         return f"{self.loader} cannot be split over the ranks: {self.reason}."
 
 
-# ---------------------------------------------------------------------------------------- order of calls
+# ---------------------------------------------------------------------------------------- lifecycle
 
 
 @dataclass(eq=False, repr=False)
 class LifecycleError(RankwiseError, RuntimeError):
-    """A call came at the wrong moment: `call` needs `needed`, but the object is in `state`."""
+    """`call` needs `needed`, but the object is in `state`."""
 
     call: str
     state: str
@@ -394,20 +392,21 @@ class LifecycleError(RankwiseError, RuntimeError):
     def summary(self) -> str:
         return f"{self.call} was called in state {self.state!r}, but it needs {self.needed}."
 
-    def fix(self) -> str:
-        return self.remedy
-
 
 # ---------------------------------------------------------------------------------------- workers
 
 
 @dataclass(eq=False, repr=False)
 class WorkerError(RankwiseError, RuntimeError):
-    """A worker failed: the first that did, where it ran, and what the supervisor saw of the others.
+    """A worker failed; the fields describe the first worker that did.
 
-    `host` is the name of its node, and empty where that is not known. `elapsed_s` counts from the launch to
-    the failure; `stopped` lists the global ranks that were then stopped, `consequences` what other ranks
-    reported as a consequence, one line each, and `alike` those that failed with the very same traceback.
+    Attributes:
+        host: name of its node; empty if not known.
+        elapsed_s: seconds from the launch to the failure.
+        stopped: global ranks that were stopped afterwards.
+        consequences: failures of other ranks that followed from this one, one line each.
+        alike: global ranks that failed with the same traceback.
+        traceback_text: the worker's own traceback.
     """
 
     global_rank: int
@@ -422,7 +421,7 @@ class WorkerError(RankwiseError, RuntimeError):
     traceback_text: str = ""
 
     def what(self) -> str:
-        """Return how the worker failed, as the end of a sentence."""
+        """Return how the worker failed, as the predicate of a sentence."""
         raise NotImplementedError
 
     def summary(self) -> str:
@@ -435,10 +434,9 @@ class WorkerError(RankwiseError, RuntimeError):
     def seen(self) -> str:
         facts = f"{self.elapsed_s:.1f} s after launch"
         if self.stopped:
-            ranks = ", ".join(str(rank) for rank in self.stopped)
-            facts += f"; then stopped: global_rank {ranks}"
+            facts += f"; then stopped: {_ranks(self.stopped)}"
         if self.alike:
-            facts += f"; the same on global_rank {', '.join(map(str, self.alike))}"
+            facts += f"; the same on {_ranks(self.alike)}"
         return "".join([facts, ".", *(f"\n        consequence: {line}" for line in self.consequences)])
 
     def appendix(self) -> str:
@@ -449,7 +447,7 @@ class WorkerError(RankwiseError, RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class WorkerRaisedError(WorkerError):
-    """A worker raised an exception; `exception_type` and `exception_message` are its own."""
+    """A worker raised an exception of `exception_type` with `exception_message`."""
 
     exception_type: str = ""
     exception_message: str = ""
@@ -466,9 +464,11 @@ class WorkerRaisedError(WorkerError):
 
 @dataclass(eq=False, repr=False)
 class WorkerTimedOutError(WorkerRaisedError):
-    """A worker waited too long for others, in a collective or while they met.
+    """A worker waited too long for others, in a collective or at the rendezvous.
 
-    `missing` lists the global ranks that it waited for, `last_seen` what each of the others was doing.
+    Attributes:
+        missing: global ranks that it waited for.
+        last_seen: the last step and phase of each other rank, one line each.
     """
 
     missing: tuple[int, ...] = ()
@@ -483,14 +483,14 @@ class WorkerTimedOutError(WorkerRaisedError):
 
     def fix(self) -> str:
         return (
-            "see above what the other ranks were doing, and their stacks on stderr; raise timeout (to meet: "
-            "init_timeout) if they only needed longer."
+            "see above what the other ranks were doing, and their stacks on stderr; if they only needed more "
+            "time, raise timeout (for the rendezvous: init_timeout)."
         )
 
 
 @dataclass(eq=False, repr=False)
 class WorkerExitedError(WorkerError):
-    """A worker left before it had finished, with `exit_code`."""
+    """A worker exited with `exit_code` before it had finished."""
 
     NOT_STARTED: ClassVar[str] = "before it had started (what it printed is above)"
 
@@ -503,15 +503,15 @@ class WorkerExitedError(WorkerError):
     def fix(self) -> str:
         if self.phase == self.NOT_STARTED:
             return (
-                "look above: it ended while it imported or ran the main module. What starts the training "
-                'belongs under: if __name__ == "__main__":'
+                "look above: it ended while it imported or ran the main module. Put the code that starts the "
+                'training under: if __name__ == "__main__":'
             )
-        return "look for sys.exit() or os._exit() in what this rank runs; every rank must return."
+        return "look for sys.exit() or os._exit() in the code of this rank; every rank must return."
 
 
 @dataclass(eq=False, repr=False)
 class WorkerKilledError(WorkerError):
-    """A worker was ended by the signal `signal_number`, which rankwise did not send."""
+    """The signal `signal_number`, which rankwise did not send, killed a worker."""
 
     signal_number: int = 0
 
@@ -520,20 +520,18 @@ class WorkerKilledError(WorkerError):
 
     def fix(self) -> str:
         if self.signal_number == signal.SIGKILL:
-            return (
-                "often this is the kernel's out-of-memory killer: look at `dmesg`, use less memory per rank."
-            )
+            return "often it is the kernel's out-of-memory killer: see `dmesg`, use less memory per rank."
         if self.signal_number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
             return "native code crashed: run with PYTHONFAULTHANDLER=1 to see where."
         return "find who sent the signal; rankwise did not."
 
 
-# ---------------------------------------------------------------------------------------- the group
+# ---------------------------------------------------------------------------------------- between ranks
 
 
 @dataclass(eq=False, repr=False)
 class ProcessGroupError(RankwiseError, RuntimeError):
-    """The process group that exists does not fit the ranks; `problem` says how."""
+    """The existing process group does not match the ranks; `problem` says how."""
 
     problem: str
     remedy: str = ""
@@ -541,35 +539,31 @@ class ProcessGroupError(RankwiseError, RuntimeError):
     def summary(self) -> str:
         return self.problem
 
-    def fix(self) -> str:
-        return self.remedy
-
 
 @dataclass(eq=False, repr=False)
 class TensorMismatchError(RankwiseError, ValueError):
-    """The tensors that the ranks gave to `call` do not go together; `found` has each rank's."""
+    """The ranks gave incompatible tensors to `call`; `found` describes each rank's."""
 
     call: str
     found: tuple[str, ...]
 
     def summary(self) -> str:
-        return f"The ranks gave tensors to {self.call} that do not go together."
+        return f"The ranks gave incompatible tensors to {self.call}."
 
     def seen(self) -> str:
         return "; ".join(f"rank {rank} of the group: {what}" for rank, what in enumerate(self.found))
 
     def fix(self) -> str:
-        return (
-            "give a dense tensor of the same dtype and number of dimensions on every rank; sizes may differ."
-        )
+        return "give every rank a dense tensor of the same dtype and number of dimensions; sizes may differ."
 
 
 @dataclass(eq=False, repr=False)
 class CollectiveMismatchError(RankwiseError, RuntimeError):
-    """Ranks of `group` called different things as its collective number `number`, or some did not come.
+    """The ranks of `group` called different collectives as its number `number`, or some called none.
 
-    `calls` maps what was called, and where, to global ranks; `missing` does so with the last calls of those
-    that did not come in `timeout_s` seconds.
+    Attributes:
+        calls: what was called and where, with the global ranks that did.
+        missing: the last calls of the global ranks that called nothing within `timeout_s` seconds.
     """
 
     group: str
@@ -581,8 +575,8 @@ class CollectiveMismatchError(RankwiseError, RuntimeError):
     def summary(self) -> str:
         which = f"collective number {self.number} of {self.group}"
         if self.missing:
-            late = ", ".join(str(rank) for rank in sorted(sum(self.missing.values(), ())))
-            return f"Waited {self.timeout_s:g} s for global_rank {late} in {which}."
+            late = tuple(sorted(sum(self.missing.values(), ())))
+            return f"Waited {self.timeout_s:g} s for {_ranks(late)} in {which}."
         return f"The ranks called different things as {which}."
 
     def seen(self) -> str:
@@ -595,18 +589,14 @@ class CollectiveMismatchError(RankwiseError, RuntimeError):
 
     def fix(self) -> str:
         return (
-            "every rank must call the same collectives, in the same order; look for what depends on the "
+            "every rank must call the same collectives, in the same order; look for code that depends on the "
             "rank: a branch, an early return, a loop that ends earlier, a caught exception."
         )
 
 
-def _ranks(who: tuple[int, ...]) -> str:
-    return f"global_rank {', '.join(map(str, who))}"
-
-
 @dataclass(eq=False, repr=False)
 class RankZeroFailedError(RankwiseError, RuntimeError):
-    """What `global_rank` did in `rank_zero_first()` failed; `failure` is its exception."""
+    """The block of `rank_zero_first()` failed on `global_rank` with the exception `failure`."""
 
     global_rank: int
     failure: str
@@ -620,7 +610,7 @@ class RankZeroFailedError(RankwiseError, RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class NodesLostError(RankwiseError, ConnectionError):
-    """Ranks on other nodes do not answer any more: `lost` names them; `symptom` is what was seen here."""
+    """The ranks `lost` on other nodes stopped responding; `symptom` is the error on this rank."""
 
     lost: tuple[str, ...]
     symptom: str = ""
@@ -632,12 +622,14 @@ class NodesLostError(RankwiseError, ConnectionError):
         return self.symptom.partition("\n")[0]
 
     def fix(self) -> str:
-        return "look at those nodes and at the network between them: a killed or stopped process, a cut link."
+        return (
+            "check those nodes, and the network between them, for a killed or stopped process or a cut link."
+        )
 
 
 @dataclass(eq=False, repr=False)
 class RendezvousTimeoutError(RankwiseError, TimeoutError):
-    """The ranks did not meet in `timeout_s` seconds."""
+    """The rendezvous took longer than `timeout_s` seconds."""
 
     waiting_for: str
     timeout_s: float
@@ -646,27 +638,26 @@ class RendezvousTimeoutError(RankwiseError, TimeoutError):
         return f"Waited {self.timeout_s:g} s for {self.waiting_for}."
 
     def fix(self) -> str:
-        return "look for a rank that is still starting or is stuck, or raise init_timeout."
+        return "look for a rank that is still starting or hangs, or raise init_timeout."
 
 
 @dataclass(eq=False, repr=False)
 class StopAgreementError(RankwiseError, TimeoutError):
-    """All were to stop, but the ranks `missing` did not say in `timeout_s` seconds which step they are in."""
+    """The ranks `missing` did not report their step within `timeout_s` seconds when all had to stop."""
 
     missing: tuple[int, ...]
     timeout_s: float
 
     def summary(self) -> str:
-        ranks = ", ".join(str(rank) for rank in self.missing)
-        return f"Training was to stop, but global_rank {ranks} did not say when, in {self.timeout_s:g} s."
+        return f"Training was to stop, but {_ranks(self.missing)} did not say when, in {self.timeout_s:g} s."
 
     def fix(self) -> str:
-        return "look for what these ranks were doing: they are stuck, or never began to train."
+        return "find out what these ranks were doing: they hang, or never started to train."
 
 
 @dataclass(eq=False, repr=False)
 class RankMismatchError(RankwiseError, RuntimeError):
-    """The ranks differ; `differences` maps the name of what does to its values, and these to global ranks."""
+    """The ranks differ; `differences` maps each property to its values, and each value to global ranks."""
 
     differences: Mapping[str, Mapping[str, tuple[int, ...]]]
 
@@ -682,9 +673,9 @@ class RankMismatchError(RankwiseError, RuntimeError):
         return "\n        ".join(lines)
 
     def fix(self) -> str:
-        fix = "build and do the same on every rank; look for what depends on the rank or the host."
+        fix = "build and call the same on every rank; look for code that depends on the rank or the host."
         if "the seed" in self.differences:
-            fix += " One seed for all, seed_everything(1): each rank draws from a stream of its own in a fit."
+            fix += " Use one seed on all ranks, seed_everything(1); in a fit, each draws from its own stream."
         return fix
 
 
@@ -697,7 +688,7 @@ def _by_rank(values: Mapping[str, tuple[int, ...]]) -> str:
 
 @dataclass(eq=False, repr=False)
 class UnevenInputsError(RankwiseError, RuntimeError):
-    """Ranks have different numbers of batches; `lengths` holds each rank's, such as "5" or "unknown"."""
+    """The ranks have different numbers of batches; `lengths` has each rank's, as "5" or "unknown"."""
 
     loader: str
     lengths: tuple[str, ...]
@@ -710,18 +701,18 @@ class UnevenInputsError(RankwiseError, RuntimeError):
 
     def fix(self) -> str:
         if "0" in self.lengths or "unknown" in self.lengths:
-            return "give every rank a batch at least, and either all of them a loader with a length, or none."
+            return "give every rank at least one batch, and either all ranks a loader with a length, or none."
         return (
-            'Trainer(uneven_inputs="join") takes every sample, "truncate" stops with the shortest; '
+            'Trainer(uneven_inputs="join") uses every sample, "truncate" stops with the shortest loader; '
             "or split the data evenly, as use_distributed_sampler=True does."
         )
 
 
 @dataclass(eq=False, repr=False)
 class NonFiniteLossError(RankwiseError, FloatingPointError):
-    """A loss, or a gradient of one, is infinite or NaN; raised on every rank at the same step.
+    """A loss or a gradient is infinite or NaN; raised on every rank at the same step.
 
-    `global_ranks` are those whose loss it was: none where all losses were finite, but not their gradients.
+    `global_ranks` are those with such a loss; empty if all losses were finite, but not the gradients.
     """
 
     global_step: int
@@ -734,22 +725,19 @@ class NonFiniteLossError(RankwiseError, FloatingPointError):
         where = f"at optimizer step {self.global_step} (epoch {self.epoch}, batch {self.batch_idx})"
         if not self.global_ranks:
             return f"Gradients are infinite or NaN {where}, though every rank's loss is finite."
-        ranks = ", ".join(str(rank) for rank in self.global_ranks)
-        return f"The loss is infinite or NaN {where}: on global_rank {ranks} of {self.world_size} ranks."
+        ranks = _ranks(self.global_ranks)
+        return f"The loss is infinite or NaN {where}: on {ranks} of {self.world_size} ranks."
 
     def fix(self) -> str:
         return (
-            "look for log(0), sqrt(0), a division by 0 or a learning rate too high; "
-            'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" goes on.'
+            "look for log(0), sqrt(0), a division by 0 or a learning rate that is too high; "
+            'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" skips the step.'
         )
 
 
 @dataclass(eq=False, repr=False)
 class UnusedParametersError(RankwiseError, RuntimeError):
-    """Parameters of `module` had no part in the loss, so DDP waits for their gradients in vain.
-
-    `names_by_rank` has the names for the ranks that failed together.
-    """
+    """Parameters of `module` had no part in the loss; `names_by_rank` has their names."""
 
     names_by_rank: Mapping[int, tuple[str, ...]]
     module: str = "the module"
@@ -769,7 +757,7 @@ class UnusedParametersError(RankwiseError, RuntimeError):
 
     def fix(self) -> str:
         return (
-            "use them in every step (loss + 0 * sum(parameter.sum() ...) counts); or freeze them with "
+            "use them in every step (loss + 0 * sum(parameter.sum() ...) is enough); or freeze them with "
             "parameter.requires_grad_(False) before training; or let DDP look for them: "
             "DDPStrategy(find_unused_parameters=True)."
         )

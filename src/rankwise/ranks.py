@@ -1,4 +1,4 @@
-"""Who am I of how many: `RankInfo`, and lightning-utilities' `rank_zero_only` kept in step with it."""
+"""`RankInfo`: the ranks of this process. Also sets the rank of lightning-utilities' `rank_zero_only`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rankwise.errors import InvalidArgumentError
 
 __all__ = ["RankInfo", "rank_zero_only"]
 
-# Where a rank's part of a job begins: what is further out, such as the frames around a fork, is everybody's.
+# The module in which a rank's part of a job starts. Frames outside it (around a fork) belong to no rank.
 _ENTRY = "rankwise.strategies.job"
 
-# A guess that holds until a strategy is bound: mpirun's are nearer to the process than those of a batch job.
+# Used until a strategy is bound. mpirun's variables come before those of the batch job around it.
 _RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -31,18 +31,18 @@ _RANK_VARIABLES = (
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process's place in a job. Validates itself.
+    """The ranks of one process in a job.
 
     Attributes:
-        global_rank: id in the whole job, `0 <= global_rank < world_size`.
-        local_rank: id on its node, `0 <= local_rank < local_world_size`.
-        node_rank: id of the node, `0 <= node_rank < num_nodes`.
-        world_size: processes in the job.
-        local_world_size: processes on this node.
-        num_nodes: nodes in the job.
+        global_rank: number of the process in the job, `0 <= global_rank < world_size`.
+        local_rank: number of the process on its node, `0 <= local_rank < local_world_size`.
+        node_rank: number of the node, `0 <= node_rank < num_nodes`.
+        world_size: number of processes in the job.
+        local_world_size: number of processes on this node.
+        num_nodes: number of nodes in the job.
 
     Raises:
-        InvalidArgumentError: when the numbers contradict each other.
+        InvalidArgumentError: if the numbers contradict each other.
     """
 
     global_rank: int = 0
@@ -88,7 +88,7 @@ class RankInfo:
 
 
 def set_rank_zero_only(global_rank: int | None) -> int | None:
-    """Tell `rank_zero_only` this process's rank; return what it was before (None: not set)."""
+    """Set the rank of `rank_zero_only`, for None the one in the environment; return the previous one."""
     before: int | None = getattr(rank_zero_only, "rank", None)
     rank_zero_only.rank = _rank_from(os.environ) if global_rank is None else global_rank  # type: ignore[attr-defined]  # its documented place
     return before
@@ -106,7 +106,7 @@ if getattr(rank_zero_only, "rank", None) is None:
 
 
 def is_in_rank_zero_section() -> bool:
-    """Whether the caller runs within a function that `rank_zero_only` keeps to rank zero, in the same job."""
+    """Return whether the caller is inside a `rank_zero_only` function of the same job."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != _ENTRY:
         if (

@@ -1,4 +1,4 @@
-"""Seed everything that draws random numbers."""
+"""`seed_everything`: seed the random number generators of Python, torch and NumPy."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _given: int | None = None
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
-    """Seed Python, torch and (where it is imported) NumPy; shuffled samplers follow it too.
+    """Seed Python, torch and, if it is imported, NumPy. Samplers that shuffle use the seed too.
 
-    Models that are built after it begin with the same weights on every rank. In `Trainer.fit` each rank then
-    draws from a stream of its own, for dropout and augmentation, and each worker of its loader from another;
-    so give all ranks one seed: a fit refuses different ones.
+    Models that are built afterwards have the same initial weights on every rank. In `Trainer.fit` each rank
+    draws from its own stream (for dropout and augmentation), and so does each worker of its loader. Use the
+    same seed on all ranks: a fit raises if seeds differ.
 
-    Runs on: every process that is to have this seed. Processes that a strategy starts take it over.
+    Runs on: every process that needs the seed. Processes that a strategy starts inherit it.
 
     Args:
         seed: from 0 to 2**32 - 1.
-        workers: accepted for Lightning's sake; only True, as loaders' workers always follow the seed.
+        workers: for compatibility with Lightning; only True, since loader workers always use the seed.
 
     Returns:
         The seed.
 
     Raises:
-        InvalidTypeError: when it is no whole number.
-        InvalidArgumentError: when it is out of range.
+        InvalidTypeError: if `seed` is not an integer.
+        InvalidArgumentError: if `seed` is out of range.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InvalidTypeError(argument="seed", value=seed, expected="a whole number")
@@ -39,7 +39,7 @@ def seed_everything(seed: int, workers: bool = True) -> int:
         raise InvalidArgumentError(argument="seed", value=seed, expected=f"a number from 0 to {_HIGHEST}")
     if workers is not True:
         raise InvalidArgumentError(
-            argument="workers", value=workers, expected="True: loaders' workers always follow the seed"
+            argument="workers", value=workers, expected="True: loader workers always use the seed"
         )
     global _given
     import torch
@@ -53,5 +53,5 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
 
 def given_seed() -> int | None:
-    """Return what `seed_everything` was last called with in this process, or None."""
+    """Return the last argument of `seed_everything` in this process, or None."""
     return _given

@@ -107,8 +107,8 @@ CASES = [
         lambda: errors.NotPicklableError(path="model.act", reason="it is a lambda", start_method="spawn"),
         TypeError,
         "model.act cannot be pickled, which start_method='spawn' needs: it is a lambda.\n"
-        "  Fix: make it a function or class at the top level of a module, or use a start method that pickles "
-        'nothing on the way in: strategy="ddp" or "ddp_fork".',
+        "  Fix: make it a function or class at the top level of a module, or use a start method that does "
+        'not pickle its arguments: strategy="ddp" or "ddp_fork".',
     ),
     Case(
         lambda: errors.LaunchRefusedError(message="A REPL cannot be re-run.", remedy='use "ddp_fork".'),
@@ -158,14 +158,14 @@ CASES = [
         "Worker global_rank=2 (local_rank=0, node_rank=1, host 'gpu07', pid 41822) exited with code 3 "
         "before it had finished.\n"
         "  Seen: 1.0 s after launch.\n"
-        "  Fix: look for sys.exit() or os._exit() in what this rank runs; every rank must return.",
+        "  Fix: look for sys.exit() or os._exit() in the code of this rank; every rank must return.",
     ),
     Case(
         lambda: errors.WorkerKilledError(**WHERE, elapsed_s=1, signal_number=signal.SIGKILL),
         RuntimeError,
         "Worker global_rank=2 (local_rank=0, node_rank=1, pid 41822) was killed by SIGKILL.\n"
         "  Seen: 1.0 s after launch.\n"
-        "  Fix: often this is the kernel's out-of-memory killer: look at `dmesg`, use less memory per rank.",
+        "  Fix: often it is the kernel's out-of-memory killer: see `dmesg`, use less memory per rank.",
     ),
     Case(
         lambda: errors.ProcessGroupError(problem="The group has 3 ranks.", remedy="destroy it."),
@@ -176,28 +176,28 @@ CASES = [
         lambda: errors.RendezvousTimeoutError(waiting_for="global_rank 1", timeout_s=60.0),
         TimeoutError,
         "Waited 60 s for global_rank 1.\n"
-        "  Fix: look for a rank that is still starting or is stuck, or raise init_timeout.",
+        "  Fix: look for a rank that is still starting or hangs, or raise init_timeout.",
     ),
     Case(
         lambda: errors.NodesLostError(("node 1 (global_rank 2, 3)",), symptom="RuntimeError: closed by peer"),
         ConnectionError,
         "Lost node 1 (global_rank 2, 3): no answer through the job's store.\n"
         "  Seen: RuntimeError: closed by peer\n"
-        "  Fix: look at those nodes and at the network between them: "
-        "a killed or stopped process, a cut link.",
+        "  Fix: check those nodes, and the network between them, for a killed or stopped process "
+        "or a cut link.",
     ),
     Case(
         lambda: errors.StopAgreementError(missing=(1, 3), timeout_s=60.0),
         TimeoutError,
         "Training was to stop, but global_rank 1, 3 did not say when, in 60 s.\n"
-        "  Fix: look for what these ranks were doing: they are stuck, or never began to train.",
+        "  Fix: find out what these ranks were doing: they hang, or never started to train.",
     ),
     Case(
         lambda: errors.RankMismatchError({"the version of torch": {"2.12": (0, 2), "2.13": (1,)}}),
         RuntimeError,
         "The ranks are not the same in 1 thing.\n"
         "  Seen: the version of torch: 2.12 on global_rank 0, 2; 2.13 on global_rank 1\n"
-        "  Fix: build and do the same on every rank; look for what depends on the rank or the host.",
+        "  Fix: build and call the same on every rank; look for code that depends on the rank or the host.",
     ),
     Case(
         lambda: errors.WorkerTimedOutError(
@@ -213,17 +213,17 @@ CASES = [
         "raised RuntimeError: Timed out waiting 60000ms.\n"
         "  Seen: 60.0 s after launch.\n"
         "        global_rank=1 was last in step 17, data loading, 63 s ago\n"
-        "  Fix: see above what the other ranks were doing, and their stacks on stderr; raise timeout "
-        "(to meet: init_timeout) if they only needed longer.",
+        "  Fix: see above what the other ranks were doing, and their stacks on stderr; if they only "
+        "needed more time, raise timeout (for the rendezvous: init_timeout).",
     ),
     Case(
         lambda: errors.TensorMismatchError(
             call="gather_all_tensors()", found=("torch.int8, shape (1,)", "no tensor")
         ),
         ValueError,
-        "The ranks gave tensors to gather_all_tensors() that do not go together.\n"
+        "The ranks gave incompatible tensors to gather_all_tensors().\n"
         "  Seen: rank 0 of the group: torch.int8, shape (1,); rank 1 of the group: no tensor\n"
-        "  Fix: give a dense tensor of the same dtype and number of dimensions on every rank; "
+        "  Fix: give every rank a dense tensor of the same dtype and number of dimensions; "
         "sizes may differ.",
     ),
     Case(
@@ -236,8 +236,8 @@ CASES = [
         "The ranks called different things as collective number 7 of all ranks.\n"
         "  Seen: global_rank 0, 2: barrier at a.py:1 in f\n"
         "        global_rank 1: all_reduce of int64[2] (sum) at a.py:2 in f\n"
-        "  Fix: every rank must call the same collectives, in the same order; look for what depends on the "
-        "rank: a branch, an early return, a loop that ends earlier, a caught exception.",
+        "  Fix: every rank must call the same collectives, in the same order; look for code that depends on "
+        "the rank: a branch, an early return, a loop that ends earlier, a caught exception.",
     ),
     Case(
         lambda: errors.RankZeroFailedError(global_rank=0, failure="OSError: disk full"),
@@ -250,7 +250,7 @@ CASES = [
         RuntimeError,
         "train_dataloader has a different number of batches on different ranks.\n"
         "  Seen: global_rank=0: 4, global_rank=1: 3\n"
-        '  Fix: Trainer(uneven_inputs="join") takes every sample, "truncate" stops with the shortest; '
+        '  Fix: Trainer(uneven_inputs="join") uses every sample, "truncate" stops with the shortest loader; '
         "or split the data evenly, as use_distributed_sampler=True does.",
     ),
     Case(
@@ -260,15 +260,15 @@ CASES = [
         FloatingPointError,
         "The loss is infinite or NaN at optimizer step 7 (epoch 1, batch 3): "
         "on global_rank 0, 2 of 4 ranks.\n"
-        "  Fix: look for log(0), sqrt(0), a division by 0 or a learning rate too high; "
-        'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" goes on.',
+        "  Fix: look for log(0), sqrt(0), a division by 0 or a learning rate that is too high; "
+        'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" skips the step.',
     ),
     Case(
         lambda: errors.UnusedParametersError(names_by_rank={1: ("head.weight",), 0: ()}, module="Net"),
         RuntimeError,
         "1 parameter of Net had no part in the loss, so DDP waits for gradients that never come.\n"
         "  Seen: unused on global_rank=0: none; unused on global_rank=1: 'head.weight'\n"
-        "  Fix: use them in every step (loss + 0 * sum(parameter.sum() ...) counts); or freeze them with "
+        "  Fix: use them in every step (loss + 0 * sum(parameter.sum() ...) is enough); or freeze them with "
         "parameter.requires_grad_(False) before training; or let DDP look for them: "
         "DDPStrategy(find_unused_parameters=True).",
     ),

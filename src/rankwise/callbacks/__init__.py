@@ -1,4 +1,4 @@
-"""Callbacks: what happens beside the training steps."""
+"""Callbacks: objects that a trainer calls at fixed points of a stage."""
 
 from rankwise.callbacks.base import Callback
 from rankwise.callbacks.early_stopping import EarlyStopping

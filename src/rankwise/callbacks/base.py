@@ -1,4 +1,4 @@
-"""`Callback`: the moments of a job at which a callback can act."""
+"""`Callback`: the hooks that a trainer calls on its callbacks."""
 
 from __future__ import annotations
 
@@ -11,93 +11,93 @@ __all__ = ["Callback"]
 
 
 class Callback:
-    """Act at moments of a job; subclass it and override the hooks you need.
+    """Base class of callbacks: subclass it and override the hooks you need.
 
-    Every hook runs on every rank, except where its name says otherwise, before the module's hook of the same
-    name. A stage is `"fit"`, `"validate"`, `"test"` or `"predict"`.
+    Every hook runs on every rank, before the module's hook of the same name. A stage is `"fit"`,
+    `"validate"`, `"test"` or `"predict"`.
     """
 
     @property
     def state_key(self) -> str:
-        """Under which name the state is kept in a checkpoint; override it to use a callback twice."""
+        """The key of this callback's state in a checkpoint; override it to use a callback twice."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint, and the calling process, must know; plain types and tensors only."""
+        """Return the state for checkpoints and for the calling process: plain types and tensors only."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Load what `state_dict` returned."""
 
     # ------------------------------------------------------------------ any stage
 
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
-        """A stage begins; the process group is there, the module not wrapped yet."""
+        """Called when a stage begins: the process group exists, the module is not wrapped yet."""
 
     def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
-        """A stage ends, with or without an exception."""
+        """Called when a stage ends, also after an exception."""
 
     def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
-        """Something was raised in a stage on this rank."""
+        """Called when a stage raises on this rank."""
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]
     ) -> None:
-        """A checkpoint is about to be written; it may be added to."""
+        """Called before a checkpoint is written; may add entries to it."""
 
     def on_load_checkpoint(
         self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]
     ) -> None:
-        """A checkpoint was read and is about to be used."""
+        """Called after a checkpoint was read, before its state is loaded."""
 
     # ------------------------------------------------------------------ training
 
     def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Fitting begins: model, optimizers and loaders are ready."""
+        """Called when model, optimizers and loaders are ready."""
 
     def on_fit_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Fitting has ended."""
+        """Called at the end of `fit`."""
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Training begins."""
+        """Called before the first epoch."""
 
     def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Training has ended."""
+        """Called after the last epoch."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """A training epoch begins."""
+        """Called before an epoch's first batch."""
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        """A training epoch has ended, the validation at its end included."""
+        """Called after an epoch and the validation at its end."""
 
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int
     ) -> None:
-        """A training batch begins."""
+        """Called before a training batch."""
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A training batch has ended; `outputs` is what `training_step` returned."""
+        """Called after a training batch; `outputs` is the result of `training_step`."""
 
-    # ------------------------------------------------------------------ validation
+    # ------------------------------------------------------------------ validation, testing, prediction
 
     def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Validation begins."""
+        """Called before the first batch of an evaluation (or prediction)."""
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Validation has ended; its metrics are in `trainer.callback_metrics`."""
+        """Called after an evaluation, when its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """The validation batches begin."""
+        """Called after `on_validation_start`, before the batches."""
 
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        """The validation batches have ended; what is logged now is still reduced with the rest."""
+        """Called after the last batch; values logged here are still reduced with the others."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A validation batch begins."""
+        """Called before a batch; in prediction `batch_idx` counts this rank's batches."""
 
     def on_validation_batch_end(
         self,
@@ -108,64 +108,11 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """A validation batch has ended."""
+        """Called after a batch; `outputs` is the result of the step."""
 
-    # ------------------------------------------------------------------ testing
-
-    def on_test_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Testing begins."""
-
-    def on_test_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Testing has ended; its metrics are in `trainer.callback_metrics`."""
-
-    def on_test_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """The test batches begin."""
-
-    def on_test_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        """The test batches have ended; what is logged now is still reduced with the rest."""
-
-    def on_test_batch_start(
-        self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """A test batch begins."""
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        module: TrainingModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """A test batch has ended."""
-
-    # ------------------------------------------------------------------ prediction
-
-    def on_predict_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Prediction begins."""
-
-    def on_predict_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Prediction has ended."""
-
-    def on_predict_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """The batches to predict begin."""
-
-    def on_predict_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        """The batches to predict have ended."""
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """A batch to predict begins; `batch_idx` counts this rank's batches."""
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        module: TrainingModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """A batch to predict has ended."""
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end

@@ -1,4 +1,4 @@
-"""`EarlyStopping`: end training when a metric no longer improves; all ranks decide together."""
+"""`EarlyStopping`: stop training on all ranks when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _log = logging.getLogger(__name__)
 class EarlyStopping(MonitoringCallback):
     """Stop when `monitor` has not improved for `patience` checks in a row.
 
-    The ranks decide together: where one wants to stop, all do, after the same step. A checkpoint from then on
-    is one of a run at its end: going on from it trains no further, unless this has other limits by then.
+    If one rank has a reason to stop, all ranks stop after the same step. Resuming from a checkpoint that is
+    written afterwards trains no further, unless the limits of this callback have changed.
 
     Args:
-        monitor: the logged metric to watch.
-        min_delta: by how much a value must be better to count as an improvement.
-        patience: how many checks without improvement are accepted.
+        monitor: name of a logged metric.
+        min_delta: smallest difference that counts as an improvement.
+        patience: number of checks without improvement after which training stops.
         mode: `"min"` or `"max"`.
-        strict: whether a metric that was not logged is an error, or is waited for.
-        check_finite: whether a NaN or infinite metric stops training.
+        strict: raise if the metric was not logged; otherwise skip the check.
+        check_finite: stop if the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
 
     Attributes:
         best_score: the best value so far.
-        wait_count: checks since then.
+        wait_count: number of checks since then.
         stopped_epoch: the epoch in which training was stopped; 0 before.
 
     Raises:
-        InvalidArgumentError: for values that cannot work.
+        InvalidArgumentError: if an argument is out of range.
     """
 
     def __init__(
@@ -73,17 +73,22 @@ class EarlyStopping(MonitoringCallback):
 
     @property
     def has_stopped(self) -> bool:
-        """Whether training was stopped, maybe before a checkpoint, by the limits that this has."""
+        """Whether this callback has stopped training with its present limits, also before a checkpoint."""
         return self._stopped_by == self._limits
 
     @property
     def _limits(self) -> tuple[float | None, ...]:
-        thresholds = self.check_finite, self.stopping_threshold, self.divergence_threshold
-        return (self.patience, self.min_delta, *thresholds)
+        return (
+            self.patience,
+            self.min_delta,
+            self.check_finite,
+            self.stopping_threshold,
+            self.divergence_threshold,
+        )
 
     @property
     def state_key(self) -> str:
-        """The class's name with what is watched, so that several can watch."""
+        """The class name with metric and mode, so that a trainer can have several."""
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,11 +106,11 @@ class EarlyStopping(MonitoringCallback):
         self._stopped_by = state_dict["stopped_by"]
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        if not trainer.should_stop:  # nor did a checkpoint set it: a fit after the one that was stopped
+        if not trainer.should_stop:  # a new fit, not one resumed from a stopped run
             self._stopped_by = None
 
     def on_metrics_ready(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Compare, and stop on all ranks if any has a reason."""
+        """Compare the metric with the limits, and stop all ranks if one has a reason to."""
         score = self.monitored_value(trainer)
         if score is None and self.strict:
             raise self.missing_metric(trainer)

@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`: save checkpoints while training, and keep the best."""
+"""`ModelCheckpoint`: save checkpoints during training and keep the best ones."""
 
 from __future__ import annotations
 
@@ -34,30 +34,31 @@ _STATE = (
 
 @final
 class ModelCheckpoint(MonitoringCallback):
-    """Save a checkpoint after every `every_n_epochs` epochs (or steps), and keep the best `save_top_k`.
+    """Save a checkpoint every `every_n_epochs` epochs (or steps) and keep the best `save_top_k`.
 
-    Global rank 0 decides and writes; all ranks, and the calling process afterwards, know the same paths.
+    Global rank 0 decides and writes. The attributes are equal on all ranks, and in the calling process
+    afterwards.
 
     Args:
         dirpath: the folder; by default `checkpoints` in the logger's folder, or in `default_root_dir`.
-        filename: a name without ending, with metrics in braces: `"{epoch}-{val_loss:.2f}"` gives
+        filename: file name without suffix, with metrics in braces: `"{epoch}-{val_loss:.2f}"` gives
             `epoch=3-val_loss=0.21.ckpt`. The default is `"{epoch}-{step}"`.
-        monitor: the metric that says what is best; None keeps the latest.
+        monitor: the metric that ranks the checkpoints; None keeps the latest.
         mode: `"min"` or `"max"`.
-        save_top_k: how many to keep; -1 for all, 0 for none.
-        save_last: whether `last.ckpt` is written too, each time.
+        save_top_k: number of checkpoints to keep; -1 for all, 0 for none.
+        save_last: write `last.ckpt` with every save, too.
         every_n_epochs: save at the end of every n-th epoch; 1 unless `every_n_train_steps` is given.
         every_n_train_steps: save after every n-th optimizer step instead.
 
     Attributes:
-        chosen_dirpath: the folder that was asked for, if any.
-        best_model_path: the best (without `monitor`: the latest) file; an empty string before there is one.
+        chosen_dirpath: the `dirpath` argument as an absolute path, if given.
+        best_model_path: the best (without `monitor`: the latest) file; empty before the first save.
         best_model_score: its score; None without `monitor`.
-        best_k_models: the kept files, each with its score.
-        last_model_path: the path of `last.ckpt`; an empty string before there is one.
+        best_k_models: the files that are kept, with their scores.
+        last_model_path: the path of `last.ckpt`; empty before the first save.
 
     Raises:
-        InvalidArgumentError, ConfigurationError: for values that cannot work.
+        InvalidArgumentError, ConfigurationError: if arguments are out of range or contradict each other.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ModelCheckpoint(MonitoringCallback):
     ) -> None:
         super().__init__(monitor, mode)
         if monitor is None:
-            self.mode = "max"  # the number of steps decides
+            self.mode = "max"  # the score is then the step
         _check_save_top_k(monitor, save_top_k)
         _check_intervals(every_n_epochs, every_n_train_steps)
         self.chosen_dirpath = None if dirpath is None else str(Path(dirpath).absolute())
@@ -96,7 +97,7 @@ class ModelCheckpoint(MonitoringCallback):
 
     @property
     def state_key(self) -> str:
-        """The class's name with when and for what it saves, so that there can be several."""
+        """The class name with metric and interval, so that a trainer can have several."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, "
             f"every_n_epochs={self.every_n_epochs}, every_n_train_steps={self.every_n_train_steps})"
@@ -106,13 +107,13 @@ class ModelCheckpoint(MonitoringCallback):
         return {"dirpath": self.dirpath, **{name: getattr(self, name) for name in _STATE}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the files of the run that is resumed, where this one writes to the same folder."""
+        """Continue with the files of the resumed run if this callback writes to the same folder."""
         if self.dirpath in (None, state_dict["dirpath"]):
             self.dirpath = state_dict["dirpath"]
             for name in _STATE:
                 setattr(self, name, state_dict[name])
 
-    # ------------------------------------------------------------------ when
+    # ------------------------------------------------------------------ when to save
 
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         if stage == "fit":
@@ -130,11 +131,11 @@ class ModelCheckpoint(MonitoringCallback):
             self._save(trainer)
 
     def on_metrics_ready(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Save, if this epoch's turn has come."""
+        """Save at the end of every n-th epoch."""
         if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             self._save(trainer)
 
-    # ------------------------------------------------------------------ what
+    # ------------------------------------------------------------------ saving
 
     def _save(self, trainer: Trainer) -> None:
         self._last_step_saved = trainer.global_step
@@ -149,7 +150,7 @@ class ModelCheckpoint(MonitoringCallback):
 
     @property
     def _paths_in_use(self) -> set[str]:
-        """The paths that are this callback's, also of files that a thread has yet to write."""
+        """This callback's paths, including files that a thread has not written yet."""
         return {*self.best_k_models, *([self._path("last")] if self.save_last else [])}
 
     def _save_ranked(self, trainer: Trainer) -> None:
@@ -163,7 +164,7 @@ class ModelCheckpoint(MonitoringCallback):
             trainer.strategy.checkpoint_io.remove_checkpoint(superseded)
 
     def _agreed_score(self, trainer: Trainer) -> float:
-        """Return rank 0's score, on every rank; without `monitor` each save beats the one before."""
+        """Return rank 0's score on every rank; without `monitor` the step, so that the latest is best."""
         if self.monitor is None:
             return float(trainer.global_step)
         score = trainer.strategy.broadcast(self.monitored_value(trainer))
@@ -178,7 +179,7 @@ class ModelCheckpoint(MonitoringCallback):
         return self.is_better(score, float(self.best_k_models[self.kth_best_model_path]))
 
     def _rank(self, path: str, score: float) -> str | None:
-        """Note the new file; return the one that it pushes out, if any."""
+        """Add the new file to the kept ones; return the file that it replaces, if any."""
         self.best_k_models[path] = torch.tensor(score)
         ranked = sorted(self.best_k_models, key=lambda kept: float(self.best_k_models[kept]))
         if self.mode == "max":
@@ -191,7 +192,7 @@ class ModelCheckpoint(MonitoringCallback):
         return superseded
 
     def _new_path(self, trainer: Trainer) -> str:
-        """Return a path that is free, or that of the file that is about to be pushed out."""
+        """Return an unused path, or that of the file that will be replaced."""
         values = {
             **{name: float(value) for name, value in trainer.callback_metrics.items()},
             "epoch": trainer.current_epoch,
@@ -210,7 +211,7 @@ class ModelCheckpoint(MonitoringCallback):
 
 
 def _filled_in(template: str, values: Mapping[str, float]) -> str:
-    """Replace `{name:format}` by `name=value`; a metric that was not logged counts as 0."""
+    """Replace `{name:format}` with `name=value`; a metric that was not logged counts as 0."""
 
     def fill(match: re.Match[str]) -> str:
         name, spec = match["name"], match["spec"] or ""

@@ -1,4 +1,4 @@
-"""`MonitoringCallback`: a callback that acts on a metric, at the moment when metrics are complete."""
+"""`MonitoringCallback`: base class of callbacks that act on a metric once it is complete."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["MonitoringCallback"]
 
 
 class MonitoringCallback(Callback):
-    """Call `on_metrics_ready` after every validation, or after every epoch where nothing is validated.
+    """Call `on_metrics_ready` after every validation, or after every epoch without validation.
 
-    A validation at the end of an epoch counts once the epoch's own metrics are there too. The Trainer runs
-    these callbacks after all others.
+    After a validation at the end of an epoch, the call comes when the epoch's own metrics exist too. The
+    Trainer runs these callbacks after all others.
 
     Args:
-        monitor: the logged metric to act on; None for none.
-        mode: `"min"` or `"max"`: which values of it are better.
+        monitor: name of a logged metric, or None.
+        mode: `"min"` or `"max"`: whether lower or higher values are better.
 
     Raises:
-        InvalidArgumentError: for another mode.
+        InvalidArgumentError: if `mode` is something else.
     """
 
     def __init__(self, monitor: str | None, mode: str) -> None:
@@ -35,7 +35,7 @@ class MonitoringCallback(Callback):
         self.mode = mode
 
     def on_metrics_ready(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Act; overridden by subclasses. Runs on every rank."""
+        """Act on the metric; subclasses override it. Runs on every rank."""
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
         if trainer.is_fitting and not trainer.progress.is_epoch_done:
@@ -47,20 +47,20 @@ class MonitoringCallback(Callback):
 
     @property
     def worst(self) -> float:
-        """A score that every other beats."""
+        """The score that is worse than every other."""
         return math.inf if self.mode == "min" else -math.inf
 
     def is_better(self, score: float, other: float, min_delta: float = 0.0) -> bool:
-        """Return whether `score` beats `other` by more than `min_delta`."""
+        """Return whether `score` is better than `other` by more than `min_delta`."""
         return score < other - min_delta if self.mode == "min" else score > other + min_delta
 
     def monitored_value(self, trainer: Trainer) -> float | None:
-        """Return the monitored metric's value on this rank; None where it was not logged."""
+        """Return the metric's value on this rank, or None if it was not logged."""
         value = trainer.callback_metrics.get(self.monitor or "")
         return None if value is None else float(value)
 
     def missing_metric(self, trainer: Trainer) -> ConfigurationError:
-        """Return the error that says that the monitored metric was not logged."""
+        """Return the error for a metric that was not logged."""
         logged = ", ".join(repr(name) for name in sorted(trainer.callback_metrics)) or "nothing"
         return ConfigurationError(
             message=f"{type(self).__name__}(monitor={self.monitor!r}) finds no such metric.",

@@ -20,12 +20,12 @@ class TQDMProgressBar(Callback):
     """Show progress and the metrics that were logged with `prog_bar=True`.
 
     Args:
-        refresh_rate: after how many batches the bar moves.
-        leave: whether a finished training bar stays on the screen.
+        refresh_rate: number of batches between updates.
+        leave: keep a finished training bar on the screen.
 
     Raises:
-        MissingExtraError: when tqdm is not installed.
-        InvalidArgumentError: when `refresh_rate` is less than 1.
+        MissingExtraError: if tqdm is not installed.
+        InvalidArgumentError: if `refresh_rate` is less than 1.
     """
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
@@ -40,7 +40,7 @@ class TQDMProgressBar(Callback):
 
     @staticmethod
     def is_available() -> bool:
-        """Return whether tqdm is installed; it is not imported."""
+        """Return whether tqdm is installed, without importing it."""
         return importlib.util.find_spec("tqdm") is not None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class TQDMProgressBar(Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
-        """Leave no bar half drawn, after an exception either."""
+        """Close the bars, also after an exception."""
         _close(self._training)
         _close(self._evaluation)
 
@@ -100,9 +100,9 @@ class TQDMProgressBar(Callback):
         from tqdm.auto import tqdm
 
         class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]  # tqdm may ship no types
-            monitor_interval = 0  # no watching thread of tqdm's own ...
+            monitor_interval = 0  # tqdm starts no monitor thread
 
-        Bar.set_lock(threading.RLock())  # ... and no lock shared between processes
+        Bar.set_lock(threading.RLock())  # instead of tqdm's lock, which processes share
         known = None if total == float("inf") else int(total)
         return Bar(desc=title, total=known, leave=leave, dynamic_ncols=True)
 

@@ -1,4 +1,4 @@
-"""`Timer`: end training when its time is up, on all ranks after the same step."""
+"""`Timer`: stop training on all ranks after a given time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _EXPECTED = 'a timedelta, "DD:HH:MM:SS", or keywords of timedelta such as {"hour
 
 @final
 class Timer(Callback):
-    """Set `trainer.should_stop` once training has taken `duration`, all fits of this callback together.
+    """Set `trainer.should_stop` after `duration`, counted over all fits with this callback.
 
-    Each rank looks at its own clock; the trainer makes one rank's stop everybody's.
+    Each rank reads its own clock. If one rank sets `should_stop`, the trainer stops all ranks after the same
+    step.
 
     Args:
-        duration: a `timedelta`, `"DD:HH:MM:SS"` or a mapping such as `{"hours": 3}`; None only measures.
-        interval: when to look: after each `"step"` or each `"epoch"`.
+        duration: a `timedelta`, `"DD:HH:MM:SS"` or a mapping such as `{"hours": 3}`; None measures only.
+        interval: check after each `"step"` or each `"epoch"`.
 
     Raises:
-        InvalidArgumentError, InvalidTypeError: for a duration or interval that cannot be.
+        InvalidArgumentError, InvalidTypeError: if the duration or the interval is invalid.
     """
 
     def __init__(self, duration: Any = None, interval: str = "step") -> None:
@@ -43,12 +44,12 @@ class Timer(Callback):
 
     @property
     def time_elapsed(self) -> float:
-        """The seconds that training has taken so far, in earlier fits too."""
+        """Seconds of training so far, including earlier fits."""
         return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
 
     @property
     def time_remaining(self) -> float | None:
-        """The seconds that are left; None without a duration."""
+        """Seconds until training stops; None without a duration."""
         if self.duration is None:
             return None
         return max(0.0, self.duration.total_seconds() - self.time_elapsed)

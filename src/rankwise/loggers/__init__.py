@@ -1,4 +1,4 @@
-"""Loggers: where logged metrics go."""
+"""Loggers: record the metrics of a trainer."""
 
 from rankwise.loggers.base import Logger
 from rankwise.loggers.csv_logger import CSVLogger

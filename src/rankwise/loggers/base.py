@@ -1,4 +1,4 @@
-"""`Logger`: what a place that takes metrics must be able to do."""
+"""`Logger`: the base class of loggers."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ __all__ = ["Logger"]
 
 
 class Logger(ABC):
-    """Take metrics as they come. Subclass it for another place to log to.
+    """Base class of loggers, which record metrics.
 
-    Metrics are logged on global rank 0 only; `state_dict` is read there and loaded on the other ranks, and in
-    the calling process, so that all agree on the version and the folder.
+    Metrics are logged on global rank 0 only. Its `state_dict` is loaded on the other ranks and in the calling
+    process, so that version and folder are equal everywhere.
     """
 
     @property
     def log_dir(self) -> str | None:
-        """The folder that the logger writes to; None if it writes to none."""
+        """The folder of this run, or None if the logger writes no files."""
         return None
 
     @property
     def log_dirs(self) -> list[str]:
-        """The folders of this run and, where each run gets one of its own, of those before it."""
+        """The folders of this run and, if each run has a folder of its own, of earlier runs."""
         return [] if self.log_dir is None else [self.log_dir]
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Take metrics that belong to the optimizer step `step`; called on global rank 0 only."""
+        """Record metrics of the optimizer step `step`; called on global rank 0 only."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Take the hyper parameters of a run; called on global rank 0 only."""
+        """Record the hyper parameters of a run; called on global rank 0 only."""
 
     def save(self) -> None:
-        """Write what is still held in memory; called on global rank 0 only."""
+        """Write buffered metrics; called on global rank 0 only."""
 
     def finalize(self, status: str) -> None:
         """End a stage; `status` is `"success"` or `"failed"`. Called on global rank 0 only."""
         self.save()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what other processes must know, such as the version."""
+        """Return what other processes need, such as the version."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned in another process."""
+        """Load what `state_dict` returned in another process."""

@@ -1,4 +1,4 @@
-"""`CSVLogger`: metrics as lines of a CSV file, hyper parameters as JSON."""
+"""`CSVLogger`: write metrics to a CSV file and hyper parameters to a JSON file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class CSVLogger(Logger):
     """Write `metrics.csv`, one line per logged step, into `save_dir/name/version_<n>`.
 
     Args:
-        save_dir: the folder under which all runs are kept.
-        name: the folder in it for runs of this kind.
-        version: a number, or a name for the run's folder; by default the first number that is free.
-        flush_logs_every_n_steps: how many lines are collected before they are written.
+        save_dir: the parent folder of all runs.
+        name: the folder in `save_dir` for these runs.
+        version: number, or folder name, of the run; by default the first unused number.
+        flush_logs_every_n_steps: number of lines that are buffered before they are written.
 
     Raises:
-        InvalidArgumentError: when `flush_logs_every_n_steps` is less than 1.
+        InvalidArgumentError: if `flush_logs_every_n_steps` is less than 1.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The run's number or name; the first number that is free, once somebody asks."""
+        """The run's number or name; by default the first number that is unused at the first access."""
         if self._version is None:
             taken = [path.name.removeprefix("version_") for path in self._root.glob("version_*")]
             self._version = 1 + max((int(number) for number in taken if number.isdigit()), default=-1)
@@ -63,27 +63,27 @@ class CSVLogger(Logger):
 
     @property
     def log_dirs(self) -> list[str]:
-        """The folders of all runs, where `version` was left open; else this run's alone."""
+        """The folders of all runs, or of this run only if `version` was given."""
         if self._is_version_given:
             return [self.log_dir]
         return [str(path) for path in self._root.glob("version_*")]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Take one line; a metric that no line had before becomes a new column."""
+        """Add a line; a new metric adds a column."""
         self._lines.append({**metrics, **({} if step is None else {"step": step})})
         if len(self._lines) >= self._flush_every:
             self.save()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write `hparams.json`."""
-        path = self._made("hparams.json")
+        path = self._file("hparams.json")
         path.write_text(json.dumps(dict(params), indent=2, default=str) + "\n")
 
     def save(self) -> None:
-        """Append the collected lines, or write the file anew where there are new columns."""
+        """Append the buffered lines, or rewrite the file if there are new columns."""
         if not self._lines:
             return
-        path = self._made("metrics.csv")
+        path = self._file("metrics.csv")
         known = _columns(path)
         names = list(dict.fromkeys([*known, *(name for line in self._lines for name in line)]))
         if names == known:
@@ -98,7 +98,7 @@ class CSVLogger(Logger):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._version = state_dict["version"]
 
-    def _made(self, name: str) -> Path:
+    def _file(self, name: str) -> Path:
         folder = Path(self.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         return folder / name
