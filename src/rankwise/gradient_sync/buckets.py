@@ -1,4 +1,4 @@
-"""Average gradients over the ranks in few large buckets."""
+"""Average gradients over the ranks in a few large buckets, without DDP."""
 
 from __future__ import annotations
 
@@ -16,67 +16,20 @@ from rankwise.errors import ConfigurationError
 
 __all__ = [
     "BUCKET_BYTES",
+    "FULL_PRECISION",
     "FlatGradients",
     "buckets_of",
-    "keep_means",
+    "concatenated_gradients",
     "mean_over_ranks",
     "reduce_gradients",
-    "trained_among",
+    "require_dense",
+    "views_of",
+    "write_means",
 ]
 
-
-@final
-class FlatGradients:
-    """All gradients of some parameters, one tensor for those that share a memory which nothing else is in.
-
-    With `gradient_as_bucket_view=True` these are the buckets of DDP: what is done to all gradients alike
-    then takes one operation for each bucket.
-
-    Args:
-        parameters: whose gradients.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._seen: list[Tensor] = []
-        self._pieces: list[Tensor] = []
-
-    def pieces(self) -> list[Tensor]:
-        """Return tensors that make up the gradients, each element once."""
-        gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
-        if len(gradients) != len(self._seen) or not all(map(is_, gradients, self._seen)):
-            self._look_at(gradients)
-        return self._pieces or gradients
-
-    def _look_at(self, gradients: list[Tensor]) -> None:
-        """Keep what the gradients are made of, if it is few pieces: others would be kept from being freed."""
-        self._seen, self._pieces = [], []
-        by_memory: dict[int, list[Tensor]] = defaultdict(list)
-        for gradient in gradients:
-            by_memory[gradient.untyped_storage().data_ptr()].append(gradient)
-        if len(by_memory) < len(gradients) and all(map(_fill_their_memory, by_memory.values())):
-            self._seen = gradients
-            self._pieces = [_whole_memory(first) for first, *_ in by_memory.values()]
-
-
-def _fill_their_memory(tensors: list[Tensor]) -> bool:
-    """Return whether tensors that share a memory leave nothing of it out, and do not overlap."""
-    if not all(each.layout is torch.strided and each.is_contiguous() for each in tensors):
-        return False
-    end = 0
-    for tensor in sorted(tensors, key=lambda each: (each.storage_offset(), each.numel())):
-        if tensor.dtype != tensors[0].dtype or tensor.storage_offset() != end:
-            return False
-        end += tensor.numel()
-    return end * tensors[0].element_size() == tensors[0].untyped_storage().nbytes()
-
-
-def _whole_memory(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-
-
 BUCKET_BYTES = 32 * 2**20
-_EXACT = (torch.float32, torch.float64)
+FULL_PRECISION = (torch.float32, torch.float64)
+"""The dtypes in which weights can be summed."""
 
 
 def reduce_gradients(
@@ -89,41 +42,41 @@ def reduce_gradients(
     """Average the gradients of `parameters` over the ranks, in place.
 
     A gradient that exists on some ranks only counts as zero on the others, where it is created; one that
-    exists nowhere stays None. The ranks agree on the buckets because these depend on the parameters alone:
-    which gradients exist travels in the same all-reduce, one element per parameter.
+    exists on no rank stays None. The buckets depend on the parameters alone, so they are the same on all
+    ranks; one flag per parameter in the same all-reduce says which gradients exist.
 
     Collective: every rank must call this, with the same parameters in the same order.
 
     Args:
-        parameters: what is trained; those that require no gradient are left out.
+        parameters: those that require no gradient are left out.
         group: the ranks to average over; all of them by default.
-        weight: this rank's weight, if the mean of all ranks' weights is wanted too.
-        bucket_bytes: how large a bucket may grow.
+        weight: this rank's weight, to average the weights too.
+        bucket_bytes: the size limit of a bucket.
 
     Returns:
-        The mean of the weights; None where none was given.
+        The mean of the ranks' weights; None without `weight`.
 
     Raises:
         ConfigurationError: for sparse gradients.
     """
-    buckets = list(buckets_of(trained_among(parameters), bucket_bytes))
-    # A weight travels with the first bucket, or alone where that one's numbers are too coarse for it.
-    lends_room = bool(buckets) and buckets[0][0].dtype in _EXACT
+    buckets = list(buckets_of(require_dense(parameters), bucket_bytes))
+    # The weight is part of the first bucket, or sent alone if that bucket's dtype is too coarse for it.
+    is_weight_inside = bool(buckets) and buckets[0][0].dtype in FULL_PRECISION
     works: list[tuple[_Bucket, Any]] = []
-    for number, workers in enumerate(buckets):
-        lent = weight if number == 0 and lends_room else None
-        bucket = _Bucket.filled(workers, lent, 1 / dist.get_world_size(group))
+    for number, members in enumerate(buckets):
+        extra = weight if number == 0 and is_weight_inside else None
+        bucket = _Bucket.packed(members, extra, 1 / dist.get_world_size(group))
         works.append((bucket, dist.all_reduce(bucket.flat, group=group, async_op=True)))
     for bucket, work in works:
         work.wait()
         bucket.unpack()
     if weight is None:
         return None
-    return float(works[0][0].flat[-1]) if lends_room else mean_over_ranks(weight, group)
+    return float(works[0][0].flat[-1]) if is_weight_inside else mean_over_ranks(weight, group)
 
 
 def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
-    """Return the mean of all ranks' weights, in one small all-reduce; this rank's where there is no group.
+    """Return the mean of all ranks' weights, by one small all-reduce; without a process group `weight`.
 
     Collective: every rank must call this.
     """
@@ -135,66 +88,8 @@ def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
     return float(total) / dist.get_world_size(group)
 
 
-@final
-@dataclass
-class _Bucket:
-    """Some parameters' gradients, one after another; then one flag for each; then perhaps a weight."""
-
-    workers: list[Tensor]
-    flat: Tensor
-
-    @classmethod
-    def filled(cls, workers: list[Tensor], weight: float | None, share: float) -> _Bucket:
-        first = workers[0]
-        pieces = [
-            first.new_zeros(member.numel()) if member.grad is None else member.grad.reshape(-1)
-            for member in workers
-        ]
-        flags = [float(member.grad is not None) for member in workers]
-        if weight is not None:
-            flags.append(weight)
-        tail = torch.tensor(flags, dtype=first.dtype).to(first.device, non_blocking=True)
-        return cls(workers, torch.cat([*(piece.detach() for piece in pieces), tail]).mul_(share))
-
-    def unpack(self) -> None:
-        """Give each parameter its part, creating the gradients that only other ranks had."""
-        sizes = [member.numel() for member in self.workers]
-        *means, flags = self.flat.split([*sizes, self.flat.numel() - sum(sizes)])
-        keep_means(self.workers, means, flags.tolist())
-
-
-def keep_means(workers: Sequence[Tensor], means: Sequence[Tensor], exist: Sequence[float]) -> None:
-    """Give each parameter its flat mean, where a number other than 0 says that any rank has a gradient."""
-    targets, sources = [], []
-    for member, mean, flag in zip(workers, means, exist, strict=False):
-        if flag == 0:
-            continue
-        if member.grad is None:
-            member.grad = torch.empty_like(member)
-        targets.append(member.grad)
-        sources.append(mean.view(member.shape))
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def buckets_of(trained: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield parameters of one dtype and device together, in an order that is the same on every rank."""
-    open_buckets: dict[tuple[torch.dtype, str], list[Tensor]] = {}
-    sizes: dict[tuple[torch.dtype, str], int] = {}
-    for parameter in trained:
-        kind = (parameter.dtype, parameter.device.type)
-        size = parameter.numel() * parameter.element_size()
-        if kind in open_buckets and sizes[kind] + size > bucket_bytes:
-            yield open_buckets.pop(kind)
-        if kind not in open_buckets:
-            open_buckets[kind], sizes[kind] = [], 0
-        open_buckets[kind].append(parameter)
-        sizes[kind] += size
-    yield from open_buckets.values()
-
-
-def trained_among(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return those that require a gradient.
+def require_dense(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that require a gradient.
 
     Raises:
         ConfigurationError: for sparse gradients.
@@ -208,3 +103,121 @@ def trained_among(parameters: Iterable[Tensor]) -> list[Tensor]:
                 remedy='use nn.Embedding(sparse=False), or sync_mode="single_auto_sync".',
             )
     return trained
+
+
+def buckets_of(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield groups of parameters of one dtype and device, in an order that is the same on every rank."""
+    open_buckets: dict[tuple[torch.dtype, str], list[Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, str], int] = {}
+    for parameter in parameters:
+        kind = (parameter.dtype, parameter.device.type)
+        size = parameter.numel() * parameter.element_size()
+        if kind in open_buckets and sizes[kind] + size > bucket_bytes:
+            yield open_buckets.pop(kind)
+        if kind not in open_buckets:
+            open_buckets[kind], sizes[kind] = [], 0
+        open_buckets[kind].append(parameter)
+        sizes[kind] += size
+    yield from open_buckets.values()
+
+
+def concatenated_gradients(parameters: Sequence[Tensor], *tail: Tensor) -> Tensor:
+    """Return the gradients in one flat tensor, zeros for missing ones, followed by `tail`."""
+    first = parameters[0]
+    pieces = [
+        first.new_zeros(parameter.numel()) if parameter.grad is None else parameter.grad.detach().reshape(-1)
+        for parameter in parameters
+    ]
+    return torch.cat([*pieces, *tail])
+
+
+def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the start of a flat tensor, in the shapes of `parameters`."""
+    sizes = [parameter.numel() for parameter in parameters]
+    parts = zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)
+    return [part.view(parameter.shape) for part, parameter in parts]
+
+
+def write_means(parameters: Sequence[Tensor], flat: Tensor, exists: Iterable[float]) -> None:
+    """Copy flat averaged gradients into those of `parameters`, where `exists` is not 0."""
+    targets, sources = [], []
+    for parameter, mean, flag in zip(parameters, views_of(flat, parameters), exists, strict=False):
+        if flag == 0:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        targets.append(parameter.grad)
+        sources.append(mean)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+@final
+@dataclass
+class _Bucket:
+    """The gradients of some parameters in one tensor, then one flag for each, then perhaps a weight."""
+
+    parameters: list[Tensor]
+    flat: Tensor
+
+    @classmethod
+    def packed(cls, parameters: list[Tensor], weight: float | None, scale: float) -> _Bucket:
+        flags = [float(parameter.grad is not None) for parameter in parameters]
+        if weight is not None:
+            flags.append(weight)
+        first = parameters[0]
+        tail = torch.tensor(flags, dtype=first.dtype).to(first.device, non_blocking=True)
+        return cls(parameters, concatenated_gradients(parameters, tail).mul_(scale))
+
+    def unpack(self) -> None:
+        """Write the means, which creates the gradients that only other ranks had."""
+        count = sum(parameter.numel() for parameter in self.parameters)
+        write_means(self.parameters, self.flat, self.flat[count:].tolist())
+
+
+@final
+class FlatGradients:
+    """The gradients of some parameters, as one tensor for each storage that only they occupy.
+
+    With `gradient_as_bucket_view=True` these tensors are DDP's buckets, so an operation on all gradients
+    takes one kernel for each bucket.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._known_gradients: list[Tensor] = []
+        self._pieces: list[Tensor] = []
+
+    def pieces(self) -> list[Tensor]:
+        """Return tensors that cover all gradients, each element once."""
+        gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
+        known = self._known_gradients
+        if len(gradients) != len(known) or not all(map(is_, gradients, known)):
+            self._find_pieces(gradients)
+        return self._pieces or gradients
+
+    def _find_pieces(self, gradients: list[Tensor]) -> None:
+        """Find the shared storages. Gradients without any are not kept, because they could not be freed."""
+        self._known_gradients, self._pieces = [], []
+        by_storage: dict[int, list[Tensor]] = defaultdict(list)
+        for gradient in gradients:
+            by_storage[gradient.untyped_storage().data_ptr()].append(gradient)
+        if len(by_storage) < len(gradients) and all(map(_fill_storage, by_storage.values())):
+            self._known_gradients = gradients
+            self._pieces = [_whole_storage(first) for first, *_ in by_storage.values()]
+
+
+def _fill_storage(tensors: list[Tensor]) -> bool:
+    """Return whether tensors of one storage cover it without gaps and overlaps."""
+    if not all(each.layout is torch.strided and each.is_contiguous() for each in tensors):
+        return False
+    end = 0
+    for tensor in sorted(tensors, key=lambda each: (each.storage_offset(), each.numel())):
+        if tensor.dtype != tensors[0].dtype or tensor.storage_offset() != end:
+            return False
+        end += tensor.numel()
+    return end * tensors[0].element_size() == tensors[0].untyped_storage().nbytes()
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())

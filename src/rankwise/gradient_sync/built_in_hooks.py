@@ -1,4 +1,4 @@
-"""The communication hooks that have a name from the start."""
+"""The communication hooks that are registered by default."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError
-from rankwise.gradient_sync.comm_hooks import CommHookRegistry, HookPlace
+from rankwise.gradient_sync.hook_registry import CommHookRegistry, HookPlace
 from rankwise.gradient_sync.powersgd import PowerSGDMemory, powersgd_hook
 
-__all__ = ["Compressing", "allreduce_hook", "averaged"]
+__all__ = ["CompressHook", "allreduce_hook", "averaged"]
 
 
 def averaged(group: Any, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -24,20 +24,20 @@ def averaged(group: Any, tensor: torch.Tensor) -> torch.futures.Future[torch.Ten
 
 @final
 @dataclass(frozen=True)
-class Compressing:
-    """A hook that averages gradients as `dtype`, on every back end that can add numbers of it."""
+class CompressHook:
+    """A hook that averages gradients in `dtype`."""
 
     dtype: torch.dtype
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket over the process group that is the state."""
+        """Average a bucket over the process group, which is the state."""
         buffer = bucket.buffer()
         future = averaged(state, buffer.to(self.dtype))
         return future.then(lambda done: buffer.copy_(done.value()))
 
 
 def allreduce_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket as it is over the process group that is the state."""
+    """Average a bucket over the process group, which is the state."""
     return averaged(state, bucket.buffer())
 
 
@@ -45,9 +45,6 @@ def _noop_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-# ------------------------------------------------------------------------------------------- PowerSGD
 
 
 def _make_powersgd_state(
@@ -83,9 +80,6 @@ def _check_powersgd(**options: Any) -> None:
         raise ConfigurationError(message=f"comm_hook 'powersgd' cannot work: {error}") from None
 
 
-# ------------------------------------------------------------------------------------------- local SGD
-
-
 def _make_local_sgd_state(
     place: HookPlace,
     *,
@@ -102,7 +96,7 @@ def _make_local_sgd_state(
 
 
 def _subgroup(place: HookPlace, size: int | None) -> Any:
-    """Return the group of this rank's neighbours: those on its node, unless a size is given."""
+    """Return the group of the ranks on this node, or of `size` ranks in a row."""
     world_size = dist.get_world_size(place.process_group)
     size = place.local_world_size if size is None else size
     if size == world_size:
@@ -130,13 +124,13 @@ def _local_sgd_hook(state: Any, bucket: Any) -> Any:
     return post_localSGD_hook(state, bucket)
 
 
-for _name, _hook, _words in (
+for _name, _hook, _description in (
     ("allreduce", allreduce_hook, "average, as DDP does without a hook"),
-    ("fp16_compress", Compressing(torch.float16), "average in 16-bit floating point"),
-    ("bf16_compress", Compressing(torch.bfloat16), "average in bfloat16"),
+    ("fp16_compress", CompressHook(torch.float16), "average in 16-bit floating point"),
+    ("bf16_compress", CompressHook(torch.bfloat16), "average in bfloat16"),
     ("noop", _noop_hook, "communicate nothing, to measure what communication costs"),
 ):
-    CommHookRegistry.register(_name, _hook, description=_words, averages=_name != "noop")
+    CommHookRegistry.register(_name, _hook, description=_description, averages=_name != "noop")
 CommHookRegistry.register(
     "powersgd",
     powersgd_hook,
@@ -149,6 +143,6 @@ CommHookRegistry.register(
     "post_localsgd",
     _local_sgd_hook,
     _make_local_sgd_state,
-    "average on each node after a while, and the models now and then (https://arxiv.org/abs/1808.07217)",
+    "after some steps average gradients per node, and models periodically (https://arxiv.org/abs/1808.07217)",
     check=_check_local_sgd,
 )

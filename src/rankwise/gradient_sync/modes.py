@@ -1,4 +1,4 @@
-"""`GradientSyncMode`: when gradients are averaged over the ranks while they are accumulated."""
+"""`GradientSyncMode`: in which backward passes gradients are averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class GradientSyncMode(Enum):
     Attributes:
         SINGLE_AUTO_SYNC: by DDP, during the window's last backward pass.
         MULTI_AUTO_SYNC: by DDP, during every backward pass of the window.
-        FORCED_SYNC: by rankwise, in few large buckets after the window's last backward pass. A parameter
-            with a gradient on some ranks only counts as zero on the others.
+        FORCED_SYNC: by rankwise, in a few large buckets after the window's last backward pass. A parameter
+            that has a gradient on some ranks only counts as zero on the others.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
@@ -35,11 +35,11 @@ def resolve_sync_mode(mode: object = _AUTO, *, finds_unused_parameters: bool = F
     Args:
         mode: a `GradientSyncMode`, its name, or `"auto"`: `multi_auto_sync` where DDP looks for unused
             parameters, `single_auto_sync` otherwise.
-        finds_unused_parameters: whether it does.
+        finds_unused_parameters: whether DDP looks for unused parameters.
 
     Raises:
-        InvalidTypeError: when `mode` is neither.
-        UnknownNameError: when there is no such mode.
+        InvalidTypeError: when `mode` is neither a mode nor a string.
+        UnknownNameError: for an unknown name.
     """
     if isinstance(mode, GradientSyncMode):
         return mode

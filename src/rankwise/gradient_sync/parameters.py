@@ -1,4 +1,4 @@
-"""Which parameters' gradients are averaged, and which cannot be."""
+"""Select the parameters whose gradients are averaged, and share the buffers of a wrapped module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["ParametersOf", "check_parameters", "parameters_of", "trained_parameters"]
+__all__ = [
+    "ParametersOf",
+    "check_parameters",
+    "parameters_of",
+    "share_buffers",
+    "share_buffers_next",
+    "trained_parameters",
+]
 
 ParametersOf = Callable[["Optimizer"], Iterable[Tensor]]
 
@@ -31,40 +38,60 @@ def trained_parameters(
 ) -> list[Tensor]:
     """Return all parameters to average, in an order that is the same on every rank.
 
-    Left out are those that require no gradient, and those that DDP was told to ignore. Where optimizers
-    update copies, `parameters_of` returns the originals, which get the gradients.
+    These are the module's and the optimizers' parameters that require a gradient, except those that DDP is
+    configured to ignore. Where optimizers update copies, `parameters_of` returns the originals, which get the
+    gradients.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
-    ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored_names = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
     found: dict[int, Tensor] = {}
-    left_out: set[int] = set()
+    ignored: set[int] = set()
     for name, parameter in inner.named_parameters():
-        if name in ignored:
-            left_out.add(id(parameter))
+        if name in ignored_names:
+            ignored.add(id(parameter))
         else:
             found[id(parameter)] = parameter
     for optimizer in [optimizers] if not isinstance(optimizers, Iterable) else optimizers:
         for parameter in parameters_of(optimizer):
-            if id(parameter) not in left_out:
+            if id(parameter) not in ignored:
                 found.setdefault(id(parameter), parameter)
     return [parameter for parameter in found.values() if parameter.requires_grad]
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Make sure that DDP can average the gradients of a module.
+    """Check that DDP can average the gradients of a module.
 
     Raises:
-        ConfigurationError: for parameters that are split over several ranks already.
+        ConfigurationError: for parameters that are sharded over several ranks already.
     """
-    tensors = sys.modules.get("torch.distributed.tensor")  # nobody has such a parameter without it
+    tensors = sys.modules.get("torch.distributed.tensor")  # without it no such parameter exists
     if tensors is None:
         return
     names = [name for name, parameter in module.named_parameters() if isinstance(parameter, tensors.DTensor)]
     if names:
         raise ConfigurationError(
             message=f"{type(module).__name__} has parameters that are DTensors, which DDP cannot average.",
-            facts=f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. A DTensor lies in pieces on "
-            "the ranks of a device mesh, while DDP takes every rank to have the whole parameter.",
+            facts=f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. A DTensor is split in pieces "
+            "over the ranks of a device mesh, while DDP needs the whole parameter on every rank.",
             remedy="average over the mesh itself: torch.distributed.fsdp.fully_shard, or replicate from "
             "torch.distributed._composable; or make them plain tensors with DTensor.full_tensor().",
         )
+
+
+def share_buffers_next(module: nn.Module) -> None:
+    """Make DDP broadcast rank 0's buffers before the next forward pass.
+
+    DDP does so itself after a backward pass in which it averaged gradients, but not after `no_sync`.
+    """
+    if isinstance(module, DistributedDataParallel):
+        module.require_forward_param_sync = True
+
+
+def share_buffers(module: nn.Module) -> None:
+    """Broadcast rank 0's buffers now, unless DDP is configured not to.
+
+    Collective: every rank must call this.
+    """
+    share_buffers_next(module)
+    if isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers():
+        module._sync_buffers()

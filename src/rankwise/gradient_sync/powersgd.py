@@ -1,4 +1,4 @@
-"""PowerSGD whose memory is kept by parameter, so that it outlives new buckets and goes into checkpoints."""
+"""PowerSGD whose memory is kept by parameter name, so that it survives new buckets and restarts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Layout = tuple[str, ...]
 
 
 def powersgd_hook(memory: PowerSGDMemory, bucket: Any) -> Any:
-    """Reduce a bucket by torch's `powerSGD_hook`."""
+    """Reduce a bucket with torch's `powerSGD_hook`."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-    memory.arrange(bucket)
+    memory.fit(bucket)
     return powerSGD_hook(memory.state, bucket)
 
 
 @final
 class PowerSGDMemory:
-    """torch's `PowerSGDState`, and which parameters the buckets of its memory hold.
+    """torch's `PowerSGDState`, and the parameter names of each of its buckets.
 
-    torch keeps what compression lost (the error feedback) and the last approximation by the number of the
-    bucket. DDP deals its parameters into other buckets after the first step, hence after each restart, so
-    here both are kept by the parameters' names and dealt out again.
+    torch stores the error feedback (what compression lost) and the last approximation by bucket index. DDP
+    rebuilds its buckets after the first step, and so after each restart. This class stores both by parameter
+    name and assigns them to the new buckets.
     """
 
     def __init__(self, state: PowerSGDState) -> None:
@@ -38,24 +38,22 @@ class PowerSGDMemory:
         self._names: dict[int, str] = {}
         self._sizes: dict[str, int] = {}
         self._layouts: dict[int, Layout] = {}
-        self._errors: dict[str, Tensor] = {}  # of buckets that are not there (again) yet
+        self._errors: dict[str, Tensor] = {}  # not yet assigned to a bucket
         self._bases: dict[Layout, Tensor] = {}
 
     def name_parameters(self, module: nn.Module) -> None:
-        """Learn the names of the parameters whose gradients will come."""
+        """Register the names of the parameters in the buckets."""
         for name, parameter in module.named_parameters():
             self._names[id(parameter)], self._sizes[name] = name, parameter.numel()
 
-    # ------------------------------------------------------------------ new buckets
-
-    def arrange(self, bucket: Any) -> None:
-        """Have the memory fit this bucket."""
+    def fit(self, bucket: Any) -> None:
+        """Assign memory to this bucket, if its parameters have changed."""
         index = bucket.index()
         parameters = bucket.parameters()
         layout = tuple(self._names.get(id(parameter), "?") for parameter in parameters)
         if self._layouts.get(index) == layout:
             return
-        if index in self._layouts:  # DDP has dealt its parameters anew
+        if index in self._layouts:  # DDP has rebuilt its buckets
             self._collect(index)
         self._layouts[index] = layout
         buffer, state = bucket.buffer(), self.state
@@ -67,10 +65,10 @@ class PowerSGDMemory:
             state.error_dict[index] = torch.cat(pieces)
         if (basis := self._bases.pop(layout, None)) is not None:
             state.q_memory_dict[index] = basis.to(buffer)
-            state.p_memory_dict[index] = buffer.new_empty(self._left_size(parameters))
+            state.p_memory_dict[index] = buffer.new_empty(self._left_factor_size(parameters))
 
-    def _left_size(self, parameters: list[Tensor]) -> int:
-        """Return how many numbers torch keeps of a bucket's left factors."""
+    def _left_factor_size(self, parameters: list[Tensor]) -> int:
+        """Return the number of elements of a bucket's left factors (torch's P matrices)."""
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
         size = 0
@@ -83,7 +81,7 @@ class PowerSGDMemory:
         return size
 
     def _collect(self, first: int) -> None:
-        """Take the memory of the buckets from number `first` on apart, by parameter."""
+        """Move the memory of the buckets from index `first` on back to the parameter names."""
         self._errors, self._bases = self._errors_by_name(first), self._bases_by_layout(first)
         for memory in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
             for index in [index for index in memory if index >= first]:
@@ -104,10 +102,8 @@ class PowerSGDMemory:
         }
         return {**self._bases, **kept}
 
-    # ------------------------------------------------------------------ checkpoints
-
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must know to go on as if it had not stopped; plain types and tensors."""
+        """Return this rank's state, in plain types and tensors."""
         random_state: Any = self.state.rng.get_state(legacy=True)
         kind, keys, position, has_gauss, gauss = random_state
         return {
@@ -121,7 +117,7 @@ class PowerSGDMemory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; errors of parameters that are others now are left out."""
+        """Restore what `state_dict` returned, without the errors of parameters that have changed."""
         self._collect(0)
         self.state.iter = state["iter"]
         self._errors = {

@@ -1,4 +1,4 @@
-"""`GradientSync`: how a strategy averages gradients; checked when it is made, kept from job to job."""
+"""`GradientSync`: how a strategy averages gradients; validated in its constructor, kept from job to job."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
-from rankwise.gradient_sync.averaging import ModelAveraging, refuse_distributed_optimizer
 from rankwise.gradient_sync.built_in_hooks import allreduce_hook
-from rankwise.gradient_sync.comm_hook import CommHook
-from rankwise.gradient_sync.comm_hooks import HookPlace, read_state, state_for_rank, write_state
+from rankwise.gradient_sync.comm_hook import CommHook, read_state, state_for_rank, write_state
+from rankwise.gradient_sync.hook_registry import HookPlace
+from rankwise.gradient_sync.model_averaging import ModelAveraging, refuse_distributed_optimizer
 from rankwise.gradient_sync.modes import GradientSyncMode, resolve_sync_mode
 from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, trained_parameters
-from rankwise.gradient_sync.sync_context import Pause, synchronised
-from rankwise.gradient_sync.unused import UnusedWatch
-from rankwise.gradient_sync.weight_carrier import WeightCarrier
-from rankwise.gradient_sync.weights import WeightAccumulator, WeightedReduction
+from rankwise.gradient_sync.sync_context import NoSync, synchronised
+from rankwise.gradient_sync.unused import UnusedParameterMonitor
+from rankwise.gradient_sync.weights import WeightAccumulator, WeightCarrier, WeightedReduction
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -29,25 +28,26 @@ if TYPE_CHECKING:
 __all__ = ["WEIGHTINGS", "GradientSync"]
 
 WEIGHTINGS = ("samples", "logged")
+_OF_A_JOB = ("_states", "_group", "_averaging", "_monitors", "_carriers", "_carrier", "weights")
 States = list[list[dict[str, Any]]]
 
 
 @final
 class GradientSync:
-    """How gradients are averaged: when, through which hook, with which weights.
+    """How gradients are averaged: when, by which hook, with which weights.
 
     Args:
         sync_mode: a `GradientSyncMode`, its name, or `"auto"`.
         comm_hook: a name with options, or a function; None for DDP's own average.
         comm_state: the hook's state.
-        comm_wrapper: what is put around the hook.
-        model_averaging_period: under post-local SGD, after how many steps models are averaged.
+        comm_wrapper: a name, or a function from a hook to a hook.
+        model_averaging_period: number of steps between two averages of the models, for post-local SGD.
         gradient_weighting: `"samples"`, `"logged"` or None.
-        ddp_kwargs: what DDP is told.
+        ddp_kwargs: arguments of `DistributedDataParallel`.
 
     Raises:
         UnknownNameError, UnknownArgumentError, InvalidArgumentError, InvalidTypeError, ConfigurationError:
-        for what cannot work, or not together.
+        for arguments that are invalid, alone or together.
     """
 
     def __init__(
@@ -61,87 +61,82 @@ class GradientSync:
         gradient_weighting: str | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        ddp_options = ddp_kwargs or {}
-        self.mode = resolve_sync_mode(
-            sync_mode, finds_unused_parameters=bool(ddp_options.get("find_unused_parameters"))
-        )
+        ddp_kwargs = ddp_kwargs or {}
+        finds_unused = bool(ddp_kwargs.get("find_unused_parameters"))
+        self.mode = resolve_sync_mode(sync_mode, finds_unused_parameters=finds_unused)
         self.hook = CommHook.checked(comm_hook, comm_state, comm_wrapper)
         self.weighting = check_weighting(gradient_weighting)
         self.period = _check_period(model_averaging_period, self.hook)
-        self._check_together(ddp_options)
-        self._saved: States = []  # of a checkpoint or an earlier job: by rank, then by wrapped module
-        self._own: list[dict[str, Any]] = []  # the same, of this very rank
+        self._check_combination(ddp_kwargs)
+        self._has_carrier = self._can_carry_weights() and not ddp_kwargs.get("mixed_precision")
+        self._saved: States = []  # hook states of a checkpoint or an earlier job, by rank and wrapped module
+        self._own: list[dict[str, Any]] = []  # this rank's, by wrapped module
         self._clear()
 
     def _clear(self) -> None:
         self._states: list[Any] = []
         self._group: dist.ProcessGroup | None = None
         self._averaging: ModelAveraging | None = None
-        self._watches: dict[int, UnusedWatch] = {}
+        self._monitors: dict[int, UnusedParameterMonitor] = {}
         self._carriers: dict[int, WeightCarrier] = {}
-        self._carrier: WeightCarrier | None = None  # of the module whose block was begun last
+        self._carrier: WeightCarrier | None = None  # of the module whose block started last
         is_compressed = self.hook is not None and not self.hook.is_plain
         self.weights = WeightAccumulator(is_bounded=is_compressed) if self.weighting == "logged" else None
 
-    def _check_together(self, ddp_options: Mapping[str, Any]) -> None:
-        if self.mode is GradientSyncMode.FORCED_SYNC:
-            if self.hook is not None:
-                raise ConfigurationError(
-                    message=f'comm_hook {self.hook.name!r} would never run with sync_mode="forced_sync".',
-                    facts="a hook changes how DDP averages gradients, and forced_sync averages them itself.",
-                    remedy='leave out one of them, or take sync_mode="single_auto_sync".',
-                )
-            if ddp_options.get("static_graph"):
-                raise ConfigurationError(
-                    message='static_graph=True cannot work with sync_mode="forced_sync".',
-                    facts="DDP records a static graph in a backward pass that it reduces itself.",
-                    remedy='leave out one of them, or take sync_mode="single_auto_sync".',
-                )
+    def _check_combination(self, ddp_kwargs: Mapping[str, Any]) -> None:
+        is_forced = self.mode is GradientSyncMode.FORCED_SYNC
+        if is_forced and self.hook is not None:
+            raise ConfigurationError(
+                message=f'comm_hook {self.hook.name!r} would never run with sync_mode="forced_sync".',
+                facts="a hook changes how DDP averages gradients, and forced_sync averages them without DDP.",
+                remedy='leave out one of them, or use sync_mode="single_auto_sync".',
+            )
+        if is_forced and ddp_kwargs.get("static_graph"):
+            raise ConfigurationError(
+                message='static_graph=True cannot work with sync_mode="forced_sync".',
+                facts="DDP records a static graph in a backward pass in which it averages gradients.",
+                remedy='leave out one of them, or use sync_mode="single_auto_sync".',
+            )
         if self.period is not None and self.mode is GradientSyncMode.MULTI_AUTO_SYNC:
             raise ConfigurationError(
                 message='Post-local SGD cannot work with sync_mode="multi_auto_sync".',
-                facts="its hook counts how often gradients are averaged, which is then in each microbatch; "
-                "models are averaged by optimizer steps, and the two would begin at different times. "
-                '"auto" stands for this mode where find_unused_parameters=True.',
+                facts="its hook counts averages of gradients, of which this mode has one per microbatch; "
+                "model averaging counts optimizer steps, so the two would start at different times. "
+                '"auto" means this mode if find_unused_parameters=True.',
                 remedy='DDPStrategy(sync_mode="single_auto_sync", ...).',
             )
-        self._has_carrier = self._check_weighted_hook() and not ddp_options.get("mixed_precision")
+        if self.weighting == "logged" and self.hook is not None and not self.hook.is_linear:
+            raise ConfigurationError(
+                message=f'gradient_weighting="logged" cannot work with comm_hook {self.hook.name!r}'
+                f"{'' if self.hook.wrapper is None else ' and this comm_wrapper'}.",
+                facts="the ranks average sums of gradients times weights, which are divided by the weights "
+                "afterwards. Only a plain average, compressed or not, gives the right result; PowerSGD, for "
+                "example, would keep errors in units of weights that differ in the next step.",
+                remedy='gradient_weighting="samples", which works with every hook; or '
+                'comm_hook="fp16_compress" or "bf16_compress".',
+            )
 
-    def _check_weighted_hook(self) -> bool:
-        """Make sure that the hook can average logged weights with gradients; return whether it needs no help.
-
-        Raises:
-            ConfigurationError: when it cannot.
-        """
-        if self.weighting != "logged" or self.hook is None:
-            return self.weighting == "logged" and self.mode is not GradientSyncMode.FORCED_SYNC
-        if self.hook.is_linear:
-            return self.hook.is_plain
-        raise ConfigurationError(
-            message=f'gradient_weighting="logged" cannot work with comm_hook {self.hook.name!r}'
-            f"{'' if self.hook.wrapper is None else ' and this comm_wrapper'}.",
-            facts="what ranks send is a sum of gradients times weights, divided by all weights afterwards. "
-            "Only a plain average, compressed or not, is as good for that; PowerSGD, say, would remember "
-            "errors in units of weights that the next step no longer has.",
-            remedy='gradient_weighting="samples", which goes with every hook; or comm_hook="fp16_compress" '
-            'or "bf16_compress".',
-        )
+    def _can_carry_weights(self) -> bool:
+        """Return whether logged weights can be averaged in DDP's buckets by a `WeightCarrier`."""
+        if self.weighting != "logged":
+            return False
+        return self.mode is not GradientSyncMode.FORCED_SYNC if self.hook is None else self.hook.is_plain
 
     # ------------------------------------------------------------------ a job
 
     @property
     def ddp_defaults(self) -> dict[str, Any]:
-        """What DDP is told unless the user says something else: weights are divided by bucket by bucket."""
+        """Defaults of DDP's arguments; with bucket views, dividing gradients takes one kernel per bucket."""
         return {"gradient_as_bucket_view": True} if self._has_carrier else {}
 
     def prepare(self, module: nn.Module) -> None:
-        """Adapt to a module: in float16 gradients times weights would overflow."""
+        """Bound the weights if the module has float16 parameters, whose weighted gradients would overflow."""
         is_half = any(parameter.dtype is torch.float16 for parameter in trained_parameters(module))
         if self.weights is not None and is_half:
             self.weights.bound()
 
     def wrapped(self, module: nn.Module, wrap: Callable[[], Any]) -> Any:
-        """Return what `wrap()` makes of a module, in which it finds what weights travel by."""
+        """Return what `wrap()` returns, called while the module has the parameter that carries weights."""
         carrier = WeightCarrier.of(module, self.weights) if self._has_carrier else None
         if carrier is None:
             return wrap()
@@ -152,33 +147,33 @@ class GradientSync:
         return wrapped
 
     def attach(self, wrapped: DistributedDataParallel, local_world_size: int) -> None:
-        """Have a wrapped module reduce its gradients in this way."""
+        """Configure a wrapped module to average its gradients in this way."""
         group = self._group = wrapped.process_group
-        world_size = dist.get_world_size(group)
+        place = HookPlace(group, min(local_world_size, dist.get_world_size(group)))
         if wrapped.find_unused_parameters and self.mode is not GradientSyncMode.FORCED_SYNC:
-            self._watches[id(wrapped)] = UnusedWatch(wrapped)
+            self._monitors[id(wrapped)] = UnusedParameterMonitor(wrapped)
         if self.weights is not None:
             self.weights.group = group
         weighted_hook = self._weighted_hook(wrapped)
         if weighted_hook is not None:
-            weighted_hook.attach(wrapped, HookPlace(group, local_world_size))
+            weighted_hook.attach(wrapped, place)
         elif self.hook is not None:
-            state = self.hook.attach(wrapped, HookPlace(group, min(local_world_size, world_size)))
-            self._restore(len(self._states), state)
+            state = self.hook.attach(wrapped, place)
+            write_state(state, self._saved_state(len(self._states)))
             self._states.append(state)
         if self.period is not None and self.hook is not None and self._averaging is None:
             self._averaging = ModelAveraging(self.period, self.hook.first_local_step, group)
-            self._averaging.steps = self._saved_here(0).get("averaging", [])
+            self._averaging.steps = self._saved_state(0).get("averaging", [])
 
     def _weighted_hook(self, wrapped: DistributedDataParallel) -> CommHook | None:
-        """Return the hook by which weights travel; None where there are none, or they do without."""
+        """Return the hook that averages weights with gradients; None without weights, or with a carrier."""
         if self.weights is None or self.mode is GradientSyncMode.FORCED_SYNC or id(wrapped) in self._carriers:
             return None
         others = allreduce_hook if self.hook is None else self.hook.function
         return CommHook.checked(WeightedReduction(self.weights, wrapped.process_group, others))
 
     def detach(self) -> None:
-        """End a job; what the hooks remember is kept for the next one."""
+        """End a job; keep the states of the hooks for the next one."""
         self._own = self.own_states()
         self._clear()
 
@@ -187,13 +182,13 @@ class GradientSync:
         module: nn.Module,
         optimizers: Iterable[Optimizer],
         is_final_microbatch: bool,
-        pause: Pause,
+        no_sync: NoSync,
         parameters_of: ParametersOf = parameters_of,
     ) -> AbstractContextManager[None]:
         """Return the block for a microbatch's forward and backward pass; see `gradient_sync_context`.
 
-        `pause(module, enabled)` is a block in which DDP reduces nothing if enabled.
-        `parameters_of(optimizer)` are the parameters that it updates, be it through copies of them.
+        `no_sync(module, enabled)` returns a block in which DDP does not average gradients if enabled.
+        `parameters_of(optimizer)` returns the model's parameters that it updates, directly or as copies.
         """
         self._carrier = self._carriers.get(id(module))
         block = synchronised(
@@ -201,23 +196,23 @@ class GradientSync:
             optimizers,
             is_final_microbatch,
             self.mode,
-            pause=pause,
+            no_sync=no_sync,
             group=self._group,
             weights=self.weights,
             carrier=self._carrier,
             parameters_of=parameters_of,
         )
-        watch = self._watches.get(id(module))
-        return (
-            block if watch is None or watch.is_done else watch.around(block, is_final_microbatch, self.mode)
-        )
+        monitor = self._monitors.get(id(module))
+        if monitor is None or monitor.is_done:
+            return block
+        return monitor.watching(block, is_final_microbatch, self.mode)
 
     def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """Return the loss times its weight, and note that.
+        """Return the loss times its weight, and add the weight to the window's.
 
         Raises:
-            ConfigurationError: when weights were not asked for.
-            InvalidArgumentError: for a weight that cannot be one.
+            ConfigurationError: unless `gradient_weighting="logged"`.
+            InvalidArgumentError: for a weight that is negative or not finite.
         """
         if self.weights is None:
             raise ConfigurationError(
@@ -232,40 +227,40 @@ class GradientSync:
         return self._carrier.weighted(loss, number, is_first=is_first)
 
     def with_weights_of(self, wrapped: nn.Module, loss: Tensor) -> Tensor:
-        """Return a loss of zero that reaches what a wrapped module's weights travel by, as others do."""
+        """Return a loss of zero whose backward pass also reaches the module's `WeightCarrier`."""
         carrier = self._carriers.get(id(wrapped))
         return loss if carrier is None else carrier.weighted(loss, 0.0, is_first=True)
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make sure that the optimizers can do with averaged models.
+        """Check that the optimizers work with model averaging.
 
         Raises:
-            ConfigurationError: when they cannot.
+            ConfigurationError: for a distributed optimizer.
         """
         for optimizer in optimizers if self.period is not None else ():
             refuse_distributed_optimizer(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Average the model where it is time."""
+        """Average the model if the period is over."""
         if self._averaging is not None:
             self._averaging.after_step(optimizer)
 
     def finish(self) -> None:
-        """End training: have one model on all ranks."""
+        """End training: average the model, so that all ranks have the same one."""
         if self._averaging is not None:
             self._averaging.finish()
 
-    # ------------------------------------------------------------------ what hooks remember
+    # ------------------------------------------------------------------ states of hooks
 
     def own_states(self) -> list[dict[str, Any]]:
-        """Return what this rank's hooks remember, by wrapped module; [] where they remember nothing."""
+        """Return the states of this rank's hooks, by wrapped module; [] if all are empty."""
         states = [read_state(state) for state in self._states]
         if self._averaging is not None and states:
             states[0]["averaging"] = self._averaging.steps
         return states if any(states) else []
 
     def gathered_states(self) -> States:
-        """Return what all ranks' hooks remember, on rank 0 (elsewhere []).
+        """Return the states of all ranks' hooks on rank 0, [] on other ranks.
 
         Collective: every rank must call this.
         """
@@ -279,36 +274,25 @@ class GradientSync:
         return gathered if gathered is not None and any(gathered) else []
 
     def load_states(self, states: States) -> None:
-        """Take back what `gathered_states` returned on rank 0, now or for the next job."""
+        """Restore what `gathered_states` returned on rank 0, now or for the next job."""
         self._saved, self._own = states, []
         for number, state in enumerate(self._states):
-            self._restore(number, state)
+            write_state(state, self._saved_state(number))
         if self._averaging is not None:
-            self._averaging.steps = self._saved_here(0).get("averaging", [])
+            self._averaging.steps = self._saved_state(0).get("averaging", [])
 
-    def _restore(self, number: int, state: Any) -> None:
-        write_state(state, self._saved_here(number))
-
-    def _saved_here(self, number: int) -> dict[str, Any]:
-        """Return what was saved for this rank and a wrapped module; {} for nothing."""
+    def _saved_state(self, number: int) -> dict[str, Any]:
+        """Return the saved state of this rank and a wrapped module; {} for none."""
         if number < len(self._own):
             return self._own[number]
         by_rank = [states[number] for states in self._saved if number < len(states)]
         return state_for_rank(by_rank, dist.get_rank(), dist.get_world_size()) if by_rank else {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel without what belongs to a process group."""
-        bare: dict[str, Any] = {
-            "_states": [],
-            "_group": None,
-            "_averaging": None,
-            "_watches": {},
-            "_carriers": {},
-            "_carrier": None,
-            "weights": None,
-        }
+        """Leave out the objects of a job, which belong to a process group."""
+        kept = {name: value for name, value in self.__dict__.items() if name not in _OF_A_JOB}
         saved = [self._own] if self._own and not self._saved else self._saved
-        return {**self.__dict__, **bare, "_saved": saved, "_own": []}
+        return {**kept, "_saved": saved, "_own": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -319,8 +303,8 @@ def check_weighting(value: object) -> str | None:
     """Return the name of a weighting in lower case.
 
     Raises:
-        InvalidTypeError: when it is no string.
-        UnknownNameError: when there is none of that name.
+        InvalidTypeError: when it is not a string.
+        UnknownNameError: for an unknown name.
     """
     if value is None:
         return None
@@ -338,7 +322,7 @@ def _check_period(period: Any, hook: CommHook | None) -> int | None:
     if period is None:
         if is_local:
             raise ConfigurationError(
-                message="Post-local SGD needs a model_averaging_period: without it the models drift apart.",
+                message="Post-local SGD needs a model_averaging_period: without it ranks' models diverge.",
                 remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4).',
             )
         return None

@@ -13,21 +13,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import InvalidTypeError
 from rankwise.gradient_sync.buckets import reduce_gradients
-from rankwise.gradient_sync.buffers import share_buffers_next
 from rankwise.gradient_sync.modes import GradientSyncMode, resolve_sync_mode
-from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, trained_parameters
+from rankwise.gradient_sync.parameters import (
+    ParametersOf,
+    parameters_of,
+    share_buffers_next,
+    trained_parameters,
+)
 from rankwise.gradient_sync.unused import check_finished
-from rankwise.gradient_sync.weight_carrier import WeightCarrier
-from rankwise.gradient_sync.weights import WeightAccumulator, divide, no_gradient_came
+from rankwise.gradient_sync.weights import WeightAccumulator, WeightCarrier, divide, missing_gradient_error
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = ["gradient_sync_context", "synchronised"]
 
-Pause = Callable[[nn.Module, bool], AbstractContextManager[Any]]
+NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
+"""`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
 
-_begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # static graphs that torch has recorded
+_recorded_graphs: weakref.WeakSet[nn.Module] = (
+    weakref.WeakSet()
+)  # modules whose static graph DDP has recorded
 
 
 def gradient_sync_context(
@@ -37,30 +43,31 @@ def gradient_sync_context(
     mode: GradientSyncMode | str = "auto",
     group: dist.ProcessGroup | None = None,
 ) -> AbstractContextManager[None]:
-    """Compute gradients in the block; after the window's last one they are averaged over the ranks.
+    """Compute gradients in the block, and average them over the ranks after the window's last microbatch.
 
-    Works with any `DistributedDataParallel`, in any training loop; where nothing is distributed it does
-    nothing, and with `forced_sync` the module need not be wrapped. When the block raises, nothing is reduced
-    after it.
+    Works with any `DistributedDataParallel` in any training loop. It does nothing without a process group,
+    and with `forced_sync` the module need not be wrapped. If the block raises, nothing is averaged after
+    it.
 
-    Collective: every rank must enter it, with the same modes and parameters; in the window's last
-    microbatch (with `multi_auto_sync` in each) the ranks wait for each other.
+    Collective: every rank must enter it, with the same mode and parameters. In the window's last microbatch
+    (with `multi_auto_sync` in each one) the ranks wait for each other.
 
     Args:
         module: the wrapped module.
-        optimizers: those of its parameters that the module does not list are averaged too by `forced_sync`.
+        optimizers: `forced_sync` also averages those of their parameters that the module does not list.
         is_final_microbatch: whether the optimizers step next.
         mode: when gradients are averaged.
         group: for a module that is not wrapped, the ranks to average over; all of them by default.
 
     Raises:
-        UnknownNameError: for a mode that there is not.
-        InvalidTypeError: for a module that DDP should have wrapped, and has not.
-        UnusedParametersError: when parameters had no part in the loss, though DDP counts on all.
+        UnknownNameError: for an unknown mode.
+        InvalidTypeError: for a module that is not wrapped with DDP, in a mode that needs DDP.
+        UnusedParametersError: when the loss does not depend on some parameters, and DDP does not look for
+            unused ones.
     """
     finds_unused = bool(getattr(module, "find_unused_parameters", False))
     resolved = resolve_sync_mode(mode, finds_unused_parameters=finds_unused)
-    return synchronised(module, optimizers, is_final_microbatch, resolved, pause=_paused, group=group)
+    return synchronised(module, optimizers, is_final_microbatch, resolved, no_sync=_no_sync, group=group)
 
 
 @contextmanager
@@ -70,18 +77,18 @@ def synchronised(
     is_final_microbatch: bool,
     mode: GradientSyncMode,
     *,
-    pause: Pause,
+    no_sync: NoSync,
     group: dist.ProcessGroup | None = None,
     weights: WeightAccumulator | None = None,
     carrier: WeightCarrier | None = None,
     parameters_of: ParametersOf = parameters_of,
 ) -> Iterator[None]:
-    """Do what `gradient_sync_context` says, with weights, and with one's own way to hold DDP back."""
-    is_reducing = _is_reducing(module, mode, is_final_microbatch)
+    """Implement `gradient_sync_context`, with weights and with the caller's own `no_sync`."""
+    is_reducing = _is_ddp_reducing(module, mode, is_final_microbatch)
     if weights is not None:
         weights.is_weighted = False
     before = carrier.before() if carrier is not None else None
-    with pause(module, not is_reducing):
+    with no_sync(module, not is_reducing):
         yield
     if isinstance(module, DistributedDataParallel) and is_reducing:
         if carrier is not None:
@@ -101,29 +108,29 @@ def synchronised(
 def _divide(
     module: DistributedDataParallel, weights: WeightAccumulator, carrier: WeightCarrier | None
 ) -> None:
-    """Divide what DDP has averaged by the weights that it has averaged with it."""
+    """Divide the gradients that DDP has averaged by the averaged weights."""
     if carrier is not None:
         carrier.divide()
     elif weights.is_used:
         if weights.num_reductions == 0:
-            raise no_gradient_came()
+            raise missing_gradient_error()
         divide(trained_parameters(module), weights.averaged)
 
 
-def _paused(module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+def _no_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
     return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()
 
 
-def _is_reducing(module: nn.Module, mode: GradientSyncMode, is_final_microbatch: bool) -> bool:
-    """Return whether DDP is to reduce gradients in this microbatch."""
+def _is_ddp_reducing(module: nn.Module, mode: GradientSyncMode, is_final_microbatch: bool) -> bool:
+    """Return whether DDP averages gradients in this microbatch."""
     if mode is GradientSyncMode.FORCED_SYNC:
         return False
     if is_final_microbatch or mode is GradientSyncMode.MULTI_AUTO_SYNC:
         return True
-    # torch records a static graph in its first backward pass, and fails in one that reduces nothing.
-    is_first = bool(getattr(module, "static_graph", False)) and module not in _begun
+    # DDP records a static graph in its first backward pass, and fails if that one does not average.
+    is_first = bool(getattr(module, "static_graph", False)) and module not in _recorded_graphs
     if is_first:
-        _begun.add(module)
+        _recorded_graphs.add(module)
     return is_first
 
 
@@ -135,20 +142,19 @@ def _reduce_now(
     weights: WeightAccumulator | None,
     parameters_of: ParametersOf,
 ) -> None:
-    """Average what DDP has not, and divide it by its weights."""
+    """Average the gradients that DDP has not averaged, and divide them by the weights."""
     parameters = trained_parameters(module, optimizers, parameters_of)
     group = module.process_group if isinstance(module, DistributedDataParallel) else group
     weight = None if weights is None or not weights.is_used else weights.take()
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        if mode is not GradientSyncMode.FORCED_SYNC and parameters:
+    if parameters and dist.is_initialized() and dist.get_world_size(group) > 1:
+        if mode is not GradientSyncMode.FORCED_SYNC:
             raise InvalidTypeError(
                 argument="module",
                 value=type(module).__name__,
-                expected="the module that setup_module() returned, which DDP has wrapped",
+                expected="the module that setup_module() returned, wrapped with DDP",
                 remedy='module = strategy.setup_module(module), or mode="forced_sync".',
             )
-        if parameters:
-            weight = reduce_gradients(parameters, group, weight=weight)
+        weight = reduce_gradients(parameters, group, weight=weight)
     if weights is not None and weight is not None:
-        weights.note(weight)
+        weights.store_mean(weight)
         divide(parameters, weight)

@@ -1,69 +1,78 @@
-"""Run-time weights: what a rank notes of them, and the hook by which they travel with the gradients."""
+"""Average gradients with weights that are known only at run time (`gradient_weighting="logged"`).
+
+`WeightAccumulator` sums a rank's weights. They are averaged together with the gradients, either by a
+`WeightCarrier` in DDP's own buckets, or by the communication hook `WeightedReduction`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.errors import InvalidArgumentError, ProcessGroupError
-from rankwise.gradient_sync.buckets import mean_over_ranks
+from rankwise.errors import ConfigurationError, InvalidArgumentError, ProcessGroupError
+from rankwise.gradient_sync.buckets import FULL_PRECISION, FlatGradients, mean_over_ranks
 from rankwise.gradient_sync.built_in_hooks import averaged
+from rankwise.gradient_sync.parameters import trained_parameters
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from rankwise.gradient_sync.comm_hooks import Hook
+    from rankwise.gradient_sync.hook_registry import Hook
 
-__all__ = ["EXACT", "WeightAccumulator", "WeightedReduction", "divide", "divide_tensors", "no_gradient_came"]
+__all__ = ["WeightAccumulator", "WeightCarrier", "WeightedReduction", "divide", "missing_gradient_error"]
 
-EXACT = (torch.float32, torch.float64)
+_CARRIER = "_rankwise_weight"
 
 
 @final
 class WeightAccumulator:
-    """This rank's weights of the window of microbatches that is being accumulated.
+    """Accumulates this rank's weights over a window of microbatches.
 
-    Every loss is multiplied by its weight. What the ranks average is then a sum of weighted gradients, and is
-    divided by the mean of their weights: the weighted average over all microbatches of all ranks.
+    Every loss is multiplied by its weight. The average over the ranks is then a sum of weighted gradients;
+    dividing it by the mean of the ranks' weights gives the weighted average over all microbatches of all
+    ranks.
 
     Args:
-        is_bounded: whether gradients times weights are to stay about as large as gradients. Weights are then
-            counted in units, the same on all ranks: about the mean of the last window, but a power of two,
-            which changes no digit of what is multiplied.
+        is_bounded: whether weighted gradients are to stay about as large as gradients. Weights are then
+            divided by a unit, the same on all ranks: about the mean of the last window, rounded to a power
+            of two so that dividing by it is exact.
 
     Attributes:
-        unit: what weights are counted in; None before the first of bounded ones that is not 0.
+        unit: the current unit; None until the first bounded weight that is not 0.
         group: the ranks that agree on the first unit.
         is_weighted: whether a loss got a weight in this microbatch.
-        is_used: whether one did in this window.
-        averaged: the mean over the ranks of what a hook has sent in this window.
-        num_reductions: how many buckets it has reduced in this window.
+        is_used: whether a loss got a weight in this window.
+        averaged: the mean over the ranks of the weights that a hook has sent in this window.
+        num_reductions: how many buckets the hook has reduced in this window.
     """
+
+    averaged: float | Tensor
+    _pending: float
 
     def __init__(self, is_bounded: bool = False) -> None:
         self.unit = None if is_bounded else 1.0
         self.group: dist.ProcessGroup | None = None
         self._is_bounded = is_bounded
-        self._pending = 0.0
-        self.averaged: float | Tensor = 0.0
-        self._open()
+        self._start_window()
 
     def bound(self) -> None:
-        """Count in units from here on; before the first weight."""
+        """Divide weights by a unit from now on; call it before the first weight."""
         if not self._is_bounded:
             self._is_bounded, self.unit = True, None
 
     def add(self, weight: Any) -> float:
-        """Note a microbatch's weight, and return it in units.
+        """Add a microbatch's weight, and return it in units.
 
         Collective: every rank must call this for the first of bounded weights.
 
         Raises:
-            InvalidArgumentError: for what is no finite number from 0 on.
+            InvalidArgumentError: for a weight that is negative or not finite.
         """
         number = float(weight)
         if not math.isfinite(number) or number < 0:
@@ -77,22 +86,22 @@ class WeightAccumulator:
         return number
 
     def take(self) -> float:
-        """Return what has not been averaged yet, which now is."""
+        """Return the sum of the weights since the last call."""
         weight, self._pending = self._pending, 0.0
         return weight
 
-    def close(self) -> None:
-        """End the window, and begin the next."""
-        if self._is_bounded and self.unit is not None and (mean := float(self.averaged)):
-            self.unit *= _power_of_two(mean)
-        self._open()
-
-    def note(self, mean: float | Tensor) -> None:
-        """Take over the mean of the window's weights from who has averaged them without a hook."""
+    def store_mean(self, mean: float | Tensor) -> None:
+        """Store the mean of the window's weights, when they were averaged without a hook."""
         if self._is_bounded:
             self.averaged = mean.clone() if isinstance(mean, Tensor) else mean
 
-    def _open(self) -> None:
+    def close(self) -> None:
+        """End the window and start the next one."""
+        if self._is_bounded and self.unit is not None and (mean := float(self.averaged)):
+            self.unit *= _power_of_two(mean)
+        self._start_window()
+
+    def _start_window(self) -> None:
         self._pending = 0.0
         self.averaged = 0.0
         self.is_weighted = self.is_used = False
@@ -104,53 +113,156 @@ def _power_of_two(number: float) -> float:
 
 
 @final
+class WeightCarrier:
+    """An extra parameter whose gradient is the sum of the weights, so that DDP averages it in its buckets.
+
+    The gradient is written before the backward pass, which adds zero to it, so loss scaling does not change
+    it. DDP averages it in the first bucket, without a hook; after the window the other gradients are
+    divided by it. The parameter is part of the user's module only while DDP collects the parameters.
+
+    Args:
+        weights: this rank's weights.
+        averaged: the parameters whose gradients are averaged.
+        like: one of them, with a dtype that can sum weights.
+    """
+
+    def __init__(self, weights: WeightAccumulator, averaged: list[Tensor], like: Tensor) -> None:
+        self._weights = weights
+        self._averaged = averaged
+        self._probe = averaged[-1]  # its gradient shows whether DDP has averaged
+        self.total = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
+        self.total.grad = torch.zeros_like(self.total)
+        self._gradients = FlatGradients([*averaged, self.total])
+        self._zero = torch.zeros_like(self.total)
+
+    @classmethod
+    def of(cls, module: nn.Module, weights: WeightAccumulator | None) -> WeightCarrier | None:
+        """Return a carrier for a module; None without weights, or if it has 16-bit parameters only."""
+        averaged = trained_parameters(module)
+        like = next((parameter for parameter in averaged if parameter.dtype in FULL_PRECISION), None)
+        return None if weights is None or like is None else cls(weights, averaged, like)
+
+    @contextmanager
+    def attached_to(self, module: nn.Module) -> Iterator[None]:
+        """Add the parameter to the module, in a last child, so that DDP's indices of the others stay."""
+        child = nn.Module()
+        child.total = self.total
+        module.add_module(_CARRIER, child)
+        try:
+            yield
+        finally:
+            del module._modules[_CARRIER]
+
+    def is_in(self, wrapped: DistributedDataParallel) -> bool:
+        """Return whether a wrapper that was created in `attached_to` averages this parameter."""
+        is_there = any(parameter is self.total for parameter in wrapped.module.parameters())
+        return is_there and not wrapped.find_unused_parameters
+
+    def weighted(self, loss: Tensor, weight: float, *, is_first: bool) -> Tensor:
+        """Return the loss times its weight, and add the weight to those to average.
+
+        `is_first`: no other loss of the window had a weight before.
+        """
+        weights: Any = self.total.grad
+        if is_first:
+            weights.fill_(weight)
+        else:
+            weights.add_(weight)
+        # The last operation before the loss, so that the backward pass reaches it first: DDP's first bucket.
+        zero = torch.add(self._zero, self.total, alpha=0)
+        return torch.add(zero if zero.device == loss.device else zero.to(loss.device), loss, alpha=weight)
+
+    # ------------------------------------------------------------------ a reduction
+
+    def before(self) -> Any:
+        """Return the state that `check_after` compares with."""
+        gradient = self._probe.grad
+        return gradient, None if gradient is None else gradient._version
+
+    def check_weighted(self) -> None:
+        """Check that a loss had a weight in this microbatch.
+
+        Raises:
+            ConfigurationError: when none had.
+        """
+        if not self._weights.is_weighted:
+            raise ConfigurationError(
+                message='gradient_weighting="logged", but the loss that was reduced has no weight.',
+                facts="the other ranks wait for it.",
+                remedy="strategy.weighted_loss(loss, weight).backward()",
+            )
+
+    def check_after(self, before: Any) -> None:
+        """Check that DDP has averaged the gradients, and the weight with them, since `before()`.
+
+        Raises:
+            ProcessGroupError: when it has not.
+        """
+        gradient, version = before
+        current = self._probe.grad
+        if current is not gradient or (current is not None and current._version != version):
+            return
+        used = [parameter for parameter in self._averaged if parameter.grad is not None]
+        if current is not None or not used:
+            raise missing_gradient_error()
+        self._probe = used[-1]  # the loss does not use the previous one, as with static_graph=True
+
+    def divide(self) -> None:
+        """End a window: divide its gradients by the mean of its weights."""
+        total: Any = self.total.grad
+        mean = total.item() if total.is_cpu else total.clone()
+        self._weights.store_mean(mean)
+        _divide_tensors(self._gradients.pieces(), mean)
+
+
+@final
 class WeightedReduction:
     """A communication hook that averages buckets, and the ranks' weights with them.
 
-    For wrappers that a `WeightCarrier` cannot serve. The weight is one more element of the bucket that is
-    reduced first, which travels in full; the others are averaged by another hook.
+    It serves wrappers that cannot use a `WeightCarrier`. The weight is one more element of the first bucket,
+    which is sent in full precision; another hook averages the other buckets.
 
     Args:
-        book: this rank's weights.
+        weights: this rank's weights.
         group: the ranks to average over.
         others: the hook for the other buckets, with `group` as its state.
     """
 
-    def __init__(self, book: WeightAccumulator, group: dist.ProcessGroup | None, others: Hook) -> None:
-        self._book = book
+    def __init__(self, weights: WeightAccumulator, group: dist.ProcessGroup | None, others: Hook) -> None:
+        self._weights = weights
         self._group = group
         self._others = others
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce a bucket of gradients."""
-        book = self._book
+        weights = self._weights
         buffer: Tensor = bucket.buffer()
-        book.num_reductions += 1
+        weights.num_reductions += 1
         if bucket.index() > 0:
             others: torch.futures.Future[Tensor] = self._others(self._group, bucket)
             return others
         length = buffer.numel()
-        sent = buffer.new_empty(length + 1, dtype=buffer.dtype if buffer.dtype in EXACT else torch.float32)
+        dtype = buffer.dtype if buffer.dtype in FULL_PRECISION else torch.float32
+        sent = buffer.new_empty(length + 1, dtype=dtype)
         sent[:length] = buffer
-        sent[length] = book.take()
+        sent[length] = weights.take()
 
         def finish(done: torch.futures.Future[Tensor]) -> Tensor:
-            book.averaged = book.averaged + sent[length]
+            weights.averaged = weights.averaged + sent[length]
             return buffer.copy_(sent[:length])
 
         return averaged(self._group, sent).then(finish)
 
 
 def divide(parameters: Iterable[Tensor], mean: float | Tensor) -> None:
-    """Divide the gradients of `parameters`, which are averaged, by the mean of the window's weights."""
-    divide_tensors([parameter.grad for parameter in parameters if parameter.grad is not None], mean)
+    """Divide the averaged gradients of `parameters` by the mean of the window's weights, in place."""
+    _divide_tensors([parameter.grad for parameter in parameters if parameter.grad is not None], mean)
 
 
-def divide_tensors(gradients: list[Tensor], mean: float | Tensor) -> None:
-    """Divide gradients in place by the mean of the window's weights.
+def _divide_tensors(gradients: list[Tensor], mean: float | Tensor) -> None:
+    """Divide gradients in place; do nothing for a mean of 0, whose gradients are zeros.
 
-    Where that is 0 there is nothing but zeros to divide. A mean on another device than the CPU is not
-    waited for, unless gradients lie on several devices.
+    It does not synchronise with the device of `mean`, unless the gradients are on several devices.
     """
     is_there = isinstance(mean, Tensor) and all(gradient.device == mean.device for gradient in gradients)
     if isinstance(mean, Tensor) and is_there and not mean.is_cpu:
@@ -159,7 +271,7 @@ def divide_tensors(gradients: list[Tensor], mean: float | Tensor) -> None:
         torch._foreach_div_(gradients, number)
 
 
-def no_gradient_came() -> ProcessGroupError:
+def missing_gradient_error() -> ProcessGroupError:
     """Return the error for a window whose gradients, and the weights with them, were not averaged."""
     return ProcessGroupError(
         "A backward pass reached no parameter of the wrapped module, so this rank sent no weight; the "

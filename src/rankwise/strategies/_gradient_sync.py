@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from rankwise.gradient_sync import GradientSync
-from rankwise.gradient_sync.buffers import share_buffers
+from rankwise.gradient_sync.parameters import share_buffers
 from rankwise.gradient_sync.unused import explain_unused
 from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.precision import Precision

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
+from rankwise.gradient_sync.comm_hook import is_averaging
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -162,19 +163,7 @@ def check_sync_batchnorm(device: torch.device) -> None:
         )
 
 
-_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
-_AVERAGING = (_HOOKS + "default_hooks", _HOOKS + "powerSGD_hook")
-
-
 def averages_everywhere(wrapper: DistributedDataParallel) -> bool:
     """Return whether every gradient is averaged over the wrapper's group, as far as can be known."""
     hooks: list[Any] = [hook for hook, _ in wrapper._comm_hooks]
-    return not wrapper.parameters_to_ignore and all(_is_averaging(hook) for hook in hooks)
-
-
-def _is_averaging(hook: Any) -> bool:
-    if getattr(hook, "averages", False):  # rankwise's own
-        return True
-    module = getattr(hook, "__module__", "")
-    is_wrapper = "<locals>" in getattr(hook, "__qualname__", "")  # around another hook, which may be anything
-    return module in _AVERAGING and not is_wrapper
+    return not wrapper.parameters_to_ignore and all(is_averaging(hook) for hook in hooks)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
-from rankwise.gradient_sync.buffers import share_buffers_next
-from rankwise.gradient_sync.hook_buckets import ManualHookRunner
+from rankwise.gradient_sync.comm_hook import ManualHookRunner
+from rankwise.gradient_sync.parameters import share_buffers_next
 from rankwise.gradient_sync.weights import divide
 from rankwise.trainer.loops.join import discard_new_gradients
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
@@ -55,7 +55,7 @@ def check_manual(module: TrainingModule, strategy: Strategy, settings: LoopSetti
                 facts=f"{name}.automatic_optimization is False.",
                 remedy=f"leave it out; in training_step: {remedy}.",
             )
-    if gradients.hook is not None and (gradients.hook.remembers or gradients.weighting == "logged"):
+    if gradients.hook is not None and (gradients.hook.is_stateful or gradients.weighting == "logged"):
         raise ConfigurationError(
             message=f"comm_hook {gradients.hook.name!r} cannot be used here: {name} optimises manually.",
             facts="there it may not remember gradients from step to step, nor carry logged weights; "
@@ -194,7 +194,7 @@ class ManualOptimization:
                 mean = reduce_gradients(self._parameters, group, weight=mean)
         if weights is not None and mean is not None:
             divide(self._parameters, mean)
-            weights.note(mean)
+            weights.store_mean(mean)
             weights.close()
 
     @contextmanager

@@ -1,12 +1,11 @@
-"""Average models now and then, where gradients are not averaged over all ranks (post-local SGD)."""
+"""Average model parameters periodically, for post-local SGD."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor
-
 from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync.parameters import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,11 +18,11 @@ _DISTRIBUTED = ("ZeroRedundancyOptimizer", "DistributedOptimizer", "_NamedOptimi
 
 @final
 class ModelAveraging:
-    """torch's `PeriodicModelAverager`, one for each optimizer.
+    """Runs one `PeriodicModelAverager` of torch for each optimizer.
 
     Args:
-        period: after how many optimizer steps the parameters are averaged.
-        warmup_steps: after how many steps that begins.
+        period: number of optimizer steps between two averages.
+        warmup_steps: number of optimizer steps before the first average.
         group: the ranks to average over; all of them by default.
     """
 
@@ -32,20 +31,20 @@ class ModelAveraging:
         self._warmup_steps = warmup_steps
         self._group = group
         self._averagers: list[tuple[Optimizer, Any]] = []
-        self._steps: list[int] = []  # restored ones, for the optimizers that are still to come
+        self._steps: list[int] = []  # restored counts, for optimizers that have not stepped yet
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Average the optimizer's parameters where it is time.
+        """Average the optimizer's parameters if the period is over.
 
         Collective: every rank must call this, after each optimizer step.
 
         Raises:
-            ConfigurationError: for an optimizer that is distributed itself.
+            ConfigurationError: for a distributed optimizer.
         """
-        self._averager(optimizer).average_parameters(_parameters(optimizer))
+        self._averager(optimizer).average_parameters(parameters_of(optimizer))
 
     def finish(self) -> None:
-        """Average the parameters now, unless they are averaged already, so that all ranks have one model.
+        """Average the parameters now, unless they were averaged in this step.
 
         Collective: every rank must call this.
         """
@@ -54,12 +53,12 @@ class ModelAveraging:
         for optimizer, averager in self._averagers:
             since = averager.step - 1 - self._warmup_steps  # torch averages, then counts
             if averager.step > self._warmup_steps and since % self._period:
-                parameters: Any = iter(_parameters(optimizer))
+                parameters: Any = iter(parameters_of(optimizer))
                 average_parameters(parameters, averager.process_group)
 
     @property
     def steps(self) -> list[int]:
-        """How many steps each optimizer has made."""
+        """The number of steps of each optimizer."""
         return [averager.step for _, averager in self._averagers] or self._steps
 
     @steps.setter
@@ -83,10 +82,10 @@ class ModelAveraging:
 
 
 def refuse_distributed_optimizer(optimizer: Optimizer) -> None:
-    """Make sure that the optimizer steps all of this rank's parameters by itself.
+    """Raise for a distributed optimizer.
 
     Raises:
-        ConfigurationError: when it does not.
+        ConfigurationError: when the optimizer updates a part of the parameters, or averages models itself.
     """
     kind = type(optimizer)
     is_distributed = any(
@@ -99,7 +98,3 @@ def refuse_distributed_optimizer(optimizer: Optimizer) -> None:
             facts="a distributed optimizer updates other parameters on each rank, or averages models itself.",
             remedy="use a plain optimizer with it, such as torch.optim.SGD, or another comm_hook.",
         )
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

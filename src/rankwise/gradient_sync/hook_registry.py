@@ -1,28 +1,18 @@
-"""Communication hooks by name, their options, and the state that they keep."""
+"""`CommHookRegistry`: communication hooks by name, with their options."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownArgumentError, UnknownNameError
 
-__all__ = [
-    "CommHookRegistry",
-    "Hook",
-    "HookPlace",
-    "NamedHook",
-    "check_hook",
-    "read_state",
-    "state_for_rank",
-    "write_state",
-]
+__all__ = ["CommHookRegistry", "Hook", "HookPlace", "NamedHook", "check_hook"]
 
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -30,10 +20,10 @@ Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 @final
 @dataclass(frozen=True)
 class HookPlace:
-    """Where a hook's state is made.
+    """The ranks for which a hook's state is created.
 
     Attributes:
-        process_group: the ranks over which gradients are averaged; None for all of them.
+        process_group: the ranks over which gradients are averaged; None for all ranks.
         local_world_size: how many of them are on this node.
     """
 
@@ -44,13 +34,13 @@ class HookPlace:
 @final
 @dataclass(frozen=True)
 class NamedHook:
-    """A hook that has a name.
+    """A registered hook.
 
     Attributes:
-        hook: `hook(state, bucket)`, as DDP takes it.
-        make_state: `make_state(place, **options)`, called on every rank; where it is None, `state` is the
-            process group and there are no options.
-        check: `check(**options)`, called in the strategy's constructor; raises for what cannot work.
+        hook: `hook(state, bucket)`, as DDP calls it.
+        make_state: `make_state(place, **options)`, called on every rank; None: the state is the process group
+            and there are no options.
+        check: `check(**options)`, called in the strategy's constructor; raises for invalid options.
         description: one line.
         averages: whether all ranks have the same gradients after it.
     """
@@ -62,10 +52,10 @@ class NamedHook:
     averages: bool = False
 
     def check_options(self, name: str, options: Mapping[str, Any]) -> None:
-        """Make sure that the options are what the state takes.
+        """Check the options.
 
         Raises:
-            UnknownArgumentError: for one that it does not take.
+            UnknownArgumentError: for an option that `make_state` does not take.
         """
         known = self._options()
         for option in options:
@@ -75,7 +65,7 @@ class NamedHook:
             self.check(**options)
 
     def _options(self) -> tuple[str, ...] | None:
-        """Return the names of the options; None where any will do."""
+        """Return the names of the options; None where any name is valid."""
         if self.make_state is None:
             return ()
         parameters = list(inspect.signature(self.make_state).parameters.values())[1:]
@@ -86,7 +76,7 @@ class NamedHook:
 
 @final
 class _Registry:
-    """Names, in any case, and the hooks that they stand for."""
+    """Maps names, in any case, to communication hooks."""
 
     def __init__(self) -> None:
         self._entries: dict[str, NamedHook] = {}
@@ -101,21 +91,21 @@ class _Registry:
         check: Callable[..., None] | None = None,
         averages: bool = False,
     ) -> None:
-        """Give a communication hook a name, for `DDPStrategy(comm_hook="name:option=value")`.
+        """Register a communication hook, for `DDPStrategy(comm_hook="name:option=value")`.
 
         Args:
             name: case does not matter.
-            hook: `hook(state, bucket)`, as DDP takes it.
+            hook: `hook(state, bucket)`, as DDP calls it.
             make_state: `make_state(place, **options)` with a `HookPlace`, called on every rank. Without it
-                the hook is given the process group.
+                the state is the process group.
             description: one line.
-            override: whether the name may be taken already.
+            override: whether to replace a hook of that name.
             check: `check(**options)`, called in the strategy's constructor.
-            averages: whether all ranks have the same gradients after it. Where they may not, decisions on
-                gradients (about steps with infinite ones, say) cost a collective.
+            averages: whether all ranks have the same gradients after it. Otherwise a check of the
+                gradients, such as for infinite ones, costs a collective.
 
         Raises:
-            InvalidTypeError: when the name is no string, or the hook cannot be called with a bucket.
+            InvalidTypeError: when the name is not a string, or the hook does not take a state and a bucket.
             DuplicateNameError: when the name is taken.
         """
         if not name or not isinstance(name, str):
@@ -128,7 +118,7 @@ class _Registry:
         """Return the hook of that name.
 
         Raises:
-            InvalidTypeError: when the name is no string.
+            InvalidTypeError: when the name is not a string.
             UnknownNameError: when it is not registered.
         """
         if not isinstance(name, str):
@@ -143,7 +133,7 @@ class _Registry:
         return self._entries[name.lower()]
 
     def remove(self, name: str) -> None:
-        """Forget a name.
+        """Remove a name.
 
         Raises:
             UnknownNameError: when it is not registered.
@@ -173,7 +163,7 @@ class _Registry:
 
 
 def check_hook(hook: object) -> Hook:
-    """Return what DDP can call with a state and a bucket.
+    """Return the hook if it can be called with a state and a bucket.
 
     Raises:
         InvalidTypeError: for anything else.
@@ -183,7 +173,7 @@ def check_hook(hook: object) -> Hook:
             inspect.signature(hook).bind(None, None)
         except TypeError:
             pass
-        except ValueError:  # no signature is known, as of things written in C
+        except ValueError:  # a function written in C may have no signature
             return hook
         else:
             return hook
@@ -196,50 +186,3 @@ def check_hook(hook: object) -> Hook:
 
 
 CommHookRegistry = _Registry()
-
-
-def read_state(state: Any) -> dict[str, Any]:
-    """Return what a hook's state must keep, as plain types and tensors; {} for what keeps nothing.
-
-    A state of the user's own is asked for its `state_dict()`, if it has one.
-    """
-    if callable(own := getattr(state, "state_dict", None)):
-        return dict(own())
-    if _counts_steps(state):
-        return {"iter": state.iter}
-    return {}
-
-
-def write_state(state: Any, saved: Mapping[str, Any]) -> None:
-    """Give a hook's state back what `read_state` returned."""
-    if not saved:
-        return
-    if callable(own := getattr(state, "load_state_dict", None)):
-        own(saved)
-    elif _counts_steps(state):
-        state.iter = saved["iter"]
-
-
-def _counts_steps(state: Any) -> bool:
-    """Return whether this is torch's `PostLocalSGDState`, or one made like it."""
-    return isinstance(getattr(state, "iter", None), int)
-
-
-def state_for_rank(saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """Return one rank's part of what all ranks have saved.
-
-    In a world of another size every rank gets the mean of the errors that the ranks had: what they have not
-    sent yet stays the same when it is averaged.
-    """
-    if len(saved) == world_size:
-        return dict(saved[rank])
-    first = dict(saved[0])
-    if errors := first.get("errors"):
-        others = [state["errors"] for state in saved]
-        first["errors"] = {name: _mean([other.get(name) for other in others]) for name in errors}
-    return first
-
-
-def _mean(parts: Sequence[Tensor | None]) -> Tensor:
-    present = [part for part in parts if part is not None]
-    return torch.stack(present).sum(dim=0) / len(parts)
