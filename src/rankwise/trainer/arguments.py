@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
 
 from torch.nn.parallel import DistributedDataParallel
@@ -12,72 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer, TQDMProgressBar
 from rankwise.checkpoint import CheckpointIO
 from rankwise.environments import ClusterEnvironment
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
+from rankwise.errors import ConfigurationError, UnknownArgumentError
 from rankwise.loggers import CSVLogger, Logger
 from rankwise.precision import Precision, create_precision
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import DDPStrategy, Strategy
+from rankwise.trainer.options import check_is_a
 
 __all__ = [
     "Plugins",
-    "check_choice",
-    "check_interval",
-    "check_limit",
-    "check_number",
-    "check_whole",
     "collect_callbacks",
     "collect_loggers",
     "collect_precision",
     "collect_strategy",
     "with_known_keywords",
 ]
-
-
-def check_whole(name: str, value: Any, minimum: int, *, also: int | None = None) -> Any:
-    """Return `value` if it is a whole number from `minimum` on, or the one that is allowed `also`."""
-    _check_is_a(name, value, int, "a whole number")
-    if value < minimum and value != also:
-        extra = "" if also is None else f", or {also} for no limit"
-        raise InvalidArgumentError(argument=name, value=value, expected=f"{minimum} or more{extra}")
-    return value
-
-
-def check_number(name: str, value: Any) -> float:
-    """Return `value` if it is a number that is not negative."""
-    _check_is_a(name, value, (int, float), "a number")
-    if not value >= 0:
-        raise InvalidArgumentError(argument=name, value=value, expected="0 or more")
-    return float(value)
-
-
-def check_limit(name: str, value: Any) -> int | float:
-    """Return `value` if it is a number of batches (int) or a fraction of them (float)."""
-    _check_is_a(name, value, (int, float), "a number of batches, or a fraction of them as a float")
-    if isinstance(value, float) and not 0.0 <= value <= 1.0:
-        raise InvalidArgumentError(
-            argument=name, value=value, expected="a fraction from 0.0 to 1.0, or a whole number of batches"
-        )
-    if value < 0:
-        raise InvalidArgumentError(argument=name, value=value, expected="0 or more batches")
-    limit: int | float = value
-    return limit
-
-
-def check_interval(name: str, value: Any) -> int | float:
-    """Return `value` if it is a limit that is not zero."""
-    limit = check_limit(name, value)
-    if not limit:
-        raise InvalidArgumentError(argument=name, value=value, expected="more than 0")
-    return limit
-
-
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """Return `value` if it is one of `choices`."""
-    if value not in choices:
-        raise InvalidArgumentError(
-            argument=name, value=value, expected=" or ".join(repr(choice) for choice in choices)
-        )
-    return value
 
 
 class Plugins:
@@ -93,7 +42,7 @@ class Plugins:
             plugins = []
         self._plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
         for plugin in self._plugins:
-            _check_is_a(
+            check_is_a(
                 "plugins",
                 plugin,
                 (str, ClusterEnvironment, Precision, CheckpointIO, Strategy),
@@ -117,7 +66,7 @@ class Plugins:
 
 def collect_strategy(strategy: Any, plugins: Plugins) -> Strategy:
     """Return the strategy that is meant: a name, an instance, or one among the plug-ins."""
-    _check_is_a("strategy", strategy, (str, Strategy), "a name, or an instance of Strategy")
+    check_is_a("strategy", strategy, (str, Strategy), "a name, or an instance of Strategy")
     if plugins.strategy is not None:
         if strategy != "auto":
             raise ConfigurationError(
@@ -139,7 +88,7 @@ def collect_precision(precision: Any, plugins: Plugins) -> Precision | None:
         )
     if precision is None:
         return plugins.precision
-    _check_is_a("precision", precision, (str, int), 'a name such as "32-true"')
+    check_is_a("precision", precision, (str, int), 'a name such as "32-true"')
     return create_precision(precision)
 
 
@@ -196,21 +145,8 @@ def _check_states(callbacks: list[Callback]) -> None:
 def _as_list(name: str, given: Any, kind: type[Any]) -> list[Any]:
     items = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     for item in items:
-        _check_is_a(name, item, kind, f"an instance of {kind.__name__}, or a list of them")
+        check_is_a(name, item, kind, f"an instance of {kind.__name__}, or a list of them")
     return items
-
-
-def _check_is_a(name: str, value: Any, kinds: Any, expected: str) -> None:
-    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
-        return
-    is_class = isinstance(value, type) and issubclass(value, kinds)
-    raise InvalidTypeError(
-        argument=name,
-        value=value,
-        expected=expected,
-        remedy=f"make an instance of it: {value.__name__}()" if is_class else "",
-    )
 
 
 P = ParamSpec("P")

@@ -1,4 +1,4 @@
-"""Before a stage begins: do the ranks have the same versions, seed, module and data?"""
+"""Check before a stage that all ranks have the same versions, seed, module and data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rankwise.strategies import Strategy
-    from rankwise.trainer.trainer import Trainer
 
 __all__ = [
     "agreed_order_seeds",
@@ -37,16 +36,12 @@ _ORDER = "the order of the parameters"
 
 
 def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
-    """Compare what the ranks are about to do.
+    """Make sure that all ranks have the same `facts`, which map a name to a description.
 
-    Collective: every rank must call this. One small exchange; a second one only where something differs.
-
-    Args:
-        strategy: connects the ranks.
-        facts: this rank's, by their names.
+    Collective: every rank must call this. One small exchange; a second one only if something differs.
 
     Raises:
-        RankMismatchError: on every rank, when something does; it groups the ranks.
+        RankMismatchError: on every rank, if a fact differs; it lists the ranks by value.
     """
     if strategy.world_size == 1:
         return
@@ -56,7 +51,7 @@ def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
 
 
 def differences(facts: list[dict[str, str]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return what differs: for each name its values, and for each value the ranks that have it."""
+    """Return the names whose values differ, with the ranks that have each value."""
     names = dict.fromkeys(name for own in facts for name in own)
     found = {}
     for name in names:
@@ -66,17 +61,17 @@ def differences(facts: list[dict[str, str]]) -> dict[str, dict[str, tuple[int, .
         if len(ranks) > 1:
             found[name] = {value: tuple(who) for value, who in ranks.items()}
     if any(name.startswith("parameter ") for name in found):
-        found.pop(_ORDER, None)  # that follows
+        found.pop(_ORDER, None)  # differs as a consequence
     return found
 
 
 def fingerprint_of(module: nn.Module, seed: int | None) -> dict[str, str]:
-    """Return what is to be the same on every rank that trains a module.
+    """Return the facts that must be the same on every rank that trains a module.
 
     Args:
-        module: not wrapped yet.
-        seed: what `seed_everything` was given in this process, None for nothing. Then torch has drawn a
-            seed: that ranks differ in it is no mistake, as rank 0's weights and its order of the data count.
+        module: the module, not wrapped yet.
+        seed: the argument of `seed_everything` in this process. None if it was not called: then each rank may
+            have another seed, because rank 0's weights and order of the data are used on all.
     """
     parameters = dict(module.named_parameters())
     return {
@@ -90,20 +85,20 @@ def fingerprint_of(module: nn.Module, seed: int | None) -> dict[str, str]:
 
 
 def fingerprint_of_checkpoint(checkpoint: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what is to be the same of what ranks go on from, or evaluate; each has looked for it itself."""
-    known = ("global_step", "epoch", "seed", "run_id")
-    there = "none" if checkpoint is None else ", ".join(f"{name} {checkpoint.get(name)}" for name in known)
-    return {"the checkpoint": there}
+    """Return the facts that must be the same of the checkpoint that each rank has found and loaded."""
+    names = ("global_step", "epoch", "seed", "run_id")
+    found = "none" if checkpoint is None else ", ".join(f"{name} {checkpoint.get(name)}" for name in names)
+    return {"the checkpoint": found}
 
 
-def fingerprint_of_loaders(phase: str, loaders: list[Any], is_dealt_out: bool) -> dict[str, str]:
-    """Return what is to be the same of the loaders of a phase: how many there are, and their lengths.
+def fingerprint_of_loaders(phase: str, loaders: list[Any], is_split_here: bool) -> dict[str, str]:
+    """Return the facts that must be the same of the loaders of a phase: their number and their lengths.
 
-    Each rank takes its part of the same data; where the user has split them, lengths may differ.
+    Lengths count only if rankwise splits the loaders: those that the user has split may differ.
     """
     words = _PHASES[phase]
     facts = {f"the number of {words} loaders": str(len(loaders))}
-    for number, loader in enumerate(loaders if is_dealt_out else []):
+    for number, loader in enumerate(loaders if is_split_here else []):
         if is_shardable(loader) and not is_split(loader):
             name = f"the {words} loader" if len(loaders) == 1 else f"{words} loader {number}"
             facts[name] = f"{_samples(loader)}, {length_of(loader):g} batches"
@@ -112,15 +107,17 @@ def fingerprint_of_loaders(phase: str, loaders: list[Any], is_dealt_out: bool) -
     return facts
 
 
-def agreed_order_seeds(trainer: Trainer, loaders: list[Any]) -> list[int]:
-    """Return for each loader what its order depends on: its generator's seed, the first rank's; or the run's.
+def agreed_order_seeds(
+    strategy: Strategy, loaders: list[Any], *, default: int, is_split_here: bool
+) -> list[int]:
+    """Return the seed of each loader's order: the first rank's seed of its generator, or `default`.
 
     Collective: every rank must call this, after the loaders' facts were compared.
     """
-    own = [order_seed(loader) if trainer.use_distributed_sampler else None for loader in loaders]
+    own = [order_seed(loader) if is_split_here else None for loader in loaders]
     if any(seed is not None for seed in own):
-        own = trainer.strategy.all_gather_object(own)[0]  # of those that share out the data
-    return [trainer.seed if seed is None else seed for seed in own]
+        own = strategy.all_gather_object(own)[0]  # the first rank of the data-parallel group
+    return [default if seed is None else seed for seed in own]
 
 
 def _samples(loader: DataLoader[Any]) -> str:

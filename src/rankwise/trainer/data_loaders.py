@@ -1,11 +1,10 @@
-"""Each rank's data loader."""
+"""Each rank's part of the data loaders."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -30,8 +29,9 @@ from rankwise.data.random_state import isolated_random_state, mixed_seed
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from rankwise.strategies import Strategy
+    from rankwise.trainer.options import TrainerOptions
     from rankwise.trainer.state import Progress
-    from rankwise.trainer.trainer import Trainer
 
 __all__ = [
     "LoaderShard",
@@ -43,7 +43,7 @@ __all__ = [
     "has_certain_length",
     "length_of",
     "limited",
-    "share_for",
+    "shard_for_phase",
 ]
 
 _SHARDERS: dict[str, Callable[..., Any]] = {
@@ -52,6 +52,7 @@ _SHARDERS: dict[str, Callable[..., Any]] = {
     "test": shard_for_evaluation,
     "predict": shard_for_prediction,
 }
+_END = object()
 
 
 @final
@@ -61,8 +62,8 @@ class LoaderShard:
 
     Attributes:
         loader: this rank's part of it.
-        num_batches: how many of its batches are run; `inf` where nobody knows.
-        is_certain: whether that number is known; where it is not, it is the most that are run.
+        num_batches: how many of its batches run; `inf` if unknown.
+        is_certain: whether that number is exact; otherwise it is an upper limit.
     """
 
     loader: Iterable[Any]
@@ -71,106 +72,107 @@ class LoaderShard:
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield each batch, and whether it is the last."""
-        if self.num_batches == 0:
-            return
-        batches = islice(self.loader, None if math.isinf(self.num_batches) else int(self.num_batches))
-        batch = next(batches, _END)
-        while batch is not _END:
-            following = next(batches, _END)  # one ahead, to know which is the last
-            yield batch, following is _END
-            batch = following
+        return _with_last(iter(self.loader), self.num_batches) if self.num_batches else iter(())
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers and iterable data, which shuffle differently in each epoch."""
+        """Call `set_epoch` of samplers and iterable data sets, which then shuffle differently."""
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         dataset = getattr(self.loader, "dataset", None)
         iterable = dataset if isinstance(dataset, IterableDataset) else None
         set_epoch_of(epoch, batch_sampler, getattr(self.loader, "sampler", None), iterable)
 
 
-_END = object()
+def _with_last(batches: Iterator[Any], count: float) -> Iterator[tuple[Any, bool]]:
+    """Yield at most `count` batches, each with whether it is the last; loads one batch ahead."""
+    upcoming, loaded = next(batches, _END) if count > 0 else _END, 1
+    while upcoming is not _END:
+        batch, upcoming = upcoming, next(batches, _END) if loaded < count else _END
+        loaded += 1
+        yield batch, upcoming is _END
 
 
 def as_list(loaders: Any) -> list[Any]:
-    """Return several loaders as they are given, or the one as a list of one."""
+    """Return a list of loaders as it is, or a single loader as a list of one."""
     is_several = isinstance(loaders, (list, tuple)) and all(isinstance(item, DataLoader) for item in loaders)
     return list(loaders) if is_several else [loaders]
 
 
-def check_loaders(trainer: Trainer, phase: str, loaders: Any) -> None:
-    """Make sure, before anything starts, that the loaders of a phase can be split over the ranks.
+def check_loaders(phase: str, loaders: Any, options: TrainerOptions, world_size: int) -> None:
+    """Make sure, before any process starts, that the loaders of a phase can be split over the ranks.
 
     Raises:
         UnshardableLoaderError: when one cannot.
     """
-    if loaders is not None and trainer.use_distributed_sampler and trainer.world_size > 1:
+    if loaders is not None and options.use_distributed_sampler and world_size > 1:
         for loader in as_list(loaders):
             check_shardable(loader, by_index=phase == "predict")
 
 
-def share_for(trainer: Trainer, phase: str, loader: Any, seed: int) -> LoaderShard:
+def shard_for_phase(
+    phase: str, loader: Any, seed: int, options: TrainerOptions, strategy: Strategy
+) -> LoaderShard:
     """Return this rank's batches of `loader` in a phase: `train`, `validate`, `test` or `predict`.
 
     Raises:
         UnshardableLoaderError: when the loader cannot be split over the ranks.
         ConfigurationError: for a fraction of a loader without length.
     """
-    limit = trainer.limits[phase]
-    place = trainer.strategy.distributed_sampler_kwargs
-    if trainer.use_distributed_sampler and phase == "predict":
+    limit = options.limit(phase)
+    replica = strategy.distributed_sampler_kwargs
+    if options.use_distributed_sampler and phase == "predict":
         loader = in_dataset_order(loader)
-    is_dealt_out = trainer.use_distributed_sampler and (
-        trainer.world_size > 1 or _is_ours_alone(phase, loader)
+    is_split_here = options.use_distributed_sampler and (
+        strategy.world_size > 1 or _is_split_for_one_rank(phase, loader)
     )
-    options: dict[str, Any] = (
-        {"uneven": "keep"} if phase == "train" and trainer.uneven_inputs == "join" else {}
-    )
-    share = _SHARDERS[phase](loader, **place, seed=seed, **options) if is_dealt_out else loader
-    if not is_dealt_out or phase != "predict":
-        return LoaderShard(share, limited(length_of(share), limit), has_certain_length(share))
-    # Predictions are dealt out by batches, so that the limit is one of the whole loader, whoever does that.
+    keeps_uneven = phase == "train" and options.uneven_inputs == "join"
+    uneven: dict[str, Any] = {"uneven": "keep"} if keeps_uneven else {}
+    shard = _SHARDERS[phase](loader, **replica, seed=seed, **uneven) if is_split_here else loader
+    if not is_split_here or phase != "predict":
+        return LoaderShard(shard, limited(length_of(shard), limit), has_certain_length(shard))
+    # Prediction splits by batches, so the limit applies to the whole loader, also if the user has split it.
     whole = limited(length_of(batches_before_split(loader)), limit)
-    own = whole if math.isinf(whole) else len(range(place["rank"], int(whole), place["num_replicas"]))
-    return LoaderShard(share, own)
+    own = whole if math.isinf(whole) else len(range(replica["rank"], int(whole), replica["num_replicas"]))
+    return LoaderShard(shard, own)
 
 
-def _is_ours_alone(phase: str, loader: Any) -> bool:
-    """Whether one rank has a loader dealt out like several: its part is checked, if the user has split it.
+def _is_split_for_one_rank(phase: str, loader: Any) -> bool:
+    """Return whether a loader is split over ranks even if there is only one.
 
-    It draws its training data like they do, so that another number of ranks can go on from it.
+    This checks the part of a loader that the user has split. A training loader then draws its data as with
+    several ranks, so that another number of ranks can continue the run.
     """
     if not is_shardable(loader):
         return False
     return is_split(loader) or (phase == "train" and not math.isinf(length_of(loader)))
 
 
-def check_can_be_gathered(trainer: Trainer, shares: list[LoaderShard]) -> None:
-    """Make sure that predictions can be put in order, also where the user splits.
+def check_can_be_gathered(shards: list[LoaderShard], world_size: int) -> None:
+    """Make sure that the ranks' predictions can be put in dataset order, also if the user splits the data.
 
     Raises:
         UnshardableLoaderError: when a loader is known to be split by samples.
     """
-    for loader in (share.loader for share in shares if trainer.world_size > 1):
+    for loader in (shard.loader for shard in shards if world_size > 1):
         if isinstance(loader, DataLoader) and is_shardable(loader):
             check_interleaved_by_batches(loader)
 
 
 def length_of(loader: Any) -> float:
-    """Return how many batches a loader has; `inf` where nobody knows."""
+    """Return how many batches a loader has; `inf` if unknown."""
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # what iterable data sets and generators raise
+    except (TypeError, NotImplementedError):  # raised by iterable data sets and generators
         return math.inf
 
 
 def has_certain_length(loader: Any) -> bool:
-    """Return whether a loader's length is what comes; of iterable data it is but a claim."""
+    """Return whether a loader's length is exact; that of iterable data may be wrong."""
     is_iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     return not is_iterable and not math.isinf(length_of(loader))
 
 
 def limited(length: float, limit: float) -> float:
-    """Return how many of `length` batches a limit, a number or a fraction, leaves.
+    """Return how many of `length` batches run with a limit: a number (int) or a fraction (float).
 
     Raises:
         ConfigurationError: for a fraction of a loader without length.
@@ -187,46 +189,45 @@ def limited(length: float, limit: float) -> float:
     return int(length * limit)
 
 
-_END = object()
-
-
 @final
 class TrainDataShard:
-    """This rank's batches of an epoch, from the first or from where an earlier run has stopped.
+    """This rank's batches of an epoch, from its first batch or from where an earlier run stopped.
 
-    What the batches are depends on the seed (of a user's generator, where there is one) and the epoch alone,
-    not on what else draws random numbers; so do the numbers that a loader's workers draw. An iterable data
-    set, which has no indices, is replayed.
+    The batches depend only on the seed (of the user's generator, if there is one) and the epoch, not on other
+    draws of random numbers; so do the numbers that a loader's workers draw. An iterable data set has no
+    indices: to continue, its batches are read again from the start.
 
     Args:
-        trainer: knows the limits and this rank's place.
-        share: this rank's part of the loader.
+        shard: this rank's part of the loader.
         seed: of the training run.
+        limit: `limit_train_batches`.
+        strategy: this rank's.
 
     Attributes:
-        num_batches: how many batches the epoch has on this rank, those of an earlier run included.
-        is_certain: whether that number is known; where it is not, it is the most that are run.
-        samples_per_batch: how many items of the stream of indices all ranks together take for a batch.
+        num_batches: how many batches the epoch has on this rank, including those of an earlier run.
+        is_certain: whether that number is exact; otherwise it is an upper limit.
+        samples_per_batch: how many items of the index stream all ranks together use for a batch.
     """
 
-    def __init__(self, trainer: Trainer, share: LoaderShard, seed: int) -> None:
-        self._limit = trainer.limits["train"]
-        self._seed, self._rank = seed, trainer.global_rank
-        given: Any = share.loader
+    def __init__(self, shard: LoaderShard, seed: int, limit: float, strategy: Strategy) -> None:
+        self._limit = limit
+        self._seed, self._rank = seed, strategy.global_rank
+        given: Any = shard.loader
         generator = getattr(given, "generator", None)
         if generator is not None:
             self._seed = mixed_seed(seed, generator.initial_seed())
         self.loader: Any = with_batch_stream(given, seed=seed, rank=self._rank, worker_seed=self._seed)
-        self._share = LoaderShard(self.loader, share.num_batches)
-        self.num_batches = share.num_batches
+        self._shard = LoaderShard(self.loader, shard.num_batches)
+        self.num_batches = shard.num_batches
         self.is_certain = has_certain_length(given)
-        self.samples_per_batch = _samples_per_batch(self.loader, trainer)
+        replicas = strategy.distributed_sampler_kwargs["num_replicas"]
+        self.samples_per_batch = replicas * _batch_size_of_samples(self.loader)
         self._replayed = 0
 
     def place(self, progress: Progress) -> None:
-        """Let the next start be where `progress` is within the current epoch."""
+        """Make the next `start` begin at the position of `progress` in the current epoch."""
         done, self._replayed = progress.batches_done, 0
-        self._share.set_epoch(progress.current_epoch)
+        self._shard.set_epoch(progress.current_epoch)
         sampler, stream = sharded_sampler_of(self.loader), getattr(self.loader, "batch_sampler", None)
         if isinstance(stream, BatchStream):
             stream.first, stream.skipped = done, 0 if sampler is not None else done
@@ -240,7 +241,7 @@ class TrainDataShard:
     def start(self, progress: Progress) -> Iterator[tuple[Any, bool]]:
         """Start the loader's workers, if it has any; return each batch, and whether it is the last.
 
-        The random state of this process is as before afterwards, but for data sets that are replayed.
+        The random state of this process stays as it is, except for data sets that are read again.
         """
         seed = mixed_seed(self._seed, progress.current_epoch, self._rank)
         generator = getattr(self.loader, "generator", None)
@@ -249,13 +250,13 @@ class TrainDataShard:
         for _ in range(self._replayed):
             next(batches, None)
         left = self.num_batches - progress.batches_done
-        return self._counted(batches, int(left)) if self._is_exact else _one_ahead(batches, left)
+        return self._counted(batches, int(left)) if self._is_exact else _with_last(batches, left)
 
     @property
     def _is_exact(self) -> bool:
         """Whether batches are loaded in this process, and their number is known.
 
-        Then none may be loaded ahead: what it draws belongs behind what the training step draws.
+        Then none may be loaded ahead: its random numbers must come after those of the training step.
         """
         is_here = isinstance(self.loader, DataLoader) and self.loader.num_workers == 0
         return is_here and is_shardable(self.loader) and not math.isinf(self.num_batches)
@@ -269,26 +270,16 @@ class TrainDataShard:
 
 
 def ended_early(length: float, count: float) -> ConfigurationError:
-    """Return the error for a loader that has fewer batches than it says."""
+    """Return the error for a loader that has fewer batches than its length."""
     return ConfigurationError(
         message=f"The training loader has a length of {length:g} batches, but it ended after {count:g}.",
         remedy="let __len__ of its sampler or batch sampler say how many there are.",
     )
 
 
-def _one_ahead(batches: Iterator[Any], left: float) -> Iterator[tuple[Any, bool]]:
-    if left <= 0:
-        return
-    following, count = next(batches, _END), 1
-    while following is not _END:
-        batch, following = following, next(batches, _END) if count < left else _END
-        count += 1
-        yield batch, following is _END
-
-
-def _samples_per_batch(loader: Any, trainer: Trainer) -> int:
-    replicas = trainer.strategy.distributed_sampler_kwargs["num_replicas"]
+def _batch_size_of_samples(loader: Any) -> int:
+    """Return how many items of the index stream are in a batch; 1 if whole batches are distributed."""
     stream = getattr(loader, "batch_sampler", None)
-    if not isinstance(stream, BatchStream) or not isinstance(stream.sampler, ShardedSampler):
-        return replicas  # whole batches are dealt out, or nothing is
-    return replicas * int(stream.batches.batch_size)
+    if isinstance(stream, BatchStream) and isinstance(stream.sampler, ShardedSampler):
+        return int(stream.batches.batch_size)
+    return 1

@@ -6,19 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import given_seed
-from rankwise.trainer.checkpointing import (
-    checkpoint_after_restart,
-    restore_loop,
-    restore_module,
-    stop_checkpoint_path,
-)
+from rankwise.trainer.checkpointing import restore_module, restore_training
 from rankwise.trainer.consistency import (
     agreed_order_seeds,
     check_ranks_agree,
@@ -26,58 +21,32 @@ from rankwise.trainer.consistency import (
     fingerprint_of_checkpoint,
     fingerprint_of_loaders,
 )
-from rankwise.trainer.data_loaders import TrainDataShard, as_list, check_can_be_gathered, share_for
-from rankwise.trainer.hooks import Hooks
+from rankwise.trainer.data_loaders import (
+    LoaderShard,
+    TrainDataShard,
+    as_list,
+    check_can_be_gathered,
+    shard_for_phase,
+)
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.context import LoopContext
 from rankwise.trainer.loops.evaluation import EvaluationLoop
 from rankwise.trainer.loops.fit import FitLoop
 from rankwise.trainer.loops.prediction import Gather, PredictionLoop
 from rankwise.trainer.module import is_defined, undefined
-from rankwise.trainer.state_transfer import CallerState, capture
+from rankwise.trainer.state_transfer import CallerState, RankState, capture
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.state import StageName
     from rankwise.trainer.trainer import Trainer
 
-__all__ = ["StageName", "StageSpec", "check_module", "loop_context", "run_stage", "torch_flags_set"]
+__all__ = ["StageSpec", "check_module", "loop_context", "run_stage", "torch_flags_set"]
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-
-
-@contextmanager
-def torch_flags_set(trainer: Trainer) -> Iterator[None]:
-    """Have `deterministic` and `benchmark` in force in the block.
-
-    Mutates: torch's flags and, with `deterministic`, cuBLAS's environment variable; both until the end.
-    """
-    with ExitStack() as stack:
-        if trainer.deterministic:
-            stack.enter_context(_deterministic(warn_only=trainer.deterministic == "warn"))
-        if trainer.benchmark is not None:
-            stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-            torch.backends.cudnn.benchmark = trainer.benchmark
-        yield
-
-
-@contextmanager
-def _deterministic(*, warn_only: bool) -> Iterator[None]:
-    was_on = torch.are_deterministic_algorithms_enabled()
-    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
-    is_workspace_ours = _CUBLAS not in os.environ
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    os.environ.setdefault(_CUBLAS, ":4096:8")  # what cuBLAS needs to be deterministic
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=was_warning)
-        if is_workspace_ours:
-            del os.environ[_CUBLAS]
-
-
-StageName = Literal["fit", "validate", "test", "predict"]
-LOADER_HOOKS = {
+_STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
+_LOADER_HOOKS = {
     "train": "train_dataloader",
     "validate": "val_dataloader",
     "test": "test_dataloader",
@@ -88,14 +57,14 @@ LOADER_HOOKS = {
 @final
 @dataclass
 class StageSpec:
-    """What a stage needs to know beside trainer and module.
+    """The arguments of a stage, beside trainer and module.
 
     Attributes:
-        stage: which one.
-        seed: of this process; the trainer's is rank 0's, or that of the run that goes on.
+        stage: the stage.
+        seed: of this process; the trainer's is rank 0's, or that of the run that continues.
         brings_state_back: whether the calling process is another one than rank 0's.
-        checkpoint: what to go on from, or to evaluate.
-        checkpoint_path: where that came from.
+        checkpoint: the checkpoint to continue from, or to evaluate.
+        checkpoint_path: where that was loaded from.
         gather: which ranks get the predictions.
     """
 
@@ -114,166 +83,243 @@ def check_module(module: TrainingModule, stage: StageName, loaders: dict[str, An
         ConfigurationError: when it has not.
     """
     phase = "train" if stage == "fit" else stage
-    needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
-    if needed is not None and not is_defined(module, needed):
-        raise undefined(module, needed)
+    step = _STEPS.get(stage)
+    if step is not None and not is_defined(module, step):
+        raise undefined(module, step)
     if not _has_loader(module, phase, loaders):
-        raise undefined(module, LOADER_HOOKS[phase])
+        raise undefined(module, _LOADER_HOOKS[phase])
+
+
+def _has_loader(module: TrainingModule, phase: str, loaders: dict[str, Any]) -> bool:
+    return loaders[phase] is not None or is_defined(module, _LOADER_HOOKS[phase])
+
+
+# ------------------------------------------------------------------ torch's flags
+
+
+@contextmanager
+def torch_flags_set(deterministic: bool | str, benchmark: bool | None) -> Iterator[None]:
+    """Set torch's flags as the Trainer's options of the same names say, for the block.
+
+    Mutates: torch's flags and, with `deterministic`, cuBLAS's environment variable; both until the end.
+    """
+    with ExitStack() as stack:
+        if deterministic:
+            stack.enter_context(_deterministic(warn_only=deterministic == "warn"))
+        if benchmark is not None:
+            stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+            torch.backends.cudnn.benchmark = benchmark
+        yield
+
+
+@contextmanager
+def _deterministic(*, warn_only: bool) -> Iterator[None]:
+    was_on = torch.are_deterministic_algorithms_enabled()
+    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    is_workspace_ours = _CUBLAS not in os.environ
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    os.environ.setdefault(_CUBLAS, ":4096:8")  # without it cuBLAS is not deterministic
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=was_warning)
+        if is_workspace_ours:
+            del os.environ[_CUBLAS]
+
+
+# ------------------------------------------------------------------ on each rank
 
 
 def run_stage(
     strategy: Strategy, *, model: TrainingModule, trainer: Trainer, loaders: dict[str, Any], spec: StageSpec
 ) -> tuple[Any, CallerState | None]:
-    """Run a stage on this rank; return its value, and on rank 0 what the calling process must know.
+    """Run a stage on this rank; return its value, and on rank 0 the state for the calling process.
 
-    Collective: every rank runs this.
+    Collective: every rank must call this.
     """
     known_modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     trainer.enter_stage(strategy, model, spec.stage)
     status = "failed"
     try:
-        with torch_flags_set(trainer):
-            _prepare(trainer, model, spec)
-            value = _RUNNERS[spec.stage](trainer, model, loaders, spec)
+        with torch_flags_set(trainer.options.deterministic, trainer.options.benchmark):
+            value = _Stage(trainer, model, loaders, spec).run()
         status = "success"
     except BaseException as error:
-        failure_time_of(error)  # which it keeps: the hooks take their time
+        failure_time_of(error)  # notes the time before the hooks take theirs
         for callback in trainer.callbacks:
             callback.on_exception(trainer, model, error)
         raise
     finally:
-        report_phase(TEARDOWN)
-        try:
-            Hooks(trainer, model).call("teardown", spec.stage)
-            if trainer.is_global_zero:
-                for logger in trainer.loggers:
-                    logger.finalize(status)
-        finally:
-            trainer.leave_stage()
-            report_phase("running")
-    return value, capture(trainer, model, known_modules) if spec.brings_state_back else None
+        _end_stage(trainer, spec.stage, status)
+    return value, capture(trainer.parts(model), known_modules) if spec.brings_state_back else None
 
 
-def _prepare(trainer: Trainer, module: TrainingModule, spec: StageSpec) -> None:
-    strategy = trainer.strategy
-    if spec.stage == "fit" and (found := checkpoint_after_restart(trainer)):
-        spec.checkpoint_path, spec.checkpoint = found
-        trainer.ckpt_path = spec.checkpoint_path
-    check_ranks_agree(strategy, fingerprint_of_checkpoint(spec.checkpoint))
-    trainer.seed = strategy.broadcast(_seed_of(spec))
-    for logger, state in zip(
-        trainer.loggers, strategy.broadcast([logger.state_dict() for logger in trainer.loggers]), strict=True
-    ):
-        logger.load_state_dict(state)
-    if strategy.local_rank == 0:
-        module.prepare_data()
-    strategy.barrier("prepare_data")
-    Hooks(trainer, module).call("setup", spec.stage)
-    if spec.checkpoint is not None:
-        restore_module(trainer, module, spec.checkpoint, spec.checkpoint_path)
+def _end_stage(trainer: Trainer, stage: StageName, status: str) -> None:
+    report_phase(TEARDOWN)
+    try:
+        trainer.parts(trainer.module).hooks.call("teardown", stage)
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.finalize(status)
+    finally:
+        trainer.leave_stage()
+        report_phase("running")
 
 
-def _seed_of(spec: StageSpec) -> int:
-    """Return the seed of the run that goes on, if one does: its data come in its order."""
-    seed: int = (spec.checkpoint or {}).get("seed", spec.seed) if spec.stage == "fit" else spec.seed
-    return seed
+@final
+class _Stage:
+    """A stage of `trainer`, on this rank; `loaders` are the user's by phase, None for the module's own."""
+
+    def __init__(
+        self, trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], spec: StageSpec
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._loaders = loaders
+        self._spec = spec
+        self._strategy = trainer.strategy
+        self._state = trainer.state
+        self._parts = trainer.parts(module)
+
+    def run(self) -> Any:
+        """Prepare the stage, run its loop and return its value."""
+        self._find_checkpoint()
+        self._agree_on_seed_and_loggers()
+        if self._strategy.local_rank == 0:
+            self._module.prepare_data()
+        self._strategy.barrier("prepare_data")
+        self._parts.hooks.call("setup", self._spec.stage)
+        if self._spec.checkpoint is not None:
+            restore_module(self._parts, self._spec.checkpoint, self._spec.checkpoint_path)
+        if self._spec.stage == "fit":
+            return self._fit()
+        # A module that is only evaluated is not wrapped: the ranks may have different numbers of batches.
+        self._strategy.module_to_device(self._strategy.precision.convert_module(self._module))
+        return self._predict() if self._spec.stage == "predict" else self._evaluate()
+
+    def _find_checkpoint(self) -> None:
+        """After a restart, use the job's newest checkpoint; make sure that all ranks have the same."""
+        spec = self._spec
+        if spec.stage == "fit" and (
+            found := self._trainer.checkpoint_files.find_after_restart(self._strategy)
+        ):
+            self._trainer.ckpt_path, spec.checkpoint = found
+            spec.checkpoint_path = found[0]
+        check_ranks_agree(self._strategy, fingerprint_of_checkpoint(spec.checkpoint))
+
+    def _agree_on_seed_and_loggers(self) -> None:
+        """Use rank 0's seed, or that of the run that continues, and the state of rank 0's loggers."""
+        spec, loggers = self._spec, self._trainer.loggers
+        saved = spec.checkpoint if spec.stage == "fit" and spec.checkpoint else {}
+        self._state.seed = self._strategy.broadcast(saved.get("seed", spec.seed))
+        states = self._strategy.broadcast([logger.state_dict() for logger in loggers])
+        for logger, state in zip(loggers, states, strict=True):
+            logger.load_state_dict(state)
+
+    # ------------------------------------------------------------------ fit
+
+    def _fit(self) -> None:
+        check_ranks_agree(self._strategy, fingerprint_of(self._module, given_seed()))
+        wrapped = self._strategy.setup_module(self._module)
+        optimizers = self._parts.optimizers
+        optimizers.create(self._module, self._strategy.precision)
+        self._strategy.on_after_setup_optimizers(optimizers.optimizers)
+        rank_state = self._restore_fit(wrapped)
+        self._log_hyper_parameters()
+        data = self._train_data()
+        context = loop_context(self._trainer, self._module, wrapped)
+        validation = self._validation(context)
+        self._state.has_validation = validation is not None
+        context.hooks.call("on_fit_start")
+        loop = FitLoop(context, data, validation, rank_state)
+        self._trainer.running_manual_optimization = loop.manual_optimization
+        loop.run()
+        self._strategy.restore_module(self._module)
+        context.hooks.call("on_fit_end")
+
+    def _restore_fit(self, wrapped: nn.Module) -> RankState | None:
+        """Restore what the checkpoint holds beside the weights; return this rank's part of it."""
+        checkpoint = self._spec.checkpoint
+        if checkpoint is None:
+            return None
+        replay_gradient_order(self._strategy, wrapped, checkpoint.get("gradient_order", []))
+        return restore_training(self._parts, checkpoint, self._spec.checkpoint_path)
+
+    def _log_hyper_parameters(self) -> None:
+        if self._module.hparams and self._strategy.is_global_zero:
+            for logger in self._trainer.loggers:
+                logger.log_hyperparams(self._module.hparams)
+
+    def _train_data(self) -> TrainDataShard:
+        order_seed = (self._spec.checkpoint or {}).get("order_seed")  # a run that continues keeps its order
+        shard = self._shards("train", order_seed)[0]
+        limit = self._trainer.options.limit("train")
+        data = TrainDataShard(shard, self._state.seed, limit, self._strategy)
+        self._state.num_training_batches = data.num_batches
+        return data
+
+    def _validation(self, context: LoopContext) -> EvaluationLoop | None:
+        has_step = is_defined(self._module, "validation_step")
+        if not has_step or not _has_loader(self._module, "validate", self._loaders):
+            return None
+        shards = self._shards("validate")
+        self._state.num_val_batches = [shard.num_batches for shard in shards]
+        return EvaluationLoop(context, shards, "validate") if any(self._state.num_val_batches) else None
+
+    # ------------------------------------------------------------------ evaluation and prediction
+
+    def _evaluate(self) -> list[dict[str, float]]:
+        stage: Any = self._spec.stage
+        shards = self._shards(stage)
+        counts = [shard.num_batches for shard in shards]
+        if stage == "test":
+            self._state.num_test_batches = counts
+        else:
+            self._state.num_val_batches = counts
+        return EvaluationLoop(loop_context(self._trainer, self._module, self._module), shards, stage).run()
+
+    def _predict(self) -> list[Any]:
+        shards = self._shards("predict")
+        if self._spec.gather is not None:
+            check_can_be_gathered(shards, self._strategy.world_size)
+        self._state.num_predict_batches = [shard.num_batches for shard in shards]
+        return PredictionLoop(loop_context(self._trainer, self._module, self._module), shards).run(
+            self._spec.gather
+        )
+
+    # ------------------------------------------------------------------ all stages
+
+    def _shards(self, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
+        """Return this rank's part of each loader of a phase; `order_seed` replaces the training loader's."""
+        given, options = self._loaders[phase], self._trainer.options
+        loaders = as_list(getattr(self._module, _LOADER_HOOKS[phase])() if given is None else given)
+        is_split_here = options.use_distributed_sampler
+        check_ranks_agree(self._strategy, fingerprint_of_loaders(phase, loaders, is_split_here))
+        seeds = agreed_order_seeds(
+            self._strategy, loaders, default=self._state.seed, is_split_here=is_split_here
+        )
+        if phase == "train":
+            self._state.order_seed = seeds[0] = seeds[0] if order_seed is None else order_seed
+        return [
+            shard_for_phase(phase, loader, seed, options, self._strategy)
+            for loader, seed in zip(loaders, seeds, strict=True)
+        ]
 
 
-def _fit(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], spec: StageSpec) -> None:
-    check_ranks_agree(trainer.strategy, fingerprint_of(module, given_seed()))
-    wrapped = trainer.strategy.setup_module(module)
-    trainer.create_optimizers()
-    trainer.strategy.on_after_setup_optimizers(trainer.optimizers)
-    rank_state = None
-    if spec.checkpoint is not None:
-        replay_gradient_order(trainer.strategy, wrapped, spec.checkpoint.get("gradient_order", []))
-        rank_state = restore_loop(trainer, spec.checkpoint, spec.checkpoint_path)
-    if trainer.loggers and module.hparams and trainer.is_global_zero:
-        for logger in trainer.loggers:
-            logger.log_hyperparams(module.hparams)
-    order_seed = (spec.checkpoint or {}).get("order_seed")  # what goes on keeps to its order
-    own = _shares(trainer, module, "train", loaders["train"], order_seed)[0]
-    share = TrainDataShard(trainer, own, trainer.seed)
-    trainer.num_training_batches = share.num_batches
-    context = loop_context(trainer, module, wrapped)
-    validation = None
-    if is_defined(module, "validation_step") and _has_loader(module, "validate", loaders):
-        shares = _shares(trainer, module, "validate", loaders["validate"])
-        trainer.num_val_batches = [share.num_batches for share in shares]
-        validation = EvaluationLoop(context, shares, "validate") if any(trainer.num_val_batches) else None
-    trainer.has_validation = validation is not None
-    context.hooks.call("on_fit_start")
-    loop = FitLoop(context, share, validation, rank_state)
-    trainer.running_manual_optimization = loop.manual_optimization
-    loop.run()
-    trainer.strategy.restore_module(module)
-    context.hooks.call("on_fit_end")
-
-
-def _evaluate(
-    trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], spec: StageSpec
-) -> list[dict[str, float]]:
-    stage: Any = spec.stage
-    _place(trainer, module)
-    shares = _shares(trainer, module, stage, loaders[stage])
-    counts = [share.num_batches for share in shares]
-    if stage == "test":
-        trainer.num_test_batches = counts
-    else:
-        trainer.num_val_batches = counts
-    return EvaluationLoop(loop_context(trainer, module), shares, stage).run()
-
-
-def _predict(trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], spec: StageSpec) -> list[Any]:
-    _place(trainer, module)
-    shares = _shares(trainer, module, "predict", loaders["predict"])
-    if spec.gather is not None:
-        check_can_be_gathered(trainer, shares)
-    trainer.num_predict_batches = [share.num_batches for share in shares]
-    return PredictionLoop(loop_context(trainer, module), shares).run(spec.gather)
-
-
-def loop_context(trainer: Trainer, module: TrainingModule, wrapped: nn.Module | None = None) -> LoopContext:
-    """Return what the loops of a stage use of the trainer; without `wrapped`, for evaluation."""
+def loop_context(trainer: Trainer, module: TrainingModule, wrapped: nn.Module) -> LoopContext:
+    """Return what the loops of a stage use of the trainer; `wrapped` is `module` itself in evaluation."""
     return LoopContext(
         strategy=trainer.strategy,
         module=module,
-        wrapped=module if wrapped is None else wrapped,
+        wrapped=wrapped,
         optimizers=trainer.optimizers,
         schedulers=trainer.lr_scheduler_configs,
         progress=trainer.progress,
         seed=trainer.seed,
         gradient_order=trainer.gradient_order,
-        hooks=Hooks(trainer, module),
-        metrics=trainer,
-        settings=trainer,
-        stop=trainer,
-        save_stop_checkpoint=None
-        if trainer.fast_dev_run
-        else lambda: trainer.save_checkpoint(stop_checkpoint_path(trainer)),
+        hooks=trainer.parts(module).hooks,
+        metrics=trainer.running_stage,
+        settings=trainer.options,
+        stop=trainer.stop_condition,
+        save_stop_checkpoint=None if trainer.fast_dev_run else trainer.save_stop_checkpoint,
     )
-
-
-_RUNNERS = {"fit": _fit, "validate": _evaluate, "test": _evaluate, "predict": _predict}
-
-
-def _place(trainer: Trainer, module: TrainingModule) -> None:
-    """Move a module that is only evaluated to the device; shards may be uneven, so nothing wraps it."""
-    trainer.strategy.module_to_device(trainer.strategy.precision.convert_module(module))
-
-
-def _has_loader(module: TrainingModule, phase: str, loaders: dict[str, Any]) -> bool:
-    return loaders[phase] is not None or is_defined(module, LOADER_HOOKS[phase])
-
-
-def _shares(
-    trainer: Trainer, module: TrainingModule, phase: str, given: Any, order_seed: int | None = None
-) -> list[Any]:
-    loaders = as_list(getattr(module, LOADER_HOOKS[phase])() if given is None else given)
-    check_ranks_agree(
-        trainer.strategy, fingerprint_of_loaders(phase, loaders, trainer.use_distributed_sampler)
-    )
-    seeds = agreed_order_seeds(trainer, loaders)
-    if phase == "train":
-        trainer.order_seed = seeds[0] = seeds[0] if order_seed is None else order_seed
-    return [share_for(trainer, phase, loader, seed) for loader, seed in zip(loaders, seeds, strict=True)]

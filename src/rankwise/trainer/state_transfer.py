@@ -1,7 +1,8 @@
-"""Training state: back to the caller, and each rank's own in a checkpoint."""
+"""Training state: sent back to the calling process, and each rank's part of a checkpoint."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -17,16 +18,46 @@ from rankwise.data.random_state import get_random_state, mixed_seed, seed_proces
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
+    from rankwise.callbacks import Callback
+    from rankwise.loggers import Logger
+    from rankwise.strategies import Strategy
+    from rankwise.trainer.hooks import Hooks
+    from rankwise.trainer.loops.optimizers import OptimizerSet
     from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.state import TrainerState
 
-__all__ = ["CallerState", "RankState", "capture", "gather_rank_states", "restore", "seed_rank"]
+__all__ = [
+    "CallerState",
+    "RankState",
+    "TrainerParts",
+    "capture",
+    "gather_rank_states",
+    "restore",
+    "seed_rank",
+]
+
+_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
+
+@final
+@dataclass(frozen=True)
+class TrainerParts:
+    """The parts of a Trainer whose state is saved in checkpoints and sent back to the calling process."""
+
+    strategy: Strategy
+    module: TrainingModule
+    state: TrainerState
+    optimizers: OptimizerSet
+    callbacks: list[Callback]
+    loggers: list[Logger]
+    hooks: Hooks
+    epoch_results: Results | None
 
 
 @final
 @dataclass
 class CallerState:
-    """What the calling process must know after a stage that ran elsewhere; picklable, on the CPU.
+    """What the calling process gets after a stage that ran in other processes; picklable, on the CPU.
 
     Attributes:
         tensors: every parameter and buffer of the module, by dotted name.
@@ -36,9 +67,9 @@ class CallerState:
         callbacks: the callbacks' states, in their order.
         loggers: the loggers' states, in their order.
         precision: the precision's state.
-        trainer: the trainer's own facts, by attribute.
+        trainer: the trainer's progress and metrics.
         hparams: the module's hyper parameters.
-        comm_hooks: what the ranks' communication hooks remember.
+        comm_hooks: the states of the ranks' communication hooks.
         is_sharded: whether the optimizers exist only where a process group does.
     """
 
@@ -49,50 +80,51 @@ class CallerState:
     callbacks: list[dict[str, Any]]
     loggers: list[dict[str, Any]]
     precision: dict[str, Any]
-    trainer: dict[str, Any]
+    trainer: TrainerState
     hparams: dict[str, Any]
     comm_hooks: list[list[dict[str, Any]]]
     is_sharded: bool
 
 
-def capture(trainer: Trainer, module: TrainingModule, known_modules: set[str]) -> CallerState | None:
-    """Return the state on each node's first rank, whose calling process it is for; None on the others.
+def capture(parts: TrainerParts, known_modules: set[str]) -> CallerState | None:
+    """Return the state on each node's first rank, for the calling process there; None on the others.
 
     Collective: every rank must call this, as sharded optimizers gather their state.
 
     Args:
-        trainer: the worker's.
-        module: the worker's; it is moved to the CPU.
+        parts: the worker's; its module is moved to the CPU.
         known_modules: the dotted names of the submodules that the calling process has.
     """
+    strategy, module = parts.strategy, parts.module
     module.cpu()
-    optimizers = [trainer.strategy.get_optimizer_state(optimizer) for optimizer in trainer.optimizers]
-    comm_hooks = trainer.strategy.comm_hook_states()
-    if trainer.strategy.num_nodes > 1:  # a sharded optimizer's state is whole on global rank 0 alone
-        optimizers = trainer.strategy.broadcast(optimizers)
-    if trainer.strategy.local_rank != 0:
+    optimizers, schedulers = parts.optimizers.states(strategy)
+    comm_hooks = strategy.comm_hook_states()
+    if strategy.num_nodes > 1:  # only global rank 0 has the whole state of a sharded optimizer
+        optimizers = strategy.broadcast(optimizers)
+    if strategy.local_rank != 0:
         return None
-    state = CallerState(
+    return CallerState(
         tensors=dict(_tensors(module)),
         new_modules=_new_modules(module, known_modules),
-        optimizers=optimizers,
-        schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        callbacks=[callback.state_dict() for callback in trainer.callbacks],
-        loggers=[logger.state_dict() for logger in trainer.loggers],
-        precision=trainer.strategy.precision.state_dict(),
-        trainer={name: getattr(trainer, name) for name in trainer.FACTS},
+        optimizers=_on_cpu(optimizers),
+        schedulers=_on_cpu(schedulers),
+        callbacks=_on_cpu([callback.state_dict() for callback in parts.callbacks]),
+        loggers=[logger.state_dict() for logger in parts.loggers],
+        precision=_on_cpu(strategy.precision.state_dict()),
+        trainer=_on_cpu(parts.state),
         hparams=module.hparams,
-        comm_hooks=comm_hooks,
-        is_sharded=any(trainer.strategy.is_sharded(optimizer) for optimizer in trainer.optimizers),
+        comm_hooks=_on_cpu(comm_hooks),
+        is_sharded=any(strategy.is_sharded(optimizer) for optimizer in parts.optimizers.optimizers),
     )
-    for name in ("optimizers", "schedulers", "callbacks", "precision", "trainer", "comm_hooks"):
-        on_cpu = apply_to_collection(getattr(state, name), Tensor, lambda tensor: tensor.detach().cpu())
-        setattr(state, name, on_cpu)
-    return state
 
 
-def restore(trainer: Trainer, module: TrainingModule, state: CallerState) -> None:
-    """Make the calling process's objects what the worker's were; parameters keep their identity."""
+def _on_cpu(state: Any) -> Any:
+    return apply_to_collection(state, Tensor, lambda tensor: tensor.detach().cpu())
+
+
+def restore(parts: TrainerParts, state: CallerState) -> None:
+    """Give the calling process's objects the worker's state; parameters keep their identity."""
+    module = parts.module
     for name, submodule in state.new_modules.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, submodule)
@@ -100,19 +132,19 @@ def restore(trainer: Trainer, module: TrainingModule, state: CallerState) -> Non
         owner, _, leaf = name.rpartition(".")
         _put(module.get_submodule(owner), leaf, tensor)
     module.hparams = state.hparams
-    for name, value in state.trainer.items():
-        setattr(trainer, name, value)
-    for callback, own in zip(trainer.callbacks, state.callbacks, strict=True):
-        callback.load_state_dict(own)
-    for logger, own in zip(trainer.loggers, state.loggers, strict=True):
-        logger.load_state_dict(own)
-    trainer.strategy.load_comm_hook_states(state.comm_hooks)
+    for field in dataclasses.fields(state.trainer):
+        setattr(parts.state, field.name, getattr(state.trainer, field.name))
+    for callback, saved in zip(parts.callbacks, state.callbacks, strict=True):
+        callback.load_state_dict(saved)
+    for logger, saved in zip(parts.loggers, state.loggers, strict=True):
+        logger.load_state_dict(saved)
+    parts.strategy.load_comm_hook_states(state.comm_hooks)
     if state.is_sharded:
-        trainer.keep_optimizer_states(state.optimizers, state.schedulers)
+        parts.optimizers.keep_states(state.optimizers, state.schedulers)
     elif state.optimizers:
-        trainer.create_optimizers()
-        trainer.load_optimizer_states(state.optimizers, state.schedulers)
-    trainer.strategy.precision.load_state_dict(state.precision)
+        parts.optimizers.create(module, parts.strategy.precision)
+        parts.optimizers.load(state.optimizers, state.schedulers)
+    parts.strategy.precision.load_state_dict(state.precision)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -122,7 +154,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _new_modules(module: nn.Module, known: set[str]) -> dict[str, nn.Module]:
-    """Return the topmost submodules that are not `known`; they bring what is below them."""
+    """Return the topmost submodules that are not `known`; each contains its own submodules."""
     named = dict(module.named_modules(remove_duplicate=False))
     return {
         name: submodule
@@ -132,13 +164,13 @@ def _new_modules(module: nn.Module, known: set[str]) -> dict[str, nn.Module]:
 
 
 def _put(owner: nn.Module, name: str, value: Tensor) -> None:
-    """Give a parameter or buffer its value, in place where it has room for it."""
+    """Set a parameter or buffer, in place if its shape and dtype allow it."""
     is_parameter = isinstance(value, nn.Parameter)
     current = (owner._parameters if is_parameter else owner._buffers).get(name)
     if isinstance(current, (UninitializedParameter, UninitializedBuffer)):
         current.materialize(value.shape, dtype=value.dtype)
     if is_parameter and current is not None and current.dtype != value.dtype:
-        current.data = value.data  # converted there, as it would have been here
+        current.data = value.data  # the stage converted it
     elif current is None or current.shape != value.shape or current.dtype != value.dtype:
         if is_parameter or name in owner._buffers:
             setattr(owner, name, value)
@@ -150,25 +182,22 @@ def _put(owner: nn.Module, name: str, value: Tensor) -> None:
         current.requires_grad_(value.requires_grad)
 
 
-_METRICS = ("callback_metrics", "logged_metrics", "_progress_bar_metrics")
-
-
-def gather_rank_states(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return what every rank needs to go on from here, in the order of the ranks.
+def gather_rank_states(parts: TrainerParts) -> list[dict[str, Any]]:
+    """Return what each rank needs to continue from here, in the order of the ranks.
 
     Collective: every rank must call this.
     """
-    results = trainer.epoch_results
+    results = parts.epoch_results
     own = {
-        "random": get_random_state(trainer.strategy.root_device),
+        "random": get_random_state(parts.strategy.root_device),
         "results": None if results is None else results.state_dict(),
-        "metrics": {name: dict(getattr(trainer, name)) for name in _METRICS},
+        "metrics": {name: dict(getattr(parts.state, name)) for name in _METRICS},
     }
-    return trainer.strategy.all_gather_object(own, dist.group.WORLD)
+    return parts.strategy.all_gather_object(own, dist.group.WORLD)
 
 
 def seed_rank(seed: int, global_step: int, global_rank: int) -> None:
-    """Give this rank a stream of random numbers of its own, which the run's seed decides."""
+    """Seed this process's random generators with a number that depends on the run, the step and the rank."""
     seed_process(mixed_seed(seed, global_step, global_rank))
 
 
@@ -176,25 +205,27 @@ def seed_rank(seed: int, global_step: int, global_rank: int) -> None:
 class RankState:
     """This rank's part of a checkpoint.
 
-    With another number of ranks than the checkpoint's, the parts are dealt out: metrics are put together, and
-    each rank draws from a new stream of random numbers.
+    If the number of ranks has changed, the parts are distributed over the ranks: metrics are merged, and each
+    rank gets a new stream of random numbers.
 
     Args:
-        trainer: this rank's.
+        strategy: this rank's.
+        state: the trainer's; gets the metrics.
         states: what `gather_rank_states` returned when the checkpoint was written.
     """
 
-    def __init__(self, trainer: Trainer, states: list[dict[str, Any]]) -> None:
-        self._trainer = trainer
-        self._is_same_world = len(states) == trainer.world_size
-        self._states = states[trainer.global_rank :: trainer.world_size]
+    def __init__(self, strategy: Strategy, state: TrainerState, states: list[dict[str, Any]]) -> None:
+        self._strategy = strategy
+        self._state = state
+        self._is_same_world = len(states) == strategy.world_size
+        self._states = states[strategy.global_rank :: strategy.world_size]
         self._any_state = states[0]
 
     def restore_metrics(self) -> None:
-        """Take over the last values of everything logged."""
+        """Restore the last values of everything logged."""
         own = self._states[0] if self._states else self._any_state
         for name in _METRICS:
-            setattr(self._trainer, name, dict(own["metrics"][name]))
+            setattr(self._state, name, dict(own["metrics"][name]))
 
     def results(self) -> Results:
         """Return what was logged in the epoch so far."""
@@ -205,9 +236,8 @@ class RankState:
         return results
 
     def restore_random(self) -> None:
-        """Draw the numbers that the run of the checkpoint would have drawn."""
-        trainer = self._trainer
+        """Restore the random state; if the number of ranks has changed, seed it."""
         if self._is_same_world:
-            set_random_state(self._states[0]["random"], trainer.strategy.root_device)
+            set_random_state(self._states[0]["random"], self._strategy.root_device)
         else:
-            seed_rank(trainer.seed, trainer.global_step, trainer.global_rank)
+            seed_rank(self._state.seed, self._state.progress.global_step, self._strategy.global_rank)

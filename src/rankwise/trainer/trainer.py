@@ -7,31 +7,59 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import Tensor
 
-from rankwise.callbacks import Callback
-from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError
+from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from rankwise.errors import InvalidTypeError, LifecycleError
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import with_known_keywords
-from rankwise.trainer.checkpointing import check_hyper_parameters, find_checkpoint, make_checkpoint
+from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, make_checkpoint
 from rankwise.trainer.data_loaders import check_loaders
-from rankwise.trainer.loops.batch_schedule import UNEVEN_INPUTS
+from rankwise.trainer.hooks import Hooks
 from rankwise.trainer.loops.manual import check_manual
-from rankwise.trainer.loops.nonfinite import POLICIES, check_hook
+from rankwise.trainer.loops.nonfinite import check_hook
+from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.loops.prediction import GATHERINGS, Gather
 from rankwise.trainer.module import TrainingModule
-from rankwise.trainer.stages import StageName, StageSpec, check_module, run_stage
-from rankwise.trainer.state import TrainerState
-from rankwise.trainer.state_transfer import restore
+from rankwise.trainer.options import TrainerOptions, check_choice
+from rankwise.trainer.stages import StageSpec, check_module, run_stage
+from rankwise.trainer.state import Progress, RunningStage, StageName, StopCondition, TrainerState
+from rankwise.trainer.state_transfer import TrainerParts, restore
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
+    from rankwise.trainer.loops.manual import ManualOptimization
+    from rankwise.trainer.metrics import Results
 
 __all__ = ["Trainer"]
 
 
+class _Forwarded:
+    """An attribute of the Trainer that is kept in one of its parts."""
+
+    def __init__(self, part: str, name: str | None = None) -> None:
+        self._part = part
+        self._name = name or ""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = self._name or name
+
+    def __get__(self, trainer: Any, owner: type[Any]) -> Any:
+        return self if trainer is None else getattr(getattr(trainer, self._part), self._name)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        setattr(getattr(trainer, self._part), self._name, value)
+
+
+def _forwarded(part: str, name: str | None = None) -> Any:
+    return _Forwarded(part, name)
+
+
 @final
-class Trainer(TrainerState):
+class Trainer:
     """Run a `TrainingModule` through its stages, on the processes that a strategy provides.
 
     Names and defaults are Lightning's. Everything is checked here, before any process starts.
@@ -138,42 +166,30 @@ class Trainer(TrainerState):
         enable_checkpointing: bool = True,
         default_root_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__()
-        self.max_steps = max_steps
-        self.max_epochs = max_epochs
-        self.min_epochs = arguments.check_whole("min_epochs", min_epochs or 0, 0)
-        self.limits = {
-            "train": arguments.check_limit("limit_train_batches", limit_train_batches),
-            "validate": arguments.check_limit("limit_val_batches", limit_val_batches),
-            "test": arguments.check_limit("limit_test_batches", limit_test_batches),
-            "predict": arguments.check_limit("limit_predict_batches", limit_predict_batches),
-        }
-        self.val_check_interval = arguments.check_interval("val_check_interval", val_check_interval)
-        self.check_val_every_n_epoch = arguments.check_whole(
-            "check_val_every_n_epoch", check_val_every_n_epoch, 1
+        self.options = TrainerOptions(
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            min_epochs=min_epochs or 0,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            limit_test_batches=limit_test_batches,
+            limit_predict_batches=limit_predict_batches,
+            val_check_interval=val_check_interval,
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            num_sanity_val_steps=num_sanity_val_steps,
+            accumulate_grad_batches=accumulate_grad_batches,
+            gradient_clip_val=gradient_clip_val or 0.0,
+            gradient_clip_algorithm=gradient_clip_algorithm,
+            on_nonfinite=on_nonfinite,
+            sync_batchnorm=sync_batchnorm,
+            deterministic=deterministic,
+            benchmark=benchmark,
+            use_distributed_sampler=use_distributed_sampler,
+            uneven_inputs=uneven_inputs,
+            log_every_n_steps=log_every_n_steps,
+            default_root_dir=str(Path(default_root_dir or Path.cwd()).absolute()),
+            fast_dev_run=int(fast_dev_run),
         )
-        if num_sanity_val_steps != 0:
-            raise InvalidArgumentError(
-                argument="num_sanity_val_steps", value=num_sanity_val_steps, expected="0: there are none"
-            )
-        self.accumulate_grad_batches = arguments.check_whole(
-            "accumulate_grad_batches", accumulate_grad_batches, 1
-        )
-        self.gradient_clip_val = arguments.check_number("gradient_clip_val", gradient_clip_val or 0)
-        self.gradient_clip_algorithm = arguments.check_choice(
-            "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
-        )
-        self.on_nonfinite = (
-            None if on_nonfinite is None else arguments.check_choice("on_nonfinite", on_nonfinite, POLICIES)
-        )
-        self.deterministic = arguments.check_choice("deterministic", deterministic, (True, False, "warn"))
-        self.benchmark = (
-            None if benchmark is None else arguments.check_choice("benchmark", benchmark, (True, False))
-        )
-        self.use_distributed_sampler = use_distributed_sampler
-        self.uneven_inputs = arguments.check_choice("uneven_inputs", uneven_inputs, UNEVEN_INPUTS)
-        self.log_every_n_steps = arguments.check_whole("log_every_n_steps", log_every_n_steps, 1)
-        self.default_root_dir = str(Path(default_root_dir or Path.cwd()).absolute())
         self.callbacks = arguments.collect_callbacks(
             callbacks,
             enable_checkpointing=enable_checkpointing,
@@ -181,18 +197,28 @@ class Trainer(TrainerState):
             max_time=max_time,
         )
         self.loggers = arguments.collect_loggers(logger, self.default_root_dir)
-        self.fast_dev_run = arguments.check_whole("fast_dev_run", int(fast_dev_run), 0)
         if self.fast_dev_run:
-            self._restrict_to(self.fast_dev_run)
+            self.callbacks = arguments.without_side_effects(self.callbacks)
+            self.loggers = []
         found = arguments.Plugins(plugins)
         self.strategy = arguments.collect_strategy(strategy, found)
         self.strategy.precision = arguments.collect_precision(precision, found) or self.strategy.precision
-        if arguments.check_choice("sync_batchnorm", sync_batchnorm, (True, False)):
+        if sync_batchnorm:
             self.strategy.sync_batchnorm = True
         self.strategy.checkpoint_io = found.checkpoint_io or self.strategy.checkpoint_io
         self.strategy.bind(
             accelerator=accelerator, devices=devices, num_nodes=num_nodes, environment=found.environment
         )
+        self._stage: RunningStage | None = None
+        self._forget_fit()
+
+    def _forget_fit(self) -> None:
+        self._module: TrainingModule | None = None
+        self._fitted_module: TrainingModule | None = None
+        self.ckpt_path: str | None = None
+        self.state = TrainerState()
+        self._optimizers = OptimizerSet()
+        self.running_manual_optimization: ManualOptimization | None = None
 
     # ------------------------------------------------------------------ stages
 
@@ -223,7 +249,7 @@ class Trainer(TrainerState):
             self._forget_fit()
             self.strategy.load_comm_hook_states([])
         self.should_stop = False
-        if ckpt_path is None and self.warn_if_done():
+        if ckpt_path is None and self.stop_condition.warn_if_done():
             return
         self._launch("fit", model, {"train": train_dataloaders, "validate": val_dataloaders}, ckpt_path)
 
@@ -285,7 +311,7 @@ class Trainer(TrainerState):
             UnshardableLoaderError: for a loader that is split by samples, whose order nobody can restore.
             Others: the same errors as `fit`.
         """
-        arguments.check_choice("gather", gather, GATHERINGS)
+        check_choice("gather", gather, GATHERINGS)
         predictions: list[Any] = self._evaluate("predict", model, dataloaders, ckpt_path, gather)
         return predictions
 
@@ -305,7 +331,11 @@ class Trainer(TrainerState):
                 needed="a fit",
                 remedy="call trainer.fit(model, ...) first.",
             )
-        self.strategy.save_checkpoint(make_checkpoint(self, self._fitted_module, path), path)
+        self.strategy.save_checkpoint(make_checkpoint(self.parts(self._fitted_module), path), path)
+
+    def save_stop_checkpoint(self) -> None:
+        """Write the checkpoint of a fit that a signal stops; `ckpt_path="last"` finds it."""
+        self.save_checkpoint(self.checkpoint_files.stop_path)
 
     def _evaluate(
         self, stage: StageName, model: Any, dataloaders: Any, ckpt_path: Any, gather: Gather = "all"
@@ -316,24 +346,9 @@ class Trainer(TrainerState):
     def _launch(
         self, stage: StageName, model: Any, loaders: dict[str, Any], ckpt_path: Any, gather: Gather = "all"
     ) -> Any:
-        """Check all that can be checked here, run the stage on every rank, take its state over."""
-        if not isinstance(model, TrainingModule):
-            raise InvalidTypeError(
-                argument="model",
-                value=model,
-                expected="an instance of TrainingModule",
-                remedy="for torch.compile(model): model.compile(), and fit(model)"
-                if type(model).__name__ == "OptimizedModule"
-                else "",
-            )
-        check_module(model, stage, loaders)
-        if stage == "fit":
-            check_manual(model, self.strategy, self)
-            check_hook(self.strategy, self.on_nonfinite)
-            check_hyper_parameters(self, model)
-        for phase, given in loaders.items():
-            check_loaders(self, phase, given)
-        path = find_checkpoint(self, ckpt_path)
+        """Check all that can be checked here, run the stage on every rank, restore its state here."""
+        self._check_stage(stage, model, loaders)
+        path = self.checkpoint_files.find(ckpt_path)
         spec = StageSpec(
             stage,
             seed=torch.initial_seed(),
@@ -342,34 +357,220 @@ class Trainer(TrainerState):
             checkpoint_path=path or "",
             gather=gather,
         )
-        self._adopt(model, stage)
+        self._set_module(model, stage)
         self.ckpt_path = path
         value, state = self.strategy.launch(run_stage, model=model, trainer=self, loaders=loaders, spec=spec)
         if state is not None:
-            restore(self, model, state)
+            restore(self.parts(model), state)
         return value
+
+    def _check_stage(self, stage: StageName, model: Any, loaders: dict[str, Any]) -> None:
+        if not isinstance(model, TrainingModule):
+            is_compiled = type(model).__name__ == "OptimizedModule"
+            raise InvalidTypeError(
+                argument="model",
+                value=model,
+                expected="an instance of TrainingModule",
+                remedy="for torch.compile(model): model.compile(), and fit(model)" if is_compiled else "",
+            )
+        check_module(model, stage, loaders)
+        if stage == "fit":
+            check_manual(model, self.strategy, self.options)
+            check_hook(self.strategy, self.on_nonfinite)
+            check_hyper_parameters(model, self.callbacks, self.strategy, self.default_root_dir)
+        for phase, given in loaders.items():
+            check_loaders(phase, given, self.options, self.world_size)
 
     # ------------------------------------------------------------------ within a stage, on every rank
 
     def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> None:
         """Become the trainer of this rank, for a stage."""
         self.strategy = strategy
-        self._adopt(model, stage)
-        self._stage = stage
+        self._set_module(model, stage)
+        self._stage = RunningStage(stage, self.state, self.loggers if self.is_global_zero else [])
 
     def leave_stage(self) -> None:
-        """Let go of what belongs to a stage alone."""
-        self._forget_stage()
+        """Drop what exists only during a stage."""
+        self._stage = None
+        self.running_manual_optimization = None
 
-    def _adopt(self, model: TrainingModule, stage: StageName) -> None:
+    def _set_module(self, model: TrainingModule, stage: StageName) -> None:
         self._module = model
         if stage == "fit":
             self._fitted_module = model
         model.trainer = self
 
-    def _restrict_to(self, num_batches: int) -> None:
-        self.max_epochs, self.max_steps = 1, num_batches
-        self.limits = dict.fromkeys(self.limits, num_batches)
-        self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
-        self.loggers = []
-        self.callbacks = arguments.without_side_effects(self.callbacks)
+    def parts(self, module: TrainingModule) -> TrainerParts:
+        """Return the parts whose state checkpoints hold and workers send back, for a module."""
+        return TrainerParts(
+            strategy=self.strategy,
+            module=module,
+            state=self.state,
+            optimizers=self._optimizers,
+            callbacks=self.callbacks,
+            loggers=self.loggers,
+            hooks=Hooks(self, module),
+            epoch_results=self.epoch_results,
+        )
+
+    @property
+    def running_stage(self) -> RunningStage:
+        """The stage that runs now; it takes what the module logs."""
+        if self._stage is None:
+            raise self._not_logging("no stage")
+        return self._stage
+
+    @property
+    def stop_condition(self) -> StopCondition:
+        """When training stops."""
+        return StopCondition(self.options, self.state, is_global_zero=self.is_global_zero)
+
+    @property
+    def checkpoint_files(self) -> CheckpointFiles:
+        """The checkpoint files of this trainer's runs."""
+        return CheckpointFiles(self.callbacks, self.loggers, self.default_root_dir)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without strategy and modules, which the launcher sends with the trainer."""
+        return {**self.__dict__, "strategy": None, "_module": None, "_fitted_module": None}
+
+    # ------------------------------------------------------------------ state
+
+    max_epochs: int | None = _forwarded("options")
+    max_steps: int = _forwarded("options")
+    min_epochs: int = _forwarded("options")
+    val_check_interval: int | float = _forwarded("options")
+    check_val_every_n_epoch: int = _forwarded("options")
+    accumulate_grad_batches: int = _forwarded("options")
+    gradient_clip_val: float = _forwarded("options")
+    gradient_clip_algorithm: str = _forwarded("options")
+    on_nonfinite: str | None = _forwarded("options")
+    deterministic: bool | str = _forwarded("options")
+    benchmark: bool | None = _forwarded("options")
+    use_distributed_sampler: bool = _forwarded("options")
+    uneven_inputs: str = _forwarded("options")
+    log_every_n_steps: int = _forwarded("options")
+    default_root_dir: str = _forwarded("options")
+    fast_dev_run: int = _forwarded("options")
+
+    progress: Progress = _forwarded("state")
+    seed: int = _forwarded("state")
+    order_seed: int = _forwarded("state")
+    gradient_order: list[int] = _forwarded("state")
+    should_stop: bool = _forwarded("state")
+    callback_metrics: dict[str, Tensor] = _forwarded("state")
+    logged_metrics: dict[str, Tensor] = _forwarded("state")
+    has_validation: bool = _forwarded("state")
+    num_training_batches: float = _forwarded("state")
+    num_val_batches: list[float] = _forwarded("state")
+    num_test_batches: list[float] = _forwarded("state")
+    num_predict_batches: list[float] = _forwarded("state")
+
+    optimizers: list[Optimizer] = _forwarded("_optimizers")
+    lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers", "schedulers")
+
+    current_epoch: int = _forwarded("progress")
+    global_step: int = _forwarded("progress")
+
+    world_size: int = _forwarded("strategy")
+    global_rank: int = _forwarded("strategy")
+    local_rank: int = _forwarded("strategy")
+    is_global_zero: bool = _forwarded("strategy")
+
+    @property
+    def module(self) -> TrainingModule:
+        """The module of the last stage."""
+        if self._module is None:
+            raise LifecycleError(
+                call="Trainer.module",
+                state="new",
+                needed="a stage before it",
+                remedy="trainer.fit(model, ...)",
+            )
+        return self._module
+
+    @property
+    def results(self) -> Results:
+        """What is logged in the current loop."""
+        if self.running_stage.results is None:
+            raise self._not_logging(self.running_stage.name)
+        return self.running_stage.results
+
+    @staticmethod
+    def _not_logging(state: str) -> LifecycleError:
+        return LifecycleError(
+            call="self.log()",
+            state=state,
+            needed="a loop that runs",
+            remedy="log in the steps, or in hooks between on_train_start and on_train_end.",
+        )
+
+    @property
+    def epoch_results(self) -> Results | None:
+        """What was logged in the current training epoch so far."""
+        return None if self._stage is None else self._stage.epoch_results
+
+    @property
+    def manual_optimization(self) -> ManualOptimization:
+        """What runs the steps of a module with `automatic_optimization = False`."""
+        if self.running_manual_optimization is None:
+            raise LifecycleError(
+                call="a method of manual optimisation",
+                state="no stage" if self._stage is None else self._stage.name,
+                needed="a fit of a module with automatic_optimization = False",
+                remedy="set self.automatic_optimization = False in __init__.",
+            )
+        return self.running_manual_optimization
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The last values logged with `prog_bar=True`."""
+        return {name: float(value) for name, value in self.state.progress_bar_metrics.items()}
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the first logger."""
+        return self.logger.log_dir if self.logger else None
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first `ModelCheckpoint`."""
+        return next((callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)), None)
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first `EarlyStopping`."""
+        return next((callback for callback in self.callbacks if isinstance(callback, EarlyStopping)), None)
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether `fit` runs, be it training or validating."""
+        return self._stage is not None and self._stage.name == "fit"
+
+    @property
+    def training(self) -> bool:
+        """Whether training batches run."""
+        return self._is_in_phase("train")
+
+    @property
+    def validating(self) -> bool:
+        """Whether validation batches run, in `fit` or `validate`."""
+        return self._is_in_phase("validate")
+
+    @property
+    def testing(self) -> bool:
+        """Whether test batches run."""
+        return self._is_in_phase("test")
+
+    @property
+    def predicting(self) -> bool:
+        """Whether batches to predict run."""
+        return self._is_in_phase("predict")
+
+    def _is_in_phase(self, phase: str) -> bool:
+        return self._stage is not None and self._stage.phase == phase

@@ -96,11 +96,10 @@ def test_rank_zeros_generator_decides_the_order(tmp_path: Path) -> None:
     own = DataLoader(samples(), shuffle=True, generator=torch.Generator().manual_seed(5))
     fact = fingerprint_of_loaders("train", [own], True)["the training loader"]
     assert fact == "8 samples, 8 batches, in the order of its own generator"
-    train = trainer(tmp_path)
-    train.seed = 7
-    assert agreed_order_seeds(train, [own, loader()]) == [order_seed(own), 7]
-    train = trainer(tmp_path, use_distributed_sampler=False)
-    assert agreed_order_seeds(train, [own]) == [0]
+    strategy = trainer(tmp_path).strategy
+    loaders = [own, loader()]
+    assert agreed_order_seeds(strategy, loaders, default=7, is_split_here=True) == [order_seed(own), 7]
+    assert agreed_order_seeds(strategy, loaders, default=7, is_split_here=False) == [7, 7]
 
 
 def test_what_is_compared_of_a_checkpoint() -> None:

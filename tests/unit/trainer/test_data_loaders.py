@@ -16,7 +16,7 @@ from rankwise.trainer.data_loaders import (
     as_list,
     check_can_be_gathered,
     check_loaders,
-    share_for,
+    shard_for_phase,
 )
 from tests.unit.trainer.helpers import loader, samples, trainer, with_second_rank
 
@@ -28,31 +28,36 @@ def on_two_ranks(folder: Path, **options: Any) -> Trainer:
     return train
 
 
+def shard(train: Trainer, phase: str, mine: Any) -> LoaderShard:
+    """Return the batches of this trainer's rank."""
+    return shard_for_phase(phase, mine, 0, train.options, train.strategy)
+
+
 def test_one_process_uses_the_loader_itself(tmp_path: Path) -> None:
     """Alone, nothing is split: the user's loader is used as it is."""
     mine = loader()
-    assert share_for(trainer(tmp_path), "validate", mine, seed=0).loader is mine
+    assert shard(trainer(tmp_path), "validate", mine).loader is mine
 
 
 @pytest.mark.parametrize(("phase", "batches"), [("train", 2), ("validate", 2), ("test", 2), ("predict", 2)])
 def test_split_over_ranks(tmp_path: Path, phase: str, batches: int) -> None:
     """Of seven samples in four batches, each of two ranks runs two batches."""
-    share = share_for(on_two_ranks(tmp_path), phase, loader(7), seed=0)
-    assert share.num_batches == len(list(share)) == batches
+    own = shard(on_two_ranks(tmp_path), phase, loader(7))
+    assert own.num_batches == len(list(own)) == batches
 
 
 def test_not_split_if_not_wanted(tmp_path: Path) -> None:
     """With use_distributed_sampler=False the user splits."""
     train = on_two_ranks(tmp_path, use_distributed_sampler=False)
     mine = [1, 2, 3]
-    assert share_for(train, "train", mine, seed=0).loader is mine
-    check_loaders(train, "train", mine)
+    assert shard(train, "train", mine).loader is mine
+    check_loaders("train", mine, train.options, 2)
 
 
 def predicted(train: Trainer, mine: Any) -> list[int]:
     """Return the numbers of the samples that a rank predicts, in order."""
-    share = share_for(train, "predict", mine, seed=0)
-    return [round(float(number) * 8) for (batch, _), _ in share for number in batch[:, 0]]
+    own = shard(train, "predict", mine)
+    return [round(float(number) * 8) for (batch, _), _ in own for number in batch[:, 0]]
 
 
 def test_shuffled_loaders_are_predicted_in_the_order_of_the_data(tmp_path: Path) -> None:
@@ -61,7 +66,7 @@ def test_shuffled_loaders_are_predicted_in_the_order_of_the_data(tmp_path: Path)
     assert predicted(trainer(tmp_path), mine) == list(range(8))
     assert predicted(on_two_ranks(tmp_path), mine) == [0, 1, 4, 5]
     train = trainer(tmp_path, use_distributed_sampler=False)
-    assert share_for(train, "predict", mine, seed=0).loader is mine
+    assert shard(train, "predict", mine).loader is mine
 
 
 def test_predictions_of_a_distributed_sampler(tmp_path: Path) -> None:
@@ -73,11 +78,10 @@ def test_predictions_of_a_distributed_sampler(tmp_path: Path) -> None:
 
 def test_samples_that_the_user_splits_cannot_be_gathered(tmp_path: Path) -> None:
     """Nobody could put them in order; what is split by batches, or in an unknown way, is gathered."""
-    train = on_two_ranks(tmp_path, use_distributed_sampler=False)
     split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
-    check_can_be_gathered(train, [LoaderShard([1], 1), LoaderShard(shard_for_prediction(loader(), 2, 0), 2)])
+    check_can_be_gathered([LoaderShard([1], 1), LoaderShard(shard_for_prediction(loader(), 2, 0), 2)], 2)
     with pytest.raises(UnshardableLoaderError, match="DistributedSampler"):
-        check_can_be_gathered(train, [LoaderShard(split, 2)])
+        check_can_be_gathered([LoaderShard(split, 2)], 2)
 
 
 @pytest.mark.parametrize("phase", ["train", "validate", "test"])
@@ -85,7 +89,7 @@ def test_a_part_of_more_ranks_than_there_are_is_refused(tmp_path: Path, phase: s
     """One process with half of the data would miss the other."""
     split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
     with pytest.raises(UnshardableLoaderError, match="part 0 of 2 already, but this rank's is part 0 of 1"):
-        share_for(trainer(tmp_path), phase, split, seed=0)
+        shard(trainer(tmp_path), phase, split)
 
 
 @pytest.mark.parametrize("limit", [2, 0.5])
@@ -93,26 +97,26 @@ def test_limit_of_predictions_is_of_the_whole(tmp_path: Path, limit: float) -> N
     """Two batches to predict are one for each rank, also where the user deals them out."""
     train = on_two_ranks(tmp_path, limit_predict_batches=limit)
     for mine in (loader(), shard_for_prediction(loader(), 2, 0)):
-        share = share_for(train, "predict", mine, seed=0)
-        assert share.num_batches == len(list(share)) == 1
+        own = shard(train, "predict", mine)
+        assert own.num_batches == len(list(own)) == 1
 
 
 def test_limit_of_predictions_that_are_not_split_is_each_ranks(tmp_path: Path) -> None:
     """With use_distributed_sampler=False a loader is read as it is."""
     train = on_two_ranks(tmp_path, limit_predict_batches=1, use_distributed_sampler=False)
-    assert share_for(train, "predict", shard_for_prediction(loader(), 2, 0), seed=0).num_batches == 1
+    assert shard(train, "predict", shard_for_prediction(loader(), 2, 0)).num_batches == 1
 
 
 def test_checked_before_anything_starts(tmp_path: Path) -> None:
     """A loader that cannot be split is refused beforehand."""
     with pytest.raises(UnshardableLoaderError):
-        check_loaders(on_two_ranks(tmp_path), "train", [1, 2])
+        check_loaders("train", [1, 2], trainer(tmp_path).options, 2)
 
 
 def test_fraction_of_unknown_length(tmp_path: Path) -> None:
     """Half of nobody knows how much cannot be taken."""
     with pytest.raises(ConfigurationError, match=r"A fraction \(0.5\) of a loader without length"):
-        share_for(trainer(tmp_path, limit_train_batches=0.5), "train", iter([1, 2]), seed=0)
+        shard(trainer(tmp_path, limit_train_batches=0.5), "train", iter([1, 2]))
 
 
 def test_last_batch_is_known() -> None:

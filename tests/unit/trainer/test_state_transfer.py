@@ -56,11 +56,11 @@ def fit_elsewhere(train: Trainer, model: Line) -> None:
     their_train, their_model = pickle.loads(pickle.dumps((train, model)))
     spec = StageSpec("fit", seed=0, brings_state_back=True)
     loaders = {"train": loader(), "validate": None}
-    train._adopt(model, "fit")
+    train._set_module(model, "fit")
     result = train.strategy.launch(
         run_stage, model=their_model, trainer=their_train, loaders=loaders, spec=spec
     )
-    restore(train, model, pickle.loads(pickle.dumps(result[1])))
+    restore(train.parts(model), pickle.loads(pickle.dumps(result[1])))
 
 
 def test_weights_come_back_in_place(tmp_path: Path) -> None:

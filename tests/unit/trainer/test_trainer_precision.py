@@ -52,12 +52,12 @@ def test_state_comes_back(tmp_path: Path, name: str) -> None:
     """What a worker trained is in the caller: formats, scale and copies; parameters keep their identity."""
     there, model = trainer(tmp_path, precision=name), Line()
     there.fit(model, loader())
-    state = capture(there, model, {name for name, _ in model.named_modules()})
+    state = capture(there.parts(model), {name for name, _ in model.named_modules()})
     here, mine = trainer(tmp_path, precision=name), Line()
-    here._adopt(mine, "fit")
+    here._set_module(mine, "fit")
     weight = mine.layer.weight
     assert state is not None
-    restore(here, mine, state)
+    restore(here.parts(mine), state)
     assert mine.layer.weight is weight
     assert weight.dtype is model.layer.weight.dtype
     assert torch.equal(weight, model.layer.weight)

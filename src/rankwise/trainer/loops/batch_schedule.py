@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.data_loaders import TrainDataShard
 
-__all__ = ["UNEVEN_INPUTS", "BatchSchedule", "UnevenInputs"]
+__all__ = ["BatchSchedule"]
 
-UnevenInputs = Literal["error", "truncate", "join"]
-UNEVEN_INPUTS: tuple[UnevenInputs, ...] = ("error", "truncate", "join")
 _LOADER = "The training loader"
 _END: Any = object()
 Batches = Iterator[tuple[Any, bool]]

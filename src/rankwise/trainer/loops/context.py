@@ -3,66 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from rankwise.strategies import Strategy
     from rankwise.trainer.hooks import Hooks
     from rankwise.trainer.loops.optimizers import SchedulerConfig
-    from rankwise.trainer.metrics import Reported, Results
     from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.state import Progress
+    from rankwise.trainer.options import TrainerOptions
+    from rankwise.trainer.state import Progress, RunningStage, StopCondition
 
-__all__ = ["LoopContext", "LoopSettings", "MetricsLog", "StopState"]
-
-
-class LoopSettings(Protocol):
-    """The Trainer's arguments that loops read. A callback may change them between two batches."""
-
-    accumulate_grad_batches: int
-    check_val_every_n_epoch: int
-    gradient_clip_algorithm: str
-    gradient_clip_val: float
-    log_every_n_steps: int
-    on_nonfinite: str | None
-    uneven_inputs: str
-    val_check_interval: int | float
-
-
-class MetricsLog(Protocol):
-    """Where loops put what the module logs."""
-
-    callback_metrics: dict[str, Tensor]
-    results: Results
-    epoch_results: Results | None
-
-    def in_phase(self, phase: str, results: Results) -> AbstractContextManager[None]:
-        """Set the phase, and log into `results`, in the block."""
-
-    def publish(self, values: list[Reported], *, is_logged: bool) -> None:
-        """Show metrics to callbacks and the progress bar, and with `is_logged` to the loggers."""
-
-
-class StopState(Protocol):
-    """When training stops."""
-
-    should_stop: bool
-
-    @property
-    def is_at_limit(self) -> bool:
-        """Whether training has reached `max_steps` or `max_epochs`: the same on all ranks."""
-
-    @property
-    def wants_to_stop(self) -> bool:
-        """Whether `should_stop` is set on this rank, and `min_epochs` are done."""
-
-    def warn_if_done(self) -> bool:
-        """Warn if there is nothing left to train, and return whether that is so."""
+__all__ = ["LoopContext"]
 
 
 @final
@@ -81,7 +36,7 @@ class LoopContext:
         gradient_order: the trainable parameters' numbers, in the order in which a backward pass reaches them.
         hooks: calls the hooks of callbacks and module.
         metrics: takes what is logged.
-        settings: the Trainer's arguments.
+        settings: the Trainer's arguments. A callback may change them between two batches.
         stop: when training stops.
         save_stop_checkpoint: writes the checkpoint from which a stopped fit continues. None saves nothing.
     """
@@ -95,7 +50,7 @@ class LoopContext:
     seed: int
     gradient_order: list[int]
     hooks: Hooks
-    metrics: MetricsLog
-    settings: LoopSettings
-    stop: StopState
+    metrics: RunningStage
+    settings: TrainerOptions
+    stop: StopCondition
     save_stop_checkpoint: Callable[[], None] | None

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
     from rankwise.strategies import Strategy
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
-    from rankwise.trainer.loops.context import LoopContext, LoopSettings
+    from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.options import TrainerOptions
 
 __all__ = ["ManualOptimization", "check_manual"]
 
 
-def check_manual(module: TrainingModule, strategy: Strategy, settings: LoopSettings) -> None:
+def check_manual(module: TrainingModule, strategy: Strategy, settings: TrainerOptions) -> None:
     """Make sure that a trainer is not asked to do what manual optimisation leaves to the module.
 
     Raises:

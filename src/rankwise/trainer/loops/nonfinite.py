@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.loops.context import LoopContext
 
-__all__ = ["POLICIES", "NonFiniteGuard", "check_hook"]
+__all__ = ["NonFiniteGuard", "check_hook"]
 
-POLICIES = ("raise", "skip")
 _log = logging.getLogger(__name__)
 
 

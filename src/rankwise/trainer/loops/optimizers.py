@@ -12,9 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
 
 if TYPE_CHECKING:
+    from rankwise.precision import Precision
+    from rankwise.strategies import Strategy
     from rankwise.trainer.module import TrainingModule
 
-__all__ = ["SchedulerConfig", "configure"]
+__all__ = ["OptimizerSet", "SchedulerConfig", "configure"]
 
 _METHOD = "configure_optimizers()"
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict")
@@ -119,3 +121,74 @@ def _scheduler_config(given: Any) -> SchedulerConfig:
         if key not in _KEYS:
             raise UnknownArgumentError(target=f"lr_scheduler in {_METHOD}", name=str(key), known=_KEYS)
     return SchedulerConfig(**{"scheduler": None, **given})
+
+
+@final
+class OptimizerSet:
+    """A fit's optimizers and schedulers, and their states where they do not exist in this process.
+
+    Pickling keeps the states only: optimizers are created again from the module's parameters.
+
+    Attributes:
+        optimizers: the optimizers.
+        schedulers: the learning rate schedulers, and when they step.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[SchedulerConfig] = []
+        self._pending: tuple[list[Any], list[Any]] | None = None
+
+    def create(self, module: TrainingModule, precision: Precision) -> None:
+        """Create the module's optimizers and schedulers, or keep those of the fit that continues.
+
+        Their state is what the last fit left, on the device where the parameters are now.
+        """
+        states = self._local_states()
+        if not self.optimizers:
+            self.optimizers, self.schedulers = configure(module)
+        precision.configure(module, self.optimizers)
+        if states is not None:
+            self.load(*states)
+        self._pending = None
+
+    def states(self, strategy: Strategy) -> tuple[list[Any], list[Any]]:
+        """Return the whole states of the optimizers and schedulers that exist here.
+
+        Collective: within a stage, every rank must call this.
+        """
+        optimizers = [strategy.get_optimizer_state(optimizer) for optimizer in self.optimizers]
+        return optimizers, self._scheduler_states()
+
+    def states_or_kept(self, strategy: Strategy) -> tuple[list[Any], list[Any]]:
+        """Return `states`, or the kept states where no optimizer exists. Collective: as `states`."""
+        if not self.optimizers and self._pending is not None:
+            return self._pending
+        return self.states(strategy)
+
+    def keep_states(self, optimizers: list[Any], schedulers: list[Any]) -> None:
+        """Keep the states of optimizers that cannot exist in this process."""
+        self.optimizers, self.schedulers = [], []
+        self._pending = optimizers, schedulers
+
+    def load(self, optimizers: list[Any], schedulers: list[Any]) -> None:
+        """Load the states into the optimizers and schedulers.
+
+        Raises:
+            ValueError: when they do not fit.
+        """
+        for optimizer, state in zip(self.optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        for config, state in zip(self.schedulers, schedulers, strict=True):
+            config.scheduler.load_state_dict(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": [], "schedulers": [], "_pending": self._local_states()}
+
+    def _local_states(self) -> tuple[list[Any], list[Any]] | None:
+        if not self.optimizers:
+            return self._pending
+        return [optimizer.state_dict() for optimizer in self.optimizers], self._scheduler_states()
+
+    def _scheduler_states(self) -> list[Any]:
+        return [config.scheduler.state_dict() for config in self.schedulers]

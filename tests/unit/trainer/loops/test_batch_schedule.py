@@ -13,7 +13,7 @@ from torch import nn
 
 from rankwise.data import sharded_sampler_of
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnevenInputsError
-from rankwise.trainer.data_loaders import LoaderShard, TrainDataShard, share_for
+from rankwise.trainer.data_loaders import LoaderShard, TrainDataShard, shard_for_phase
 from rankwise.trainer.loops.batch_schedule import BatchSchedule
 from rankwise.trainer.loops.join import preserve_state
 from rankwise.trainer.state import Progress
@@ -27,7 +27,7 @@ def schedule(
     train = trainer(folder, uneven_inputs=policy)
     train.strategy = with_second_rank(lambda fact: (other, other_is_certain))
     batches = list(range(int(mine)))
-    share = TrainDataShard(train, LoaderShard(batches, mine), seed=0)
+    share = TrainDataShard(LoaderShard(batches, mine), 0, 1.0, train.strategy)
     return BatchSchedule(train.strategy, nn.BatchNorm1d(1), share, policy)
 
 
@@ -84,7 +84,8 @@ def test_join_goes_on_behind_the_end(tmp_path: Path) -> None:
     """A rank whose split sampler stands behind its end takes one from its beginning."""
     train = trainer(tmp_path, uneven_inputs="join")
     train.strategy = with_second_rank(lambda fact: (3, True))
-    share = TrainDataShard(train, share_for(train, "train", loader(3, batch_size=1), seed=0), seed=0)
+    shard = shard_for_phase("train", loader(3, batch_size=1), 0, train.options, train.strategy)
+    share = TrainDataShard(shard, 0, 1.0, train.strategy)
     progress = Progress(batches_done=2, samples_done=4)
     share.place(progress)
     found = BatchSchedule(train.strategy, nn.Identity(), share, "join")
@@ -123,7 +124,7 @@ def test_weights(tmp_path: Path) -> None:
 def test_weights_alone(tmp_path: Path) -> None:
     """One process alone averages over its window, endless data included."""
     train = trainer(tmp_path)
-    share = TrainDataShard(train, LoaderShard([], float("inf")), seed=0)
+    share = TrainDataShard(LoaderShard([], float("inf")), 0, 1.0, train.strategy)
     assert BatchSchedule(train.strategy, nn.Identity(), share, "error").weight(4, 8) == 1 / 4
 
 
@@ -139,7 +140,8 @@ def test_shards_for_joining_are_not_padded(policy: str, count: int, tmp_path: Pa
     train = trainer(tmp_path, uneven_inputs=policy)
     train.strategy = with_second_rank(lambda fact: fact)
     train.strategy._ranks = type(train.strategy.ranks)(1, 1, 0, 2, 2, 1)
-    assert share_for(train, "train", loader(7, batch_size=1), seed=0).num_batches == count
+    shard = shard_for_phase("train", loader(7, batch_size=1), 0, train.options, train.strategy)
+    assert shard.num_batches == count
 
 
 def test_shadows_leave_no_trace() -> None:

@@ -235,8 +235,9 @@ def test_none_with_other_ranks(tmp_path: Path) -> None:
     """With several ranks a skipped batch would make the others wait, so it is an error."""
     train = trainer(tmp_path)
     train.strategy = with_second_rank(lambda mine: mine)
-    model, share = Line(), TrainDataShard(train, LoaderShard([], 0), seed=0)
+    model, share = Line(), TrainDataShard(LoaderShard([], 0), 0, 1.0, train.strategy)
     schedule = BatchSchedule(train.strategy, model, share, "error")
+    train.enter_stage(train.strategy, model, "fit")
     optimization = AutomaticOptimization(loop_context(train, model, nn.Identity()), schedule)
     with pytest.raises(ConfigurationError, match="returned None"):
         optimization._loss_of(None, 3)
