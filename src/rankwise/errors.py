@@ -675,7 +675,7 @@ class RankMismatchError(RankwiseError, RuntimeError):
     def fix(self) -> str:
         fix = "build and call the same on every rank; look for code that depends on the rank or the host."
         if "the seed" in self.differences:
-            fix += " Use one seed on all ranks, seed_everything(1); in a fit, each draws from its own stream."
+            fix += " Use one seed, seed_everything(1): each rank draws from a stream of its own in a fit."
         return fix
 
 

@@ -1,4 +1,4 @@
-"""`python -m rankwise doctor` and `strategies`: what is here, does it work, what is there to choose from?"""
+"""`python -m rankwise doctor` diagnoses a job; `python -m rankwise strategies` lists the strategies."""
 
 from rankwise.doctor.command import main
 from rankwise.doctor.report import Finding, Report, Section

@@ -1,4 +1,4 @@
-"""Who started this process, and why it was not somebody else."""
+"""The report's section on who started this process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rankwise.doctor.report import Finding, Section
 from rankwise.environments import Detection, detect_environment
 from rankwise.errors import RankwiseError
 
-# Variables that say that a scheduler has given this machine to the user, and what starts ranks there.
-_STARTERS = {"SLURM_JOB_ID": ("Slurm", "srun"), "LSB_JOBID": ("LSF", "jsrun")}
+# By the variable of a scheduler's allocation: the scheduler, and the command that starts ranks in it.
+_SCHEDULERS = {"SLURM_JOB_ID": ("Slurm", "srun"), "LSB_JOBID": ("LSF", "jsrun")}
 _PRESETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _TITLE = "Who started this process"
 
 
 def examine_environment(environ: Mapping[str, str]) -> tuple[Section, Detection | None]:
-    """Say what was detected and why, and why nothing else; no `Detection` where that failed."""
+    """Report what was detected and why the others were not; the `Detection` is None if that failed."""
     try:
         detection = detect_environment(environ)
     except RankwiseError as error:
@@ -38,7 +38,7 @@ def examine_environment(environ: Mapping[str, str]) -> tuple[Section, Detection 
 
 def _undetected(error: RankwiseError) -> Section:
     facts: dict[str, Any] = {"name": None, "reason": error.summary(), "variables": {}, "rejected": {}}
-    lines = ["cannot be told: a launcher's variables are there, but wrong"]
+    lines = ["not known: a launcher's variables are set, but wrong"]
     if seen := error.seen():
         lines.append(f"  {seen}")
     return Section("environment", _TITLE, facts, lines, [Finding(error.summary(), error.fix())])
@@ -46,22 +46,22 @@ def _undetected(error: RankwiseError) -> Section:
 
 def _notes_when_alone(environ: Mapping[str, str]) -> list[Finding]:
     notes = []
-    for variable, (scheduler, starter) in _STARTERS.items():
+    for variable, (scheduler, starter) in _SCHEDULERS.items():
         if job := environ.get(variable):
             notes.append(
                 Finding(
-                    f"This is {scheduler} job {job}, but {starter} did not start this process: it is alone, "
-                    "and uses this node only.",
+                    f"This is {scheduler} job {job}, but {starter} did not start this process: it is "
+                    "alone and uses this node only.",
                     f"to train on all tasks of the job, put {starter} before the command: {starter} python "
-                    "train.py. To train on this node alone, go on as you are.",
+                    "train.py. To train on this node only, nothing.",
                     is_error=False,
                 )
             )
     if presets := [f"{name}={environ[name]}" for name in _PRESETS if environ.get(name)]:
         notes.append(
             Finding(
-                f"{', '.join(presets)} is set, but not the rest of what a launcher sets, so it was ignored.",
-                "nothing, if it is a preset of this machine or image; if you start the ranks by hand, set "
+                f"{', '.join(presets)} is set without the other variables of a launcher, so it was ignored.",
+                "nothing, if this machine or image presets it; if you start the ranks by hand, set "
                 "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each.",
                 is_error=False,
             )

@@ -1,4 +1,4 @@
-"""This machine: versions, devices, back ends, and what is known to go wrong with them."""
+"""The report's sections on this machine: versions, devices and back ends, with their known problems."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rankwise.doctor.report import Finding, Section
 from rankwise.process_group import default_backend
 from rankwise.strategies.job import usable_cores
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  only its size is looked at
-_LITTLE_SHARED_MEMORY = 256 * 2**20
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  only its size is read
+_SMALL_SHARED_MEMORY = 256 * 2**20
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that the ranks of a job should have in common."""
+    """Return the versions that all ranks of a job should share."""
     return {
         "rankwise": rankwise.__version__,
         "torch": torch.__version__,
@@ -31,14 +31,14 @@ def versions() -> dict[str, str]:
 
 
 def examine_versions() -> Section:
-    """Say which versions are installed."""
+    """Report the installed versions."""
     facts = {**versions(), "platform": platform.platform()}
     line = "rankwise {rankwise}, torch {torch}, Python {python}, CUDA {cuda}".format(**facts)
     return Section("versions", "Versions", facts, [line, facts["platform"]])
 
 
 def examine_devices(environ: Mapping[str, str]) -> Section:
-    """Say which devices there are."""
+    """Report the devices."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     facts: dict[str, Any] = {
         "cuda": gpus,
@@ -59,31 +59,25 @@ def _shared_memory() -> int | None:
 def _device_findings(facts: Mapping[str, Any]) -> list[Finding]:
     findings = []
     if not facts["cuda"] and Path("/dev/nvidia0").exists():
-        is_hidden = facts["cuda_visible_devices"] == ""
-        findings.append(
-            Finding(
-                f"This machine has an NVIDIA GPU, but torch {torch.__version__} sees none.",
-                "unset CUDA_VISIBLE_DEVICES, which is empty."
-                if is_hidden
-                else "install a torch with CUDA that fits the driver (nvidia-smi shows its version): "
-                "https://pytorch.org/get-started",
+        what = f"This machine has an NVIDIA GPU, but torch {torch.__version__} finds none."
+        fix = "unset CUDA_VISIBLE_DEVICES, which is empty."
+        if facts["cuda_visible_devices"] != "":
+            fix = (
+                "install a torch with CUDA that fits the driver (nvidia-smi shows its version): "
+                "https://pytorch.org/get-started"
             )
-        )
+        findings.append(Finding(what, fix))
     shared = facts["shared_memory_bytes"]
-    if shared is not None and shared < _LITTLE_SHARED_MEMORY:
-        findings.append(
-            Finding(
-                f"{_SHARED_MEMORY} holds only {shared / 2**20:.0f} MiB, and DataLoader workers send their "
-                "batches through it.",
-                "start the container with --shm-size=2g (Kubernetes: an emptyDir of medium Memory there).",
-                is_error=False,
-            )
-        )
+    if shared is not None and shared < _SMALL_SHARED_MEMORY:
+        size = f"{shared / 2**20:.0f} MiB"
+        what = f"{_SHARED_MEMORY} holds only {size}, and DataLoader workers send batches through it."
+        fix = "start the container with --shm-size=2g (Kubernetes: mount an emptyDir of medium Memory there)."
+        findings.append(Finding(what, fix, is_error=False))
     return findings
 
 
 def examine_backends(environ: Mapping[str, str]) -> Section:
-    """Say which back ends this torch has."""
+    """Report the back ends of this torch."""
     has = {
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
@@ -102,8 +96,8 @@ def _backend_findings(has: Mapping[str, bool], environ: Mapping[str, str]) -> li
     if torch.cuda.device_count() and not has["nccl"]:
         findings.append(
             Finding(
-                "There are CUDA devices, but this torch has no NCCL: gradients would travel through the CPU.",
-                "install a torch that has it: the Linux wheels of https://pytorch.org/get-started do.",
+                "There are CUDA devices, but this torch has no NCCL: gradients would go through the CPU.",
+                "install a torch with NCCL, such as the Linux wheels of https://pytorch.org/get-started.",
             )
         )
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":

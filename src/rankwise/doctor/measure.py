@@ -1,4 +1,4 @@
-"""What runs on every rank: say who and where it is, and all-reduce tensors of several sizes."""
+"""Collect facts on every rank, measure all-reduces, and describe both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rankwise.doctor.report import Finding, Section, table
 from rankwise.strategies import Strategy
 
 SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20)
-"""Bytes per tensor: a flag, a small model's gradients, ..., a bucket of DDP (25 MiB) and a little more."""
+"""Bytes per tensor: from a flag to a little more than a bucket of DDP (25 MiB)."""
 _REPEATS = 10
 _WARM_UP = 2
 
@@ -27,7 +27,7 @@ _WARM_UP = 2
 @final
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank, as it sees itself."""
+    """What one rank reports about itself."""
 
     global_rank: int
     node_rank: int
@@ -44,7 +44,7 @@ class RankFacts:
 @final
 @dataclass(frozen=True)
 class Measurement:
-    """All-reduces of one size: the median time, what a link carried per second, were the sums right."""
+    """All-reduces of one size: median time, bandwidth of a link, and whether all sums were right."""
 
     size: int
     seconds: float
@@ -54,26 +54,26 @@ class Measurement:
 
 @final
 @dataclass(frozen=True)
-class Meeting:
-    """What rank 0 knows once all ranks have met."""
+class JobFacts:
+    """What rank 0 reports about a job."""
 
     backend: str | None
     ranks: tuple[RankFacts, ...]
     measurements: tuple[Measurement, ...]
 
 
-def meet(strategy: Strategy) -> Meeting:
-    """Gather every rank's facts, and measure.
+def measure(strategy: Strategy) -> JobFacts:
+    """Gather every rank's facts and measure all-reduces.
 
     Collective: every rank must call this.
     """
-    ranks = strategy.all_gather_object(_own_facts(strategy))
+    ranks = strategy.all_gather_object(_rank_facts(strategy))
     measurements = [_measure(size, strategy) for size in SIZES] if strategy.world_size > 1 else []
     backend = dist.get_backend() if dist.is_initialized() else None
-    return Meeting(backend, tuple(ranks), tuple(measurements))
+    return JobFacts(backend, tuple(ranks), tuple(measurements))
 
 
-def _own_facts(strategy: Strategy) -> RankFacts:
+def _rank_facts(strategy: Strategy) -> RankFacts:
     device = strategy.root_device
     return RankFacts(
         strategy.global_rank,
@@ -98,28 +98,30 @@ def _measure(size: int, strategy: Strategy) -> Measurement:
         dist.barrier()
         started = time.perf_counter()
         dist.all_reduce(tensor)
-        is_right = bool((tensor == expected).all()) and is_right  # waits for the device too
+        is_right = bool((tensor == expected).all()) and is_right  # also waits for the device
         times.append(time.perf_counter() - started)
     seconds = statistics.median(times[_WARM_UP:])
-    # A ring sends each byte 2 (n - 1) / n times over each link, whatever the number of ranks.
+    # In a ring each link carries every byte 2 (n - 1) / n times.
     carried = size * 2 * (strategy.world_size - 1) / strategy.world_size
-    everywhere = strategy.reduce_boolean_decision(is_right)
-    return Measurement(size, seconds, carried / seconds, everywhere)
+    return Measurement(size, seconds, carried / seconds, strategy.reduce_boolean_decision(is_right))
 
 
-# ---------------------------------------------------------------------------------------- in words
+# ---------------------------------------------------------------------------------------- sections
 
 
-def describe_ranks(endpoint: Meeting, how: str) -> Section:
-    """Say which ranks have met, and what differs between them that should not."""
+def describe_ranks(job: JobFacts, how_started: str) -> Section:
+    """Report the ranks, different versions, and devices that several ranks use."""
     rows = [
         (rank.global_rank, rank.node_rank, rank.local_rank, rank.host, rank.pid, _device(rank), rank.threads)
-        for rank in endpoint.ranks
+        for rank in job.ranks
     ]
     header = ("global_rank", "node_rank", "local_rank", "host", "pid", "device", "threads")
-    lines = [f"{len(rows)} ranks, {how}" if len(rows) > 1 else f"1 rank, {how}", *table(header, rows)]
-    facts = [asdict(rank) for rank in endpoint.ranks]
-    return Section("ranks", "Ranks", facts, lines, [*_differences(endpoint.ranks), *_shared(endpoint.ranks)])
+    lines = [
+        f"{len(rows)} ranks, {how_started}" if len(rows) > 1 else f"1 rank, {how_started}",
+        *table(header, rows),
+    ]
+    facts = [asdict(rank) for rank in job.ranks]
+    return Section("ranks", "Ranks", facts, lines, [*_differences(job.ranks), *_shared_devices(job.ranks)])
 
 
 def _device(rank: RankFacts) -> str:
@@ -143,17 +145,17 @@ def _differences(ranks: Sequence[RankFacts]) -> list[Finding]:
     return findings
 
 
-def _shared(ranks: Sequence[RankFacts]) -> list[Finding]:
+def _shared_devices(ranks: Sequence[RankFacts]) -> list[Finding]:
     by_device: dict[tuple[str, str], list[int]] = {}
     for rank in ranks:
         if rank.device != "cpu":
             by_device.setdefault((rank.host, rank.device), []).append(rank.global_rank)
-    # With one visible device each, every rank's own device is called cuda:0.
+    # If each rank sees only its own device, all of them are called cuda:0.
     is_isolated = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1
     return [
         Finding(
             f"Ranks {_short(who)} share {device} on {host}.",
-            "start as many ranks on a node as it has devices.",
+            "start no more ranks on a node than it has devices.",
         )
         for (host, device), who in by_device.items()
         if len(who) > 1 and not is_isolated
@@ -165,17 +167,17 @@ def _short(numbers: Sequence[int]) -> str:
     return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
 
 
-def describe_measurements(endpoint: Meeting) -> Section:
-    """Say how long all-reduces take."""
+def describe_measurements(job: JobFacts) -> Section:
+    """Report how long all-reduces take."""
     rows = [
         (_bytes(one.size), f"{one.seconds * 1000:.3f} ms", f"{_bytes(round(one.bytes_per_second))}/s")
-        for one in endpoint.measurements
+        for one in job.measurements
     ]
     lines = [
-        f"back end {endpoint.backend}; median of {_REPEATS}",
+        f"back end {job.backend}; median of {_REPEATS}",
         *table(("tensor", "time", "bandwidth per link"), rows),
     ]
-    wrong = [_bytes(one.size) for one in endpoint.measurements if not one.is_right]
+    wrong = [_bytes(one.size) for one in job.measurements if not one.is_right]
     findings = [
         Finding(
             f"The all-reduce of {size} gave wrong sums.",
@@ -183,7 +185,7 @@ def describe_measurements(endpoint: Meeting) -> Section:
         )
         for size in wrong
     ]
-    facts = {"backend": endpoint.backend, "all_reduce": [asdict(one) for one in endpoint.measurements]}
+    facts = {"backend": job.backend, "all_reduce": [asdict(one) for one in job.measurements]}
     return Section("collectives", "All-reduce", facts, lines, findings)
 
 

@@ -1,4 +1,4 @@
-"""Addresses: this host's name and interfaces, which one the ranks meet on, how fast names are looked up."""
+"""The report's section on the network: interfaces, the main address, the time of name look-ups."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from rankwise.environments.network import (
 )
 from rankwise.errors import ConfigurationError
 
-_LONGEST_LOOKUP_S = 6.0  # a resolver that does not answer gives up after 5 s
+_LONGEST_LOOKUP_S = 6.0  # a resolver's own limit is 5 s
 _SLOW_LOOKUP_S = 1.0
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def lookup_seconds() -> float:
-    """Return how long the slower one of two look-ups took: the host's address by name, a name by address."""
+    """Return the seconds of the slower of two look-ups: this host's address, and its name."""
     host = socket.gethostname()
     return max(_seconds(lambda: socket.gethostbyname(host)), _seconds(lambda: socket.gethostbyaddr(host)))
 
 
 def _seconds(look_up: Callable[[], object]) -> float:
-    # In a thread of its own: a resolver that does not answer cannot be interrupted.
+    # In a thread: a look-up that hangs cannot be interrupted.
     def run() -> None:
-        with contextlib.suppress(OSError):  # an unknown name is an answer too
+        with contextlib.suppress(OSError):  # an unknown name ends the look-up too
             look_up()
 
     started = time.monotonic()
@@ -50,7 +50,7 @@ def interfaces() -> dict[str, str]:
     found = {}
     if sys.platform == "linux":
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # it has no IPv4 address
                 found[name] = _address_of(name)
     return found
 
@@ -70,13 +70,13 @@ def examine_network(
     slowest_lookups: Mapping[str, float],
     other_node: str | None = None,
 ) -> Section:
-    """Say where the ranks meet.
+    """Report through which address and interface the ranks connect.
 
     Args:
-        environ: the variables of this process.
-        main_address: rank 0's, where there are several nodes; None on one.
-        slowest_lookups: by host, how long its look-up of names took, in seconds.
-        other_node: the name of a node that is not rank 0's, where one is known.
+        environ: environment variables.
+        main_address: rank 0's address; None on one node.
+        slowest_lookups: seconds of each host's name look-up.
+        other_node: name of another node than rank 0's, if known.
     """
     there = interfaces()
     facts: dict[str, Any] = {
@@ -88,7 +88,7 @@ def examine_network(
     }
     lines = [f"host name: {facts['host']}"]
     lines += [f"interface {name}: {address}" for name, address in there.items()]
-    lines.append(_meeting_place(main_address, facts["interface"]))
+    lines.append(_describe_main_address(main_address, facts["interface"]))
     lines += [
         f"names are looked up in {seconds * 1000:.0f} ms on {host}"
         for host, seconds in slowest_lookups.items()
@@ -98,9 +98,9 @@ def examine_network(
     return Section("network", "Addresses", facts, lines, findings)
 
 
-def _meeting_place(main_address: str | None, interface: str | None) -> str:
+def _describe_main_address(main_address: str | None, interface: str | None) -> str:
     if main_address is None:
-        return "the ranks of one node meet on loopback alone: nobody else can reach them"
+        return "the ranks of one node listen on loopback only: no other host can reach them"
     if interface is None:
         return f"rank 0 is at {main_address}"
     return f"rank 0 is at {main_address}, reached through interface {interface}"
@@ -119,9 +119,9 @@ def _lookup_findings(slowest: Mapping[str, float]) -> list[Finding]:
         return []
     return [
         Finding(
-            f"Looking up host names took {max(slowest.values()):.1f} s on {', '.join(slow)}. torch does so "
-            "for every connection to its TCP store: the ranks may meet late, or not in time.",
-            "name the host and its address in /etc/hosts, or correct /etc/resolv.conf.",
+            f"Looking up host names took {max(slowest.values()):.1f} s on {', '.join(slow)}. torch looks up "
+            "names for every connection to its TCP store, so the rendezvous may time out.",
+            "add the host and its address to /etc/hosts, or correct /etc/resolv.conf.",
             is_error=False,
         )
     ]
@@ -130,7 +130,7 @@ def _lookup_findings(slowest: Mapping[str, float]) -> list[Finding]:
 def _interface_findings(environ: Mapping[str, str], there: Mapping[str, str]) -> list[Finding]:
     findings = []
     for variable in _INTERFACE_VARIABLES:
-        # NCCL's may be a list, prefixes, or an exclusion: only a plain name is surely wrong
+        # NCCL's may be a list, prefixes or an exclusion: check plain names only
         wanted = environ.get(variable, "")
         is_known = any(name.startswith(wanted.lstrip("=")) for name in there)
         if wanted and there and not is_known and wanted.replace("=", "").isalnum():
@@ -152,13 +152,13 @@ def _address_findings(main_address: str | None, other_node: str | None) -> list[
         return [Finding(error.summary(), error.fix())]
     if is_own_loopback_name(main_address):
         return _own_name_findings(main_address, other_node)
-    # A name that is loopback on its own host is another address elsewhere; these are loopback everywhere.
+    # Unlike the host's own name, these are loopback on every node.
     if main_address in ("localhost", "::1") or main_address.startswith("127."):
         return [
             Finding(
                 f"The main address {main_address!r} is loopback, but the job has several nodes.",
-                "set MASTER_ADDR to an address of rank 0's node that the other nodes can reach. (Where all "
-                "nodes are this one machine, nothing has to be done.)",
+                "set MASTER_ADDR to an address of rank 0's node that the other nodes can reach. (Nothing, if "
+                "all nodes are on this machine.)",
                 is_error=False,
             )
         ]
@@ -172,9 +172,9 @@ def _own_name_findings(main_address: str, other_node: str | None) -> list[Findin
         return [Finding(f"{error.summary()} {error.seen()}", error.fix(), is_error=False)]
     return [
         Finding(
-            f"This host knows its own name {main_address!r} as loopback (Debian's /etc/hosts says so). "
-            f"The ranks meet at {address}: that must be what the other nodes know by the name.",
-            f"nothing, where it is; otherwise set MASTER_ADDR={address} (or the right one) on every node.",
+            f"This host resolves its own name {main_address!r} to loopback (as Debian's /etc/hosts does). "
+            f"The ranks meet at {address}: the other nodes must resolve the name to that address.",
+            f"nothing, if they do; otherwise set MASTER_ADDR={address} (or the right one) on every node.",
             is_error=False,
         )
     ]

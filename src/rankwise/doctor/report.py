@@ -1,4 +1,4 @@
-"""A report: sections of facts, and at its end what to fix; as text for people, as JSON for programs."""
+"""A report: sections of facts, and what to fix; as text or as JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _WIDTH = 100
 @final
 @dataclass(frozen=True)
 class Finding:
-    """Something that the reader should know, and what to do about it.
+    """A problem or a note, and what to do about it.
 
     Attributes:
-        what: what is wrong or noteworthy, as a sentence.
-        fix: what to do, imperative.
+        what: the problem, as a sentence.
+        fix: what to do, as an imperative.
         is_error: False for a note, which leaves the exit code at 0.
     """
 
@@ -35,11 +35,11 @@ class Section:
     """One part of a report.
 
     Attributes:
-        key: its name in JSON.
-        title: its title in the text.
-        facts: what was found, for JSON.
-        lines: the same in words.
-        findings: what to fix about it.
+        key: name in JSON.
+        title: title in the text.
+        facts: content for JSON.
+        lines: the same as text.
+        findings: problems and notes.
     """
 
     key: str
@@ -52,24 +52,24 @@ class Section:
 @final
 @dataclass
 class Report:
-    """All sections, in order, and the next step where nothing is wrong."""
+    """All sections in order, and the next step if there is no error."""
 
     sections: list[Section] = field(default_factory=list)
     next_step: str = ""
 
     @property
     def findings(self) -> list[Finding]:
-        """What to fix, errors first."""
+        """All findings, errors first."""
         found = [finding for section in self.sections for finding in section.findings]
         return sorted(found, key=lambda finding: not finding.is_error)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing is wrong; notes do not count."""
+        """Whether there is no error; notes do not count."""
         return not any(finding.is_error for finding in self.findings)
 
     def to_json(self) -> str:
-        """Return the report for programs."""
+        """Return the report as JSON."""
         content: dict[str, Any] = {"ok": self.is_healthy}
         content |= {section.key: section.facts for section in self.sections}
         content["findings"] = [
@@ -80,7 +80,7 @@ class Report:
         return json.dumps(content, indent=2)
 
     def to_text(self) -> str:
-        """Return the report for people."""
+        """Return the report as text."""
         blocks = [_block(section.title, section.lines) for section in self.sections]
         return "\n\n".join([*blocks, _block("What to fix", self._advice())])
 
@@ -96,7 +96,7 @@ class Report:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a table, its columns as wide as they must be."""
+    """Return the lines of a table with aligned columns."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     return [

@@ -1,4 +1,4 @@
-"""`python -m rankwise strategies`: the registered names, what they expand to, and what they can be given."""
+"""`python -m rankwise strategies`: the registered names, what they stand for, and their arguments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _as_text(entries: dict[str, RegisteredStrategy]) -> str:
 
 
 def _by_defaults(entries: dict[str, RegisteredStrategy]) -> dict[tuple[str, ...], str]:
-    """Return the arguments with their defaults, by the classes that take them."""
+    """Return the arguments with their defaults as text, by the classes that share them."""
     found: dict[str, list[str]] = {}
     for cls in dict.fromkeys(entry.strategy for entry in entries.values()):
         text = ", ".join(f"{key}={_word(value)}" for key, value in _defaults(cls).items())
@@ -66,7 +66,7 @@ def _start_method(entry: RegisteredStrategy) -> str | None:
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """Return the constructor's keywords, with those of the class that it hands other ones on to."""
+    """Return a constructor's keywords and defaults, including those that it forwards to a base class."""
     defaults: dict[str, Any] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 
 from rankwise.doctor import Report
-from rankwise.doctor.examination import Wanted, examine
-from rankwise.doctor.measure import Measurement, Meeting, RankFacts, describe_measurements, describe_ranks
+from rankwise.doctor.examination import Request, examine
+from rankwise.doctor.measure import JobFacts, Measurement, RankFacts, describe_measurements, describe_ranks
 from rankwise.doctor.network import examine_network, interfaces
 from rankwise.environments import network
 from rankwise.environments.detect import environment_names
@@ -33,7 +33,7 @@ def _resolver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examined(environ: Mapping[str, str], devices: str = "auto") -> tuple[Report, bool]:
-    return examine(Wanted(devices=devices, connects=False), environ)
+    return examine(Request(devices=devices, runs_collectives=False), environ)
 
 
 def facts(report: Report, key: str) -> Mapping[str, object]:
@@ -164,7 +164,7 @@ def rank(number: int, torch_version: str = "2.13.0") -> RankFacts:
 
 def test_different_versions() -> None:
     """Ranks that differ in a version are grouped by it."""
-    endpoint = Meeting("gloo", (rank(0), rank(1, "2.6.0"), rank(2)), ())
+    endpoint = JobFacts("gloo", (rank(0), rank(1, "2.6.0"), rank(2)), ())
     [finding] = describe_ranks(endpoint, "started by hand").findings
     assert "torch: 2.13.0 on ranks 0, 2; 2.6.0 on ranks 1" in finding.what
 
@@ -172,6 +172,6 @@ def test_different_versions() -> None:
 def test_wrong_sums() -> None:
     """An all-reduce whose sum was wrong on any rank is wrong."""
     measured = (Measurement(4, 0.001, 4000.0, True), Measurement(4096, 0.001, 4e6, False))
-    section = describe_measurements(Meeting("gloo", (rank(0), rank(1)), measured))
+    section = describe_measurements(JobFacts("gloo", (rank(0), rank(1)), measured))
     assert [finding.what for finding in section.findings] == ["The all-reduce of 4 KiB gave wrong sums."]
     assert section.lines[-1].split() == ["4", "KiB", "1.000", "ms", "3.81", "MiB/s"]
