@@ -1,19 +1,21 @@
-"""Data: each rank's part of a data loader."""
+"""Split data loaders over the ranks."""
 
 from rankwise.data.batch_sizes import BatchSizes, batch_sizes
 from rankwise.data.batch_stream import BatchStream, sharded_sampler_of, with_batch_stream
 from rankwise.data.iterable import ShardedIterable, ShardInfo, shard_info
 from rankwise.data.sampler import ShardedSampler, set_epoch_of
 from rankwise.data.sharding import (
+    batches_before_split,
+    check_interleaved_by_batches,
     check_shardable,
     in_dataset_order,
     is_shardable,
+    is_split,
     order_seed,
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
 )
-from rankwise.data.user_sharding import batches_before_split, check_interleaved_by_batches, is_split
 
 __all__ = [
     "BatchStream",

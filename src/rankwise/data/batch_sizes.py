@@ -1,4 +1,4 @@
-"""How many samples each rank's batches have, told from the samplers, before any of them is read."""
+"""Compute the batch sizes of all ranks from the samplers, before any batch is read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class BatchSizes:
     """The batch sizes of an epoch.
 
     Attributes:
-        rank: whose batches these are.
-        num_replicas: over how many ranks the data is split.
-        size_of: `size_of(rank, batch)`: a batch's number of samples; 0 beyond that rank's last one.
+        rank: this rank.
+        num_replicas: the number of ranks.
+        size_of: `size_of(rank, batch)` is a batch's number of samples; 0 after that rank's last batch.
     """
 
     rank: int
@@ -30,11 +30,11 @@ class BatchSizes:
     size_of: Callable[[int, int], int]
 
     def own(self, batch: int) -> int:
-        """Return how many samples this rank's batch has."""
+        """Return the number of samples of this rank's batch."""
         return self.size_of(self.rank, batch)
 
     def total(self, first: int, ends_by_rank: Sequence[int]) -> int:
-        """Return how many samples the ranks' batches from `first` to before `beyond[rank]` have together."""
+        """Return the number of samples of all ranks' batches from `first` to before `ends_by_rank[rank]`."""
         return sum(
             self.size_of(rank, batch)
             for rank in range(self.num_replicas)
@@ -43,14 +43,14 @@ class BatchSizes:
 
 
 def batch_sizes(loader: Any) -> BatchSizes | None:
-    """Return the batch sizes of a loader that is split over the ranks, or of a whole one.
+    """Return the batch sizes of a loader, which may be split over the ranks.
 
-    Call it after `set_epoch`: batches of a user's own batch sampler are drawn for the epoch. Batches are
-    counted from the epoch's first one on, also where the loader goes on within it.
+    Call it after `set_epoch`, because it draws the batches of a user's own batch sampler for the epoch.
+    Batches are counted from the epoch's first one, also if the loader starts at a later one.
 
     Returns:
-        None where nobody knows them: iterable data, loaders that are no `DataLoader`, samplers without
-        length, or whose length is one rank's alone, and loaders that do not batch.
+        None if they are unknown: for iterable data, loaders that are not a `DataLoader` or do not batch,
+        samplers without length, and samplers whose length holds for one rank only.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
@@ -59,11 +59,12 @@ def batch_sizes(loader: Any) -> BatchSizes | None:
     if isinstance(batches, BatchStream):
         first, batches = batches.first - batches.skipped, batches.batches
     if isinstance(batches, ShardedSampler):
-        return _of_dealt_batches(batches, first)
-    return _of_plain_batches(batches, first) if type(batches) is BatchSampler else None
+        return _of_whole_batches(batches, first)
+    return _of_samples(batches, first) if type(batches) is BatchSampler else None
 
 
-def _of_plain_batches(batches: Any, first: int) -> BatchSizes | None:
+def _of_samples(batches: Any, first: int) -> BatchSizes | None:
+    """Return the sizes of batches that torch's `BatchSampler` makes of each rank's samples."""
     sampler: Any = batches.sampler
     try:
         lengths = _lengths(sampler)
@@ -82,7 +83,7 @@ def _of_plain_batches(batches: Any, first: int) -> BatchSizes | None:
 
 
 def _lengths(sampler: Any) -> list[int] | None:
-    """Return how many samples each rank has; None where a rank knows only its own."""
+    """Return the number of samples of each rank; None if only this rank's is known."""
     if isinstance(sampler, ShardedSampler):
         return [sampler.length_of(rank) for rank in range(sampler.num_replicas)]
     if isinstance(sampler, DistributedSampler):
@@ -91,8 +92,8 @@ def _lengths(sampler: Any) -> list[int] | None:
     return [len(sampler)]
 
 
-def _of_dealt_batches(sampler: ShardedSampler, first: int) -> BatchSizes:
-    """Return the sizes of whole batches that were dealt out, each of its own size."""
+def _of_whole_batches(sampler: ShardedSampler, first: int) -> BatchSizes:
+    """Return the sizes of the user's own batches, which are distributed over the ranks as a whole."""
     sizes = [[len(batch) for batch in batches] for batches in sampler.items_by_rank()]
 
     def size_of(rank: int, batch: int) -> int:

@@ -1,17 +1,16 @@
-"""`BatchStream`: a loader's batches of indices, from any of them on, each with a seed for who loads it."""
+"""`BatchStream`: a loader's batches of indices, starting at any batch, with a seed for each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from torch.utils.data import DataLoader, Sampler
-from typing_extensions import TypeVar
 
 from rankwise.data.random_state import isolated_random_state, mixed_seed, seed_process
 from rankwise.data.sampler import ShardedSampler, has_length, own_generators, own_seed, set_epoch_of
-from rankwise.data.sharding import is_shardable, with_stream
+from rankwise.data.sharding import is_shardable, with_indices_from
 
 __all__ = ["BatchStream", "SeededBatch", "sharded_sampler_of", "with_batch_stream"]
 
@@ -20,9 +19,9 @@ Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 @final
 class SeededBatch(list[Any]):
-    """Indices of a batch; who iterates over them, to load the samples, seeds its random numbers first.
+    """Indices of a batch; iterating over them seeds the process's random numbers.
 
-    So a DataLoader's worker draws the same numbers for a batch, whatever it has loaded before.
+    So a DataLoader's worker draws the same random numbers for a batch, whatever it has loaded before.
     """
 
     def __init__(self, indices: list[Any], seed: int) -> None:
@@ -39,17 +38,17 @@ class SeededBatch(list[Any]):
 
 @final
 class BatchStream(Sampler[Any]):
-    """Yield what a batch sampler yields, in an order that depends on seed and epoch alone.
+    """Yield the batches of a batch sampler, in an order that depends on seed and epoch alone.
 
     Args:
         batches: the batch sampler.
-        seed: gives the order, unless the user has given the sampler a generator: then what seeded that does.
-        rank: whose batches these are.
-        worker_seed: for loaders with workers: what they draw depends on it, as each batch is a `SeededBatch`.
+        seed: determines the order, unless the sampler has a generator of the user's: then its seed does.
+        rank: the rank that reads these batches.
+        worker_seed: for loaders with workers: makes each batch a `SeededBatch`, with a seed made of this one.
 
     Attributes:
         first: the number in the epoch of the first batch that is yielded.
-        skipped: how many batches of the sampler are passed over before it.
+        skipped: the number of the sampler's batches that are skipped before it.
     """
 
     def __init__(self, batches: Any, *, seed: int, rank: int, worker_seed: int | None) -> None:
@@ -61,7 +60,7 @@ class BatchStream(Sampler[Any]):
         self.epoch = self.first = self.skipped = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; passed on to a batch sampler that has epochs too."""
+        """Set the epoch, also in a batch sampler that has `set_epoch`."""
         self.epoch = epoch
         set_epoch_of(epoch, self.batches)
 
@@ -74,10 +73,10 @@ class BatchStream(Sampler[Any]):
 
     def _drawn(self) -> Iterator[Any]:
         is_ours = isinstance(self.sampler, ShardedSampler) or isinstance(self.batches, ShardedSampler)
-        if is_ours or not has_length(self.batches):  # the first draw for themselves, the others have no end
+        if is_ours or not has_length(self.batches):  # a `ShardedSampler` seeds itself; others may be endless
             return iter(self.batches)
-        given = own_seed(self.batches)
-        seed = mixed_seed(self.seed if given is None else given, self.epoch)
+        user_seed = own_seed(self.batches)
+        seed = mixed_seed(self.seed if user_seed is None else user_seed, self.epoch)
         with isolated_random_state(seed, *own_generators(self.batches)):
             return iter(list(self.batches))
 
@@ -88,17 +87,16 @@ class BatchStream(Sampler[Any]):
 
 
 def with_batch_stream(loader: Loader, *, seed: int, rank: int, worker_seed: int) -> Loader:
-    """Return `loader` with its batches of indices as a `BatchStream`; as it is where it has none."""
+    """Return `loader` with its batches of indices as a `BatchStream`; unchanged if it has none."""
     if not is_shardable(loader) or loader.batch_sampler is None:
         return loader
     for_workers = worker_seed if loader.num_workers > 0 else None
-    return with_stream(
-        loader, BatchStream(loader.batch_sampler, seed=seed, rank=rank, worker_seed=for_workers)
-    )
+    stream = BatchStream(loader.batch_sampler, seed=seed, rank=rank, worker_seed=for_workers)
+    return with_indices_from(loader, stream)
 
 
 def sharded_sampler_of(loader: Any) -> ShardedSampler | None:
-    """Return the sampler that splits `loader` over the ranks, where it is one of ours."""
+    """Return the `ShardedSampler` that splits `loader` over the ranks, if there is one."""
     outer: Any = getattr(loader, "batch_sampler", None)
     inner = outer.batches if isinstance(outer, BatchStream) else outer
     candidates = (inner, getattr(outer, "sampler", None), getattr(loader, "sampler", None))

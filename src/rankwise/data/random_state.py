@@ -1,4 +1,4 @@
-"""Random numbers: one seed made of several facts, a state that is put back, a state that travels."""
+"""Mix seeds, isolate a block's random numbers, and save and restore the state of random generators."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 __all__ = ["get_random_state", "isolated_random_state", "mixed_seed", "seed_process", "set_random_state"]
 
 
-def mixed_seed(*facts: int) -> int:
-    """Return a seed, from 0 to 2**63 - 1, that differs wherever one of the facts does."""
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
+def mixed_seed(*numbers: int) -> int:
+    """Return a seed from 0 to 2**63 - 1 that depends on all `numbers`."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def seed_process(seed: int) -> None:
-    """Seed Python, NumPy (where loaded) and torch's CPU generator."""
+    """Seed Python, NumPy (if loaded) and torch's CPU generator."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -30,7 +30,7 @@ def seed_process(seed: int) -> None:
 
 @contextlib.contextmanager
 def isolated_random_state(seed: int, *generators: torch.Generator) -> Iterator[None]:
-    """Seed Python, NumPy (where loaded), torch's CPU generator and `generators`; put all back after."""
+    """Seed Python, NumPy (if loaded), torch's CPU generator and `generators`; restore all after it."""
     with contextlib.ExitStack() as stack:
         for generator in (torch.default_generator, *generators):
             stack.callback(generator.set_state, generator.get_state())
@@ -44,9 +44,9 @@ def isolated_random_state(seed: int, *generators: torch.Generator) -> Iterator[N
 
 
 def get_random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of Python's, NumPy's (where loaded), torch's and the device's generator.
+    """Return the state of Python's, NumPy's (if loaded), torch's and the device's generator.
 
-    Plain types and CPU tensors, so that `weights_only=True` loads them.
+    It consists of plain types and CPU tensors, so that `torch.load(weights_only=True)` loads it.
     """
     state: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
     if numpy := sys.modules.get("numpy"):
@@ -58,7 +58,7 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Take back what `get_random_state` returned; NumPy's only where NumPy is loaded."""
+    """Restore what `get_random_state` returned; NumPy's state only if NumPy is loaded."""
     torch.default_generator.set_state(state["torch"])
     random.setstate(state["python"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):

@@ -1,4 +1,4 @@
-"""`ShardedSampler`: one rank's part of a stream of indices; `LimitedSampler`: a sampler that ends early."""
+"""`ShardedSampler`: one rank's part of a sampler's items; `LimitedSampler`: a sampler's first items."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ __all__ = [
 ]
 
 Uneven = Literal["pad", "drop", "keep"]
-_PART = 1024  # items of an endless stream that are drawn at a time
+_CHUNK = 1024  # number of items of an endless stream that are drawn at a time
 
 
 @final
 class ShardedSampler(Sampler[Any]):
-    """Yield every `num_replicas`-th item of `sampler`, from number `rank` on.
+    """Yield every `num_replicas`-th item of `sampler`, starting at item `rank`.
 
-    Every rank draws the whole stream, under the same seed and in a random state of its own, so the ranks
-    agree on a shuffled order without talking to each other, and what else they draw is not disturbed. A
-    base sampler with a `generator` of its own has it seeded likewise for the draw; `own_seed` is what the
-    user seeded it with.
+    Every rank draws all items with the same seed, in an isolated random state. So all ranks get the same
+    shuffled order without communication, and other random numbers do not change. A `generator` of the base
+    sampler is seeded in the same way while drawing; see `own_seed` for the user's seed.
 
     Args:
-        sampler: any sampler or batch sampler; what it yields is passed on as it is.
-        num_replicas: over how many ranks the stream is split.
-        rank: whose part this is.
-        seed: with the epoch, gives the shuffled order; the same on all ranks.
-        uneven: what happens to a stream that does not divide evenly. `"pad"` starts again from its beginning,
-            `"drop"` leaves the rest out, `"keep"` lets the first ranks have one item more.
+        sampler: any sampler or batch sampler; its items are yielded unchanged.
+        num_replicas: the number of ranks.
+        rank: the rank that gets this part.
+        seed: determines the shuffled order, together with the epoch; the same on all ranks.
+        uneven: what happens if the items do not divide evenly. `"pad"` repeats the first items, `"drop"`
+            leaves out the last ones, `"keep"` gives the first ranks one item more.
 
     Attributes:
-        skip: how many items of the stream were taken already, by all ranks of an earlier run together.
+        skip: the number of items that all ranks of an earlier run have taken together.
     """
 
     def __init__(
@@ -57,49 +56,49 @@ class ShardedSampler(Sampler[Any]):
         self.uneven = uneven
         self.epoch = 0
         self.skip = 0
-        self._drawn: list[Any] | None = None  # for the next pass, by `items_by_rank`
+        self._drawn: list[Any] | None = None  # by `items_by_rank`, for the next pass
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, for another order; passed on to a base sampler that has epochs too."""
+        """Set the epoch, which changes the order; also in a base sampler that has `set_epoch`."""
         self.epoch = epoch
         self._drawn = None
         set_epoch_of(epoch, self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         if self._drawn is None and not has_length(self.sampler):
-            return self._dealt_one_by_one()
-        stream = self._draw() if self._drawn is None else self._drawn
+            return self._part_of_stream()
+        items = self._draw() if self._drawn is None else self._drawn
         self._drawn = None
-        return self._dealt(stream, self.rank)
+        return self._part_of(items, self.rank)
 
     def __len__(self) -> int:
         return self.length_of(self.rank)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the ranks together yield what the base sampler does, each item once."""
+        """Whether the ranks together yield each item of the base sampler once."""
         return self.uneven == "keep"
 
     def length_of(self, rank: int) -> int:
-        """Return how many items a rank takes."""
-        return len(range(rank, self._padded(len(self.sampler)), self.num_replicas))
+        """Return the number of items of a rank."""
+        return len(range(rank, self._total_length(len(self.sampler)), self.num_replicas))
 
     def items_by_rank(self) -> list[list[Any]]:
-        """Return what each rank takes in the next pass, which then yields exactly that."""
+        """Return each rank's items in the next pass, which then yields exactly these."""
         self._drawn = self._draw()
-        return [list(self._dealt(self._drawn, rank)) for rank in range(self.num_replicas)]
+        return [list(self._part_of(self._drawn, rank)) for rank in range(self.num_replicas)]
 
-    def _dealt(self, stream: list[Any], rank: int) -> Iterator[Any]:
-        padded = islice(cycle(stream), self.skip, self.skip + self._padded(len(stream)))
+    def _part_of(self, items: list[Any], rank: int) -> Iterator[Any]:
+        padded = islice(cycle(items), self.skip, self.skip + self._total_length(len(items)))
         return islice(padded, rank, None, self.num_replicas)
 
     def _draw(self) -> list[Any]:
         with isolated_random_state((self.seed + self.epoch) % 2**63, *own_generators(self.sampler)):
             return list(self.sampler)
 
-    def _dealt_one_by_one(self) -> Iterator[Any]:
-        """Deal out a stream of unknown length, which may be endless."""
-        stream = islice(self._draw_in_parts(), self.skip, None)
+    def _part_of_stream(self) -> Iterator[Any]:
+        """Yield this rank's items of a sampler without length, which may be endless."""
+        stream = islice(self._draw_in_chunks(), self.skip, None)
         first: list[Any] = []
         while group := list(islice(stream, self.num_replicas)):
             first = first or group
@@ -111,19 +110,19 @@ class ShardedSampler(Sampler[Any]):
             if self.rank < len(group):
                 yield group[self.rank]
 
-    def _draw_in_parts(self) -> Iterator[Any]:
+    def _draw_in_chunks(self) -> Iterator[Any]:
         stream: Iterator[Any] | None = None
         for number in count():
             seed = mixed_seed(self.seed, self.epoch, number)
             with isolated_random_state(seed, *own_generators(self.sampler)):
                 stream = iter(self.sampler) if stream is None else stream
-                part = list(islice(stream, _PART))
-            if not part:
+                chunk = list(islice(stream, _CHUNK))
+            if not chunk:
                 return
-            yield from part
+            yield from chunk
 
-    def _padded(self, length: int) -> int:
-        """Return how many items all ranks take together of what is left of a stream of `length`."""
+    def _total_length(self, length: int) -> int:
+        """Return the number of items that all ranks yield, of a sampler of `length` items."""
         length = max(0, length - self.skip)
         rest = length % self.num_replicas
         if self.uneven == "keep" or rest == 0:
@@ -132,7 +131,7 @@ class ShardedSampler(Sampler[Any]):
 
 
 def has_length(sampler: Any) -> bool:
-    """Return whether a sampler knows how many items it yields."""
+    """Return whether `len(sampler)` works."""
     try:
         len(sampler)
     except (TypeError, NotImplementedError):
@@ -141,32 +140,31 @@ def has_length(sampler: Any) -> bool:
 
 
 def set_epoch_of(epoch: int, *samplers: Any) -> None:
-    """Tell the epoch to samplers, and to those that they wrap, where they have epochs."""
-    ddp_options: set[int] = set()
-    for sampler in (inner for outer in samplers for inner in with_wrapped(outer)):
-        if id(sampler) not in ddp_options and callable(set_epoch := getattr(sampler, "set_epoch", None)):
+    """Call `set_epoch`, once each, of the samplers and the samplers in them that have it."""
+    unique = {id(inner): inner for outer in samplers for inner in with_wrapped(outer)}
+    for sampler in unique.values():
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
             set_epoch(epoch)
-        ddp_options.add(id(sampler))
 
 
 def with_wrapped(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, the one that it wraps, and so on."""
-    passed: set[int] = set()
-    while sampler is not None and id(sampler) not in passed:
-        passed.add(id(sampler))
+    """Yield a sampler, the sampler in it, and so on."""
+    seen: set[int] = set()
+    while sampler is not None and id(sampler) not in seen:
+        seen.add(id(sampler))
         yield sampler
         sampler = getattr(sampler, "sampler", None)
 
 
 def own_generators(sampler: Any) -> Iterator[torch.Generator]:
-    """Yield the generators that a sampler, or the one that it wraps, draws from."""
+    """Yield the random generators of a sampler and of the samplers in it."""
     for inner in with_wrapped(sampler):
         if isinstance(generator := getattr(inner, "generator", None), torch.Generator):
             yield generator
 
 
 def own_seed(sampler: Any) -> int | None:
-    """Return the seed of a sampler's order, where the user has given it a generator; otherwise None."""
+    """Return a seed made of those of a sampler's generators; None if it has none."""
     seeds = [generator.initial_seed() for generator in own_generators(sampler)]
     return mixed_seed(*seeds) if seeds else None
 

@@ -1,59 +1,64 @@
-"""Split a data loader over ranks, on its stream of indices; the loader itself is copied, never rebuilt."""
+"""Split a data loader over the ranks by its indices; the loader itself is copied, never rebuilt."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
-from typing_extensions import TypeVar
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from rankwise.data.iterable import ShardedIterable, can_be_split
-from rankwise.data.sampler import LimitedSampler, ShardedSampler, Uneven, has_length, own_seed
-from rankwise.data.user_sharding import (
-    check_interleaved_by_batches,
-    check_place,
-    deals_as_torch_does,
-    is_split,
-    order_of_data,
-    repeating,
-    sampler_of,
-    split_of,
-)
+from rankwise.data.sampler import LimitedSampler, ShardedSampler, Uneven, has_length, own_seed, with_wrapped
 from rankwise.errors import UnshardableLoaderError
 
 __all__ = [
+    "batches_before_split",
+    "check_interleaved_by_batches",
     "check_shardable",
     "in_dataset_order",
     "is_shardable",
+    "is_split",
     "order_seed",
     "shard_for_evaluation",
     "shard_for_prediction",
     "shard_for_training",
-    "with_stream",
+    "with_indices_from",
 ]
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
+SplitSampler = DistributedSampler[Any] | ShardedSampler
+
+_UNSPLIT_REMEDY = "pass a loader that is not split: rankwise splits any."
+
+
+# ------------------------------------------------------------------------------------- splitting
 
 
 def shard_for_training(
     loader: Loader, num_replicas: int, rank: int, *, seed: int | None = None, uneven: Uneven | None = None
 ) -> Loader:
-    """Return `loader` with this rank's samples, shuffled if they were; by default as many on every rank.
+    """Return `loader` with this rank's samples, in a shuffled order if the loader shuffles.
 
-    Samples that do not divide evenly are repeated from the beginning, or left out if the loader drops its
-    last batch; or what `uneven` says. With a batch sampler of the user's own, whole batches are dealt out
-    instead of samples. A loader that is split already stays so.
+    By default every rank gets the same number of samples: the first ones are repeated, or the last ones left
+    out if the loader drops its last batch. For a loader with a user's own batch sampler, whole batches are
+    distributed instead of samples. A loader that is already split does not change.
 
     Args:
         loader: the loader.
-        num_replicas: over how many ranks it is split.
-        rank: whose part is wanted.
-        seed: gives a shuffled order, the same on all ranks; by default `order_seed(loader)`, or 0.
+        num_replicas: the number of ranks.
+        rank: the rank whose part is returned.
+        seed: determines a shuffled order, the same on all ranks; by default `order_seed(loader)`, or 0.
         uneven: what happens to samples that do not divide evenly; see `ShardedSampler`.
 
     Raises:
-        UnshardableLoaderError: when the loader has no index stream, or is split already for another rank.
+        UnshardableLoaderError: when the loader has no indices, or is already split for another rank.
     """
     default: Uneven = "drop" if _drops_last(loader) else "pad"
     return _sharded(loader, num_replicas, rank, seed=seed, uneven=default if uneven is None else uneven)
@@ -62,15 +67,15 @@ def shard_for_training(
 def shard_for_evaluation(loader: Loader, num_replicas: int, rank: int, *, seed: int | None = None) -> Loader:
     """Return `loader` with this rank's samples, each sample on exactly one rank; lengths may differ by one.
 
-    What the ranks see together is what one process sees: a loader that drops its last batch leaves the same
-    samples out, and a `DistributedSampler` of the user's does not repeat any.
+    The ranks together get the samples of one process: a loader that drops its last batch leaves out the same
+    samples, and a user's `DistributedSampler` does not repeat any.
 
     Raises:
-        UnshardableLoaderError: when the loader has no index stream, and its data no way to be split; when it
-            is split already for another rank, or with repetitions that cannot be told from the rest.
+        UnshardableLoaderError: when neither the loader's indices nor its data can be split, or it is already
+            split for another rank, or with repeated samples that cannot be identified.
     """
-    if is_shardable(loader) and isinstance(sampler := split_of(loader), DistributedSampler):
-        check_place(loader, num_replicas, rank)
+    if is_shardable(loader) and isinstance(sampler := _split_sampler_of(loader), DistributedSampler):
+        _check_split_for(loader, num_replicas, rank)
         return _without_padding(loader, sampler)
     if is_shardable(loader) and type(loader.batch_sampler) is BatchSampler and not is_split(loader):
         loader = _without_last_batch(loader, loader.batch_sampler)
@@ -78,43 +83,22 @@ def shard_for_evaluation(loader: Loader, num_replicas: int, rank: int, *, seed: 
 
 
 def shard_for_prediction(loader: Loader, num_replicas: int, rank: int, *, seed: int | None = None) -> Loader:
-    """Return `loader` with the batches `rank`, `rank + num_replicas`, ... of those that it has.
+    """Return `loader` with its batches `rank`, `rank + num_replicas`, ..., in the order of the data.
 
-    Outputs of `predict_step` are opaque, so only whole batches can be put back in order afterwards. They come
-    in the order of the data: see `in_dataset_order`.
+    Outputs of `predict_step` are opaque, so only whole batches can be put in order afterwards; see
+    `in_dataset_order`.
 
     Raises:
-        UnshardableLoaderError: when the loader has no index stream, or is split already by samples.
+        UnshardableLoaderError: when the loader has no indices, or is already split by samples.
     """
     check_shardable(loader, by_index=True)
     loader = in_dataset_order(loader)
     if is_split(loader):
         check_interleaved_by_batches(loader)
-        check_place(loader, num_replicas, rank)
+        _check_split_for(loader, num_replicas, rank)
         return loader
-    stream = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return with_stream(loader, ShardedSampler(stream, num_replicas, rank, seed=_seed_for(loader, seed)))
-
-
-def in_dataset_order(loader: Loader) -> Loader:
-    """Return `loader` in the order of the data, if torch's own samplers shuffle or split it.
-
-    So `DataLoader(shuffle=True)` and a `DistributedSampler` give way to a `SequentialSampler`. Samplers that
-    choose (by weights, a subset, with replacement) and those of the user's own are left as they are.
-    """
-    sampler = order_of_data(loader) if is_shardable(loader) else None
-    return loader if sampler is None else _resampled(loader, sampler)
-
-
-def order_seed(loader: Any) -> int | None:
-    """Return the seed of a loader's order, where the user's own `generator` decides it; otherwise None."""
-    if not is_shardable(loader) or is_split(loader):
-        return None
-    return own_seed(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-
-
-def _seed_for(loader: DataLoader[Any], seed: int | None) -> int:
-    return (order_seed(loader) or 0) if seed is None else seed
+    sampler = ShardedSampler(_index_stream(loader), num_replicas, rank, seed=_seed_for(loader, seed))
+    return with_indices_from(loader, sampler)
 
 
 def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int | None, uneven: Uneven) -> Loader:
@@ -122,62 +106,163 @@ def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int | None, 
     if isinstance(loader.dataset, IterableDataset):
         return _changed(loader, dataset=ShardedIterable(loader.dataset, num_replicas, rank))
     if is_split(loader):
-        check_place(loader, num_replicas, rank)
+        _check_split_for(loader, num_replicas, rank)
         return loader
-    samples = sampler_of(loader)
-    dealt = loader.batch_sampler if samples is None else samples
-    sampler = ShardedSampler(dealt, num_replicas, rank, seed=_seed_for(loader, seed), uneven=uneven)
-    return with_stream(loader, sampler) if samples is None else _resampled(loader, sampler)
+    samples = _sampler_of(loader)
+    whole = loader.batch_sampler if samples is None else samples
+    sampler = ShardedSampler(whole, num_replicas, rank, seed=_seed_for(loader, seed), uneven=uneven)
+    return with_indices_from(loader, sampler) if samples is None else _resampled(loader, sampler)
 
 
 def _without_padding(loader: Loader, sampler: Any) -> Loader:
-    """Return a loader that the user has split without the samples that were repeated to make parts even.
+    """Return a loader with a user's `DistributedSampler`, without the samples that the sampler repeats.
 
     Raises:
-        UnshardableLoaderError: when nobody knows which those are.
+        UnshardableLoaderError: when these cannot be identified.
     """
-    samples = sampler_of(loader)
+    samples = _sampler_of(loader)
     if sampler.total_size <= len(sampler.dataset) or isinstance(samples, LimitedSampler):
         return loader
-    if samples is not sampler or not deals_as_torch_does(sampler):
-        raise repeating(sampler)
-    return _resampled(
-        loader, LimitedSampler(sampler, len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas)))
-    )
+    if samples is not sampler or not _is_torch_order(sampler):
+        raise _split_error(
+            sampler,
+            "samples are repeated so that parts are even, and which ones cannot be told from outside",
+            f"{_UNSPLIT_REMEDY} Or give the sampler drop_last=True; or keep it as it is, with "
+            "Trainer(use_distributed_sampler=False).",
+        )
+    count = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))
+    return _resampled(loader, LimitedSampler(sampler, count))
 
 
 def _without_last_batch(loader: Loader, batches: BatchSampler) -> Loader:
-    """Return a loader that drops nothing, of those samples that `loader` has in whole batches."""
+    """Return a loader of the samples in whole batches that does not drop its last batch."""
     if not batches.drop_last or not has_length(batches.sampler):
         return loader
-    own = LimitedSampler(batches.sampler, len(batches) * batches.batch_size)
-    return _resampled(loader, own, drop_last=False)
+    whole = LimitedSampler(batches.sampler, len(batches) * batches.batch_size)
+    return _resampled(loader, whole, drop_last=False)
 
 
-def _resampled(loader: Loader, sampler: Any, **changes: Any) -> Loader:
-    """Return a copy of `loader` whose samples, or torch's own batches of them, are what `sampler` yields."""
-    if loader.batch_sampler is None:
-        return with_stream(loader, sampler)
-    resampled: Any = copy.copy(loader.batch_sampler)
-    resampled.sampler = sampler
-    for name, value in changes.items():
-        setattr(resampled, name, value)
-    return with_stream(loader, resampled, sampler)
+# ------------------------------------------------------------------------------------- order
+
+
+def in_dataset_order(loader: Loader) -> Loader:
+    """Return `loader` in the order of the data, if torch's own samplers shuffle or split it.
+
+    That replaces the sampler of `DataLoader(shuffle=True)` and a `DistributedSampler` by a
+    `SequentialSampler`. Samplers that select samples (by weights, a subset, with replacement) and users' own
+    stay.
+    """
+    sampler = _sequential_sampler_for(loader) if is_shardable(loader) else None
+    return loader if sampler is None else _resampled(loader, sampler)
+
+
+def _sequential_sampler_for(loader: DataLoader[Any]) -> Any:
+    sampler = _sampler_of(loader)
+    if isinstance(sampler, DistributedSampler) and _is_torch_order(sampler):
+        return SequentialSampler(sampler.dataset)  # type: ignore[arg-type]  # torch's takes its length too
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        whole = sampler.data_source
+        return SequentialSampler(whole) if sampler.num_samples == len(whole) else None
+    return None
+
+
+def order_seed(loader: Any) -> int | None:
+    """Return the seed of a loader's order if the user's own `generator` determines it; otherwise None."""
+    if not is_shardable(loader) or is_split(loader):
+        return None
+    return own_seed(_index_stream(loader))
+
+
+def _seed_for(loader: DataLoader[Any], seed: int | None) -> int:
+    return (order_seed(loader) or 0) if seed is None else seed
+
+
+# ------------------------------------------------------------------------------------- loaders that are split
+
+
+def is_split(loader: DataLoader[Any]) -> bool:
+    """Return whether the user has already split `loader` over the ranks."""
+    return _split_sampler_of(loader) is not None
+
+
+def batches_before_split(loader: DataLoader[Any]) -> Any:
+    """Return the batches of all ranks: those that a `ShardedSampler` distributes, or the loader."""
+    stream = _index_stream(loader)
+    return stream.sampler if isinstance(stream, ShardedSampler) else loader
+
+
+def check_interleaved_by_batches(loader: DataLoader[Any]) -> None:
+    """Check that a loader that is split distributes whole batches, so that their order can be restored.
+
+    Raises:
+        UnshardableLoaderError: when it distributes samples, or repeats samples or batches.
+    """
+    sampler = _split_sampler_of(loader)
+    if sampler is None:
+        return
+    if sampler is _index_stream(loader) and isinstance(sampler, ShardedSampler) and sampler.is_exact:
+        return
+    raise _split_error(
+        sampler,
+        "it is split already, and not by whole batches, so predictions could not be put in order",
+        f"{_UNSPLIT_REMEDY} Or let each rank keep its own predictions: "
+        "Trainer(use_distributed_sampler=False).predict(..., gather=None).",
+    )
+
+
+def _check_split_for(loader: DataLoader[Any], num_replicas: int, rank: int) -> None:
+    """Check that a loader that is split has this rank's part.
+
+    Raises:
+        UnshardableLoaderError: when it has another part, so that data would be missing or used twice.
+    """
+    sampler = _split_sampler_of(loader)
+    if sampler is None or (sampler.num_replicas, sampler.rank) == (num_replicas, rank):
+        return
+    raise _split_error(
+        sampler,
+        f"it has part {sampler.rank} of {sampler.num_replicas} already, but this rank's is part {rank} of "
+        f"{num_replicas}",
+        f"{_UNSPLIT_REMEDY} Or make the sampler on each rank, in a hook such as train_dataloader(); or "
+        "keep it, with Trainer(use_distributed_sampler=False).",
+    )
+
+
+def _split_error(sampler: SplitSampler, reason: str, remedy: str) -> UnshardableLoaderError:
+    name = f"A data loader with a {type(sampler).__name__}"
+    return UnshardableLoaderError(loader=name, reason=reason, remedy=remedy)
+
+
+def _split_sampler_of(loader: DataLoader[Any]) -> SplitSampler | None:
+    """Return the sampler that splits a loader over the ranks, however deep it is wrapped; or None."""
+    for outer in (loader.sampler, loader.batch_sampler):
+        for sampler in with_wrapped(outer):
+            if isinstance(sampler, (DistributedSampler, ShardedSampler)):
+                return sampler
+    return None
+
+
+def _is_torch_order(sampler: DistributedSampler[Any]) -> bool:
+    """Return whether torch's own method, not a subclass's, selects the samples."""
+    return type(sampler).__iter__ is DistributedSampler.__iter__
+
+
+# ------------------------------------------------------------------------------------- parts of a loader
 
 
 def check_shardable(loader: Any, *, by_index: bool = False) -> None:
-    """Make sure that `loader` can be split over ranks; with `by_index`, so that the order can be restored.
+    """Check that `loader` can be split over the ranks; with `by_index`, that its order can be restored.
 
     Raises:
-        UnshardableLoaderError: when it is no data loader, or has no index stream and no way to be split.
+        UnshardableLoaderError: when it is not a `DataLoader`, or neither its indices nor its data can be
+            split.
     """
-    remedy = (
-        "split the data by rank where it is read (dist.get_rank(), or module.global_rank), and pass "
-        "Trainer(use_distributed_sampler=False)."
-    )
     if not isinstance(loader, DataLoader):
         raise UnshardableLoaderError(
-            loader=type(loader).__name__, reason="it is not a torch DataLoader", remedy=remedy
+            loader=type(loader).__name__,
+            reason="it is not a torch DataLoader",
+            remedy="split the data by rank where it is read (dist.get_rank(), or module.global_rank), and "
+            "pass Trainer(use_distributed_sampler=False).",
         )
     dataset = loader.dataset
     if not isinstance(dataset, IterableDataset) or (can_be_split(dataset) and not by_index):
@@ -201,8 +286,26 @@ def check_shardable(loader: Any, *, by_index: bool = False) -> None:
 
 
 def is_shardable(loader: Any) -> bool:
-    """Return whether `loader` is a data loader with an index stream to split."""
+    """Return whether `loader` is a data loader with indices to split."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def with_indices_from(loader: Loader, stream: Any, sampler: Any = None) -> Loader:
+    """Return a copy of `loader` that reads its indices, or its batches of indices, from `stream`."""
+    kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return _changed(loader, **{kind: stream}, **({} if sampler is None else {"sampler": sampler}))
+
+
+def _index_stream(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler of a loader's samples; None for a batch sampler that is not torch's own."""
+    batches = loader.batch_sampler
+    if batches is None:
+        return loader.sampler
+    return batches.sampler if type(batches) is BatchSampler else None
 
 
 def _drops_last(loader: Any) -> bool:
@@ -212,10 +315,15 @@ def _drops_last(loader: Any) -> bool:
     return bool(batches.drop_last) if type(batches) is BatchSampler else loader.drop_last
 
 
-def with_stream(loader: Loader, stream: Any, sampler: Any = None) -> Loader:
-    """Return a copy of `loader` that reads its indices, or its batches of indices, from `stream`."""
-    kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    return _changed(loader, **{kind: stream}, **({} if sampler is None else {"sampler": sampler}))
+def _resampled(loader: Loader, sampler: Any, **changes: Any) -> Loader:
+    """Return a copy of `loader` that gets its samples, or torch's batches of them, from `sampler`."""
+    if loader.batch_sampler is None:
+        return with_indices_from(loader, sampler)
+    resampled: Any = copy.copy(loader.batch_sampler)
+    resampled.sampler = sampler
+    for name, value in changes.items():
+        setattr(resampled, name, value)
+    return with_indices_from(loader, resampled, sampler)
 
 
 def _changed(loader: Loader, **attributes: Any) -> Loader:
