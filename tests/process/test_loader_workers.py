@@ -23,7 +23,7 @@ STUCK = """
     import os, signal, sys, time
     from pathlib import Path
     from torch.utils.data import DataLoader, Dataset
-    from rankwise.processes.signals import handling
+    from rankwise.processes.signals import ROUTER
     from rankwise.strategies import SingleDeviceStrategy
 
     class Stuck(Dataset):
@@ -36,7 +36,7 @@ STUCK = """
 
     def load(strategy, number):
         global batches  # so that only the interpreter's exit lets go of it
-        with handling([signal.SIGTERM]):  # as in a fit
+        with ROUTER.subscribe([signal.SIGTERM], print):  # as in a fit
             batches = iter(DataLoader(Stuck(), num_workers=2, multiprocessing_context="fork"))
         while number or not Path("leave").exists():
             time.sleep(0.02)

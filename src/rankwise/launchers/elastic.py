@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.errors import WorkerError
@@ -37,7 +36,7 @@ from rankwise.processes import parent_death
 from rankwise.processes.command_line import count_launch
 from rankwise.processes.exit_codes import exit_now
 from rankwise.processes.shared_memory import pack, pack_or_explain, unpack
-from rankwise.processes.signals import SignalDebouncer, StoppedBySignal, ignore_interrupts_in_workers
+from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, ignore_interrupts_in_workers
 from rankwise.ranks import RankInfo
 from rankwise.stores.restart import RestartInfo, note_restart
 
@@ -152,7 +151,7 @@ class ElasticLauncher(Launcher):
         started_s = time.monotonic()
         with ExitStack() as cleanup:
             job = self._prepare(entry, described, cleanup)
-            with _signals_of_the_agent(), agent_log_shown(job.note_exit):
+            with _agent_signals(), agent_log_shown(job.note_exit):
                 failures = self._run(job)
             gc.collect()  # the agent, with the store that it hosts, is a cycle
             if failures:
@@ -283,8 +282,8 @@ class _Job:
 
 
 @contextmanager
-def _signals_of_the_agent() -> Iterator[None]:
-    """Let the agent end its ranks for a signal in the block; it is then raised as what it means.
+def _agent_signals() -> Iterator[None]:
+    """Let the agent end its ranks when a signal comes in the block; raise what the signal means.
 
     Mutates: the handlers of SIGTERM, SIGINT, SIGHUP and SIGQUIT, and a variable, restored on exit.
 
@@ -295,30 +294,28 @@ def _signals_of_the_agent() -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     is_main_thread = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in _AGENT_SIGNALS} if is_main_thread else {}
+    before = signal.getsignal(_LEFT_TO_TORCH)
     variable = os.environ.get(_SIGNALS_VARIABLE)
-    was_interrupted, debouncer = False, SignalDebouncer()
+    was_interrupted = False
 
-    def end(signum: int, interrupted: FrameType | None) -> None:
+    def end(request: SignalRequest) -> None:
         nonlocal was_interrupted
-        if signum == signal.SIGINT:
-            was_interrupted = True  # which ranks leave to this process: SIGINT would tell them nothing
+        if request.number == signal.SIGINT:
+            was_interrupted = True  # the ranks ignore SIGINT
             raise SignalException("interrupted", sigval=signal.SIGKILL)
-        if not debouncer.is_propagated():
-            raise SignalException(f"signal {signum}", sigval=signal.Signals(signum))
+        if not request.is_repeat:
+            raise SignalException(f"signal {request.number}", sigval=signal.Signals(request.number))
 
     try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN and number != _LEFT_TO_TORCH:
-                signal.signal(number, end)
-        yield
+        with ROUTER.subscribe(set(_AGENT_SIGNALS) - {_LEFT_TO_TORCH}, end, in_main_thread=True):
+            yield
     except SignalException as error:
         if was_interrupted or error.sigval is signal.SIGINT:  # older versions of torch set their handlers
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.sigval) from None
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if is_main_thread:
+            signal.signal(_LEFT_TO_TORCH, before)
         os.environ.pop(_SIGNALS_VARIABLE, None)
         if variable is not None:
             os.environ[_SIGNALS_VARIABLE] = variable

@@ -5,12 +5,12 @@ It waits, without polling, on the channels of all ranks and on the ends of the p
 
 from __future__ import annotations
 
-import selectors
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import final
 
 from rankwise.errors import WorkerError
@@ -25,13 +25,14 @@ from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
 from rankwise.monitoring.stragglers import LocalStragglerMonitor
 from rankwise.monitoring.teardown_timeout import TeardownTimeout
 from rankwise.processes import fork_safety
-from rankwise.processes.event_loop import Timers, Wakeup
+from rankwise.processes.event_loop import WRITE, EventLoop, Timers
+from rankwise.processes.signals import ROUTER, SignalRequest
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import StoreTable
 
 _CHUNK = 1 << 16
-# After a failure that reads like the echo of another, how long the other has to show itself.
+# After a failure that looks like the consequence of another one, how long to wait for that other one.
 _SETTLE_S = 0.5
 
 
@@ -39,16 +40,20 @@ _SETTLE_S = 0.5
 class Supervisor:
     """Watch the local ranks of one group through one job or several.
 
+    A job is `begin_job`, then `wait_job`. Only the supervisor's thread touches the state; the public methods
+    use `call_soon`.
+
     Args:
-        grace_period_s: how long a rank that was told to stop has before it is killed.
+        grace_period_s: how long a rank has after STOP before it is killed.
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
         stall_warning_s: after how long in one phase a rank is reported that others wait for.
-        teardown_timeout_s: how long a rank's teardown may take, or a checkpoint that it writes when it is to
-            leave; None for as long as it likes.
-        on_failure: called in the supervisor's thread with each failure, for those elsewhere.
+        teardown_timeout_s: how long a rank's teardown may take, and a checkpoint that it writes after STOP;
+            None for no limit.
+        on_failure: called in the supervisor's thread with each failure, for other nodes.
 
-    A job is `begin_job`, then `wait_job`. All state is touched by the supervisor's thread alone; the public
-    methods hand it their wishes.
+    Attributes:
+        was_interrupted: whether Ctrl-C ended the job.
+        ended_by: the signal that ended the job at once, if any.
     """
 
     def __init__(
@@ -59,12 +64,10 @@ class Supervisor:
         teardown_timeout_s: float | None = None,
         on_failure: Callable[[FailureRecord], None] | None = None,
     ) -> None:
+        self.was_interrupted = False
+        self.ended_by: int | None = None
         self._stop_signals = frozenset(stop_signals)
         self._ending_signals = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
-        self._selector = selectors.DefaultSelector()
-        self._wakeup = Wakeup(self._ending_signals, STACKS_SIGNAL)
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
-        fork_safety.close_in_child(self._selector)
         self._workers: list[WorkerState] = []
         self._table = StoreTable()
         self._failures = FailureCollector(self._workers, on_failure)
@@ -75,15 +78,15 @@ class Supervisor:
         self._shutdown = ShutdownSequence(
             self._workers, self._failures, self._timers, self._send, grace_period_s, teardown_timeout_s
         )
-        self.was_interrupted = False
-        self.ended_by: int | None = None  # a signal that ended the job at once
-        self._stopped_by: int | None = None  # a signal for which training has stopped
+        self._stopped_by: int | None = None  # the signal for which training has stopped
+        self._last_signal: int | None = None
         self._has_asked = False
         self._crash: BaseException | None = None
         self._is_closed = False
         self._job = 0
         self._has_to_exit = False
         self._settled = threading.Event()
+        self._loop = EventLoop(self._timers)
         self._thread = threading.Thread(target=self._run, name="rankwise-supervisor", daemon=True)
 
     # ------------------------------------------------------------------ for the launching thread
@@ -91,9 +94,13 @@ class Supervisor:
     def add(
         self, ranks: RankInfo, sock: socket.socket, process: StartedProcess | None, heartbeat: HeartbeatReader
     ) -> None:
-        """Take charge of a local rank: this end of its channel, and its process (None: this very one).
+        """Take charge of a local rank, before `start`.
 
-        Must be called before `start`.
+        Args:
+            ranks: who it is.
+            sock: this end of its channel.
+            process: its process; None for the launching process itself.
+            heartbeat: where it writes its phase.
         """
         sock.setblocking(False)
         fork_safety.close_in_child(sock)
@@ -101,26 +108,26 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin to watch."""
-        for member in self._workers:
-            self._selector.register(member.sock, selectors.EVENT_READ, member)
-            if member.process is not None:
-                self._selector.register(member.process, selectors.EVENT_READ, member)
+        for worker in self._workers:
+            self._loop.register(worker.sock, partial(self._on_channel, worker))
+            if worker.process is not None:
+                self._loop.register(worker.process, partial(self._on_process_end, worker))
         self._thread.start()
 
     def begin_job(self, until_exit: bool) -> None:
-        """Begin the next job; `until_exit`: it is over when the processes have left, not when done."""
+        """Begin the next job; with `until_exit` it is over when the processes have exited, not when done."""
 
         def begin() -> None:
             self._job += 1
             self._has_to_exit = until_exit
             self._settled.clear()
-            for member in self._workers:
-                if member.has_ended and not member.has_failed:
-                    self._on_early_end(member, "before the next job began")
+            for worker in self._workers:
+                if worker.has_ended and not worker.has_failed:
+                    self._on_early_end(worker, "before the next job began")
             self._check()
 
         self._settled.clear()
-        self._wakeup.call_soon(begin)
+        self._loop.call_soon(begin)
 
     def wait_job(self) -> None:
         """Wait for the end of the job.
@@ -145,7 +152,7 @@ class Supervisor:
             raise SystemExit(128 + self._stopped_by)
 
     def begin_exit(self) -> None:
-        """Expect the ranks to leave by themselves now; `wait_job` waits until they have."""
+        """Expect the ranks to exit by themselves now; `wait_job` waits until they have."""
         self._settled.clear()
 
         def begin() -> None:
@@ -153,111 +160,99 @@ class Supervisor:
             self._settled.clear()
             self._check()
 
-        self._wakeup.call_soon(begin)
+        self._loop.call_soon(begin)
 
     def release(self) -> None:
-        """Tell the ranks that the job is over for all of them."""
+        """Send the ranks that the job is over for all of them."""
 
-        def say_over() -> None:
-            for member in self._workers:
-                self._send(member, Kind.OVER, b"")
+        def send_over() -> None:
+            for worker in self._workers:
+                self._send(worker, Kind.OVER, b"")
 
-        self._wakeup.call_soon(say_over)
+        self._loop.call_soon(send_over)
 
     def end_all(self) -> None:
-        """End all ranks: the word, the grace, SIGKILL; wait until they are gone. A Ctrl-C skips the grace."""
+        """Send STOP, wait the grace period, then SIGKILL; wait for the ends. Ctrl-C kills at once."""
         if self._crash is not None:
             return
         if not self._thread.is_alive():
             self.start()
         self._settled.clear()
-        self._wakeup.call_soon(self._stop_all)
+        self._loop.call_soon(self._stop_all)
         try:
             self._settled.wait()
         except KeyboardInterrupt:
-            self._wakeup.call_soon(self._kill_all)
+            self._loop.call_soon(self._kill_all)
             self._settled.wait()
 
-    def handle_signals(self) -> AbstractContextManager[None]:
-        """Act on Ctrl-C, SIGTERM and SIGHUP at once, also where a rank 0 in this process is in a C call.
+    @contextmanager
+    def handle_signals(self) -> Iterator[None]:
+        """Act on Ctrl-C, SIGTERM and SIGHUP at once in the block, also while the main thread is blocked.
 
-        Such a rank waits in a collective: its peers must end first. See `Wakeup.handle_signals`.
+        A rank 0 in this process may be in a collective, whose peers must end first.
+
+        Raises:
+            SystemExit: on exit, when a signal came and nothing else was raised because of it.
         """
-        return self._wakeup.handle_signals()
+        self._last_signal = None
+        requests = ROUTER.subscribe(self._ending_signals, self._on_request)
+        with requests, ROUTER.observe([signal.SIGINT, STACKS_SIGNAL], self._on_observed):
+            yield
+        if self._last_signal is not None:
+            raise SystemExit(128 + self._last_signal)
 
     def all_ended(self) -> bool:
         """Whether every started process is gone."""
-        return all(member.has_ended for member in self._workers if member.process is not None)
+        return all(worker.has_ended for worker in self._workers if worker.process is not None)
 
     def error(self) -> WorkerError | None:
         """Return the first failure as an exception, or None."""
         return self._failures.error()
 
     def close(self) -> None:
-        """End the thread and let go of everything; the processes must be gone."""
+        """End the thread and close all descriptors; the processes must be gone."""
         if self._is_closed:
             return
+        self._is_closed = True
         if self._thread.is_alive():
-            self._wakeup.call_soon(self._mark_closed)
+            self._loop.stop()
             self._thread.join()
-        self._is_closed = True
-        fork_safety.forget(self._selector, *(member.sock for member in self._workers))
-        for member in self._workers:
-            member.sock.close()
-            if member.process is not None:
-                member.process.close()
-        self._selector.close()
-        self._wakeup.close()
+        fork_safety.forget(*(worker.sock for worker in self._workers))
+        for worker in self._workers:
+            worker.sock.close()
+            if worker.process is not None:
+                worker.process.close()
+        self._loop.close()
 
-    # ------------------------------------------------------------------ the thread
+    # ------------------------------------------------------------------ signals
 
-    def _mark_closed(self) -> None:
-        self._is_closed = True
+    def _on_request(self, request: SignalRequest) -> None:
+        self._last_signal = request.number
+        if not request.is_repeat:
+            self._loop.call_now(partial(self._on_stop_signal, request.number))
 
-    def _run(self) -> None:
-        try:
-            while not self._is_closed:
-                for key, events in self._selector.select(self._timers.time_left()):
-                    self._dispatch(key, events)
-                self._timers.run()
-        except BaseException as error:  # noqa: BLE001  a job without a supervisor must not go on, nor wait
-            self._crash = error
-            self._shutdown.has_begun = True
-            for member in self._workers:
-                if member.process is not None and not member.has_ended:
-                    member.process.kill()
-                    member.process.wait()
-            self._settled.set()
+    def _on_observed(self, request: SignalRequest) -> None:
+        is_interrupt = request.number == signal.SIGINT
+        self._loop.call_now(self._on_interrupt if is_interrupt else self._dump_stacks)
 
-    def _dispatch(self, key: selectors.SelectorKey, events: int) -> None:
-        member: WorkerState | None = key.data
-        if member is None:
-            self._wakeup.run_pending(self._on_signals)
-        elif key.fileobj is member.process:
-            self._on_process_end(member)
+    def _on_stop_signal(self, number: int) -> None:
+        if number in self._stop_signals and not self._has_asked and self._ask_to_stop(number):
+            self._has_asked = True
         else:
-            if events & selectors.EVENT_WRITE:
-                self._flush(member)
-            if events & selectors.EVENT_READ:
-                self._read(member)
+            self.ended_by = number
+            self._stop_or_kill()
 
-    def _on_signals(self, numbers: bytes) -> None:
-        """Take note of the signals that this process has caught."""
-        for number in numbers:
-            if number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
-                self.was_interrupted = True
-                self._stop_or_kill()
-            elif number == STACKS_SIGNAL:
-                dump_stacks(self._workers, "SIGUSR2 was sent to the main process")
-            elif number in self._stop_signals and not self._has_asked and self._ask_to_stop(number):
-                self._has_asked = True
-            elif number in self._ending_signals:
-                self.ended_by = number
-                self._stop_or_kill()
+    def _on_interrupt(self) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self.was_interrupted = True
+            self._stop_or_kill()
+
+    def _dump_stacks(self) -> None:
+        dump_stacks(self._workers, "SIGUSR2 was sent to the main process")
 
     def _ask_to_stop(self, number: int) -> bool:
         """Ask a rank that trains to stop with the others at a boundary; return whether there is one."""
-        asked = next((member for member in self._workers if member.is_in_loop and not member.has_ended), None)
+        asked = next((worker for worker in self._workers if worker.is_in_loop and not worker.has_ended), None)
         if asked is not None:
             self._send(asked, Kind.REQUEST, b"%d" % number)
         return asked is not None
@@ -268,85 +263,103 @@ class Supervisor:
         else:
             self._stop_all()
 
-    def _read(self, member: WorkerState) -> None:
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
         try:
-            data = member.sock.recv(_CHUNK)
+            self._loop.run()
+        except BaseException as error:  # noqa: BLE001  a job without a supervisor must not go on, nor wait
+            self._crash = error
+            self._shutdown.has_begun = True
+            for worker in self._workers:
+                if worker.process is not None and not worker.has_ended:
+                    worker.process.kill()
+                    worker.process.wait()
+            self._settled.set()
+
+    def _on_channel(self, worker: WorkerState, events: int) -> None:
+        if events & WRITE:
+            self._flush(worker)
+        if events & ~WRITE:
+            self._read(worker)
+
+    def _read(self, worker: WorkerState) -> None:
+        try:
+            data = worker.sock.recv(_CHUNK)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        if not data:
-            if member.sock in self._selector.get_map():
-                self._selector.unregister(member.sock)
-                if member.process is None:  # rank 0, in the main process, has given up
-                    member.has_ended = True
-                    self._stop_all()
-            return
-        for kind, payload in member.reader.feed(data):
-            self._receive(member, kind, payload)
+        if data:
+            for kind, payload in worker.reader.feed(data):
+                self._receive(worker, kind, payload)
+        elif self._loop.is_registered(worker.sock):
+            self._loop.unregister(worker.sock)
+            if worker.process is None:  # rank 0, in the main process, has given up
+                worker.has_ended = True
+                self._stop_all()
 
-    def _receive(self, member: WorkerState, kind: Kind, payload: bytes) -> None:
+    def _receive(self, worker: WorkerState, kind: Kind, payload: bytes) -> None:
         if kind is Kind.HELLO:
-            member.has_started = True
+            worker.has_started = True
         elif kind is Kind.DONE:
-            member.jobs_done += 1
+            worker.jobs_done += 1
             self._check()
         elif kind is Kind.IN_LOOP:
-            member.is_in_loop = payload == b"1"
+            worker.is_in_loop = payload == b"1"
         elif kind is Kind.STOPPED:
-            member.has_stopped = True
-            member.jobs_done += 1
+            worker.has_stopped = True
+            worker.jobs_done += 1
             self._stopped_by = int(payload)
             self._check()
         elif kind in (Kind.FAILURE, Kind.ELSEWHERE):
-            member.has_failed |= kind is Kind.FAILURE
+            worker.has_failed |= kind is Kind.FAILURE
             self._on_failure(FailureRecord.from_json(payload))
         elif kind is Kind.STORE_REQUEST:
             request_id, request = split_id(payload)
             self._table.handle(
-                request, lambda answer: self._send(member, Kind.STORE_REPLY, with_id(request_id, answer))
+                request, lambda answer: self._send(worker, Kind.STORE_REPLY, with_id(request_id, answer))
             )
 
-    def _send(self, member: WorkerState, kind: Kind, payload: bytes) -> None:
-        member.outgoing += frame(kind, payload)
-        self._flush(member)
+    def _send(self, worker: WorkerState, kind: Kind, payload: bytes) -> None:
+        worker.outgoing += frame(kind, payload)
+        self._flush(worker)
 
-    def _flush(self, member: WorkerState) -> None:
-        """Write what the channel takes now; the rest when it is writable, so that no rank can block us."""
-        if member.sock not in self._selector.get_map():
+    def _flush(self, worker: WorkerState) -> None:
+        """Write what the channel takes now, the rest when it is writable, so that no rank can block us."""
+        if not self._loop.is_registered(worker.sock):
             return
         try:
-            while member.outgoing:
-                del member.outgoing[: member.sock.send(member.outgoing)]
+            while worker.outgoing:
+                del worker.outgoing[: worker.sock.send(worker.outgoing)]
         except BlockingIOError:
-            pass  # full: EVENT_WRITE below brings us back
+            pass
         except OSError:
-            member.outgoing.clear()  # the rank is gone; its end is told by its process
-        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.outgoing else 0)
-        self._selector.modify(member.sock, interest, member)
+            worker.outgoing.clear()  # the rank is gone; the end of its process is reported
+        self._loop.wait_writable(worker.sock, bool(worker.outgoing))
 
     # ------------------------------------------------------------------ ends and failures
 
-    def _on_process_end(self, member: WorkerState) -> None:
-        process = member.process
+    def _on_process_end(self, worker: WorkerState, events: int) -> None:
+        process = worker.process
         if process is None:
             return
-        self._selector.unregister(process)
-        while member.sock in self._selector.get_map() and member.has_data():
-            self._read(member)
-        member.exit_status = process.wait()
-        member.has_ended = True
-        is_in_job = self._job > 0 and member.jobs_done < self._job
-        is_expected = member.has_failed or member.has_stopped or self._shutdown.has_begun
-        if (member.exit_status != 0 or is_in_job) and not is_expected:
-            self._on_early_end(member, member.phase(is_in_job))
-        elif member.exit_status < 0 and not (process.was_killed or member.has_failed):
-            self._failures.add_late(member.end(member.phase(is_in_job)))
+        self._loop.unregister(process)
+        while self._loop.is_registered(worker.sock) and worker.has_data():
+            self._read(worker)
+        worker.exit_status = process.wait()
+        worker.has_ended = True
+        is_in_job = self._job > 0 and worker.jobs_done < self._job
+        is_expected = worker.has_failed or worker.has_stopped or self._shutdown.has_begun
+        if (worker.exit_status != 0 or is_in_job) and not is_expected:
+            self._on_early_end(worker, worker.phase(is_in_job))
+        elif worker.exit_status < 0 and not (process.was_killed or worker.has_failed):
+            self._failures.add_late(worker.end(worker.phase(is_in_job)))
         self._check()
 
-    def _on_early_end(self, member: WorkerState, phase: str) -> None:
-        member.has_failed = True
-        self._on_failure(member.end(phase))
+    def _on_early_end(self, worker: WorkerState, phase: str) -> None:
+        worker.has_failed = True
+        self._on_failure(worker.end(phase))
 
     def _on_failure(self, record: FailureRecord) -> None:
         self._failures.add(record)
@@ -377,7 +390,7 @@ class Supervisor:
         if self._settled.is_set():
             return
         if self._shutdown.has_begun:
-            if all(member.has_left(self._job) for member in self._workers):
+            if all(worker.has_left(self._job) for worker in self._workers):
                 self._settle()
         elif self._is_done():
             if not self._has_to_exit or self.all_ended():
@@ -386,8 +399,8 @@ class Supervisor:
                 self._stalls.expect_exit()
 
     def _is_done(self) -> bool:
-        """Whether the work is done; how long a process may then take to leave, `TeardownTimeout` knows."""
-        return self._job > 0 and all(member.jobs_done >= self._job for member in self._workers)
+        """Whether the work is done. `TeardownTimeout` limits how long a process may then take to exit."""
+        return self._job > 0 and all(worker.jobs_done >= self._job for worker in self._workers)
 
     def _settle(self) -> None:
         self._timers.clear()

@@ -1,127 +1,41 @@
-"""Wake-up descriptor and timers of an event loop."""
+"""`EventLoop`: one thread that waits on descriptors, timers, calls from other threads, and signals."""
 
 from __future__ import annotations
 
-import os
-import signal
+import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from rankwise.processes import fork_safety
-from rankwise.processes.signals import SignalDebouncer, handling
+from rankwise.processes.signals import ROUTER
 
-_CHUNK = 1 << 16
+__all__ = ["EventLoop", "PeriodicCheck", "Timers", "signals_delivered_in_thread"]
 
-
-@final
-class Wakeup:
-    """A descriptor that becomes readable when there is a wish to fulfil, or this process caught a signal.
-
-    Args:
-        ending: the signals that end a job, or make it stop.
-        heard: one that does neither.
-    """
-
-    def __init__(self, ending: Iterable[int], heard: int) -> None:
-        self._shutdown = tuple(ending)
-        self._heard = heard
-        self._debouncer = SignalDebouncer()
-        self._wishes: deque[Callable[[], None]] = deque()
-        self._read, self._write = socket.socketpair()
-        self._write.setblocking(False)
-        self._next_descriptor = -1
-        self._last_signal: int | None = None
-        fork_safety.close_in_child(self._read, self._write)
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._read.fileno()
-
-    def call_soon(self, call_soon: Callable[[], None]) -> None:
-        """Have something done by the supervisor's thread."""
-        self._wishes.append(call_soon)
-        self._wake()
-
-    def run_pending(self, on_signals: Callable[[bytes], None]) -> None:
-        """Call `on_signals` with the numbers of the signals that were caught, then do what was wished for.
-
-        Of signals that end a job, those that are but echoes of the first are left out.
-
-        In this order, and no wish that is newer than what was read: a wish may be what a signal has led to.
-        """
-        waiting = len(self._wishes)
-        numbers = self._read.recv(_CHUNK).replace(b"\0", b"")
-        if numbers and self._next_descriptor >= 0:
-            os.write(self._next_descriptor, numbers)
-        on_signals(bytes(number for number in numbers if not self._is_repeat(number)))
-        for _ in range(waiting):
-            self._wishes.popleft()()
-        if self._wishes:
-            self._wake()
-
-    def _is_repeat(self, number: int) -> bool:
-        return number in self._shutdown and self._debouncer.is_propagated()
-
-    def _wake(self) -> None:
-        with suppress(BlockingIOError):  # full: the thread is about to look anyway
-            self._write.send(b"\0")
-
-    @contextmanager
-    def handle_signals(self) -> Iterator[None]:
-        """Be woken by every signal, also while the main thread is in a C call, where no handler runs.
-
-        Mutates: the process's signal wake-up descriptor, and the handlers of the signals that would end the
-        process; restored on exit.
-
-        Raises:
-            SystemExit: on exit, when one of these came and nothing else was raised because of it.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self._next_descriptor = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._last_signal = None
-        try:
-            with handling(self._shutdown, self._note), handling([self._heard]):
-                yield
-        finally:
-            signal.set_wakeup_fd(self._next_descriptor)
-            self._next_descriptor = -1
-        if self._last_signal is not None:
-            raise SystemExit(128 + self._last_signal)
-
-    def close(self) -> None:
-        """Close the descriptor; nobody may wish any more."""
-        fork_safety.forget(self._read, self._write)
-        self._read.close()
-        self._write.close()
-
-    def _note(self, signum: int, interrupted: FrameType | None) -> None:
-        self._last_signal = signum
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_CHUNK = 1 << 12
 
 
-class Watch(Protocol):
-    """Something that looks at the ranks now and then."""
+class PeriodicCheck(Protocol):
+    """A check that an event loop runs from time to time."""
 
     def time_left(self) -> float | None:
-        """Return the seconds until the next look; None for never."""
+        """Return the seconds until the next check; None for never."""
 
     def look(self) -> None:
-        """Look, if it is time to."""
+        """Check, if it is time to."""
 
 
 @final
 class Timers:
-    """One deadline, which replaces the one before, and the looks of some watches."""
+    """One deadline, which a later one replaces, and periodic checks."""
 
-    def __init__(self, *watches: Watch) -> None:
-        self._watches = watches
+    def __init__(self, *checks: PeriodicCheck) -> None:
+        self._checks = checks
         self._deadline: tuple[float, Callable[[], None]] | None = None
 
     @property
@@ -130,25 +44,133 @@ class Timers:
         return self._deadline is not None
 
     def set(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something so many seconds from now, instead of what was to be done before."""
+        """Call `action` in so many seconds, in place of an earlier deadline's action."""
         self._deadline = (time.monotonic() + seconds, action)
 
     def clear(self) -> None:
-        """Forget the deadline."""
+        """Remove the deadline."""
         self._deadline = None
 
     def time_left(self) -> float | None:
         """Return the seconds until something is due; None for never."""
-        times = [left for watch in self._watches if (left := watch.time_left()) is not None]
+        times = [left for check in self._checks if (left := check.time_left()) is not None]
         if self._deadline is not None:
             times.append(max(0.0, self._deadline[0] - time.monotonic()))
         return min(times, default=None)
 
     def run(self) -> None:
-        """Do what is due."""
+        """Call what is due."""
         if self._deadline is not None and time.monotonic() >= self._deadline[0]:
             action = self._deadline[1]
             self._deadline = None
             action()
-        for watch in self._watches:
-            watch.look()
+        for check in self._checks:
+            check.look()
+
+
+@final
+class EventLoop:
+    """Call back in the thread that runs `run`; deliver signals there while the main thread is blocked."""
+
+    def __init__(self, timers: Timers | None = None) -> None:
+        self._timers = Timers() if timers is None else timers
+        self._selector = selectors.DefaultSelector()
+        self._pending: deque[Callable[[], None]] = deque()
+        self._wakeup, self._wake = socket.socketpair()
+        self._signals = ROUTER.open_reader()
+        self._is_running = True
+        self._thread_id: int | None = None
+        self._wakeup.setblocking(False)
+        self._wake.setblocking(False)
+        self._selector.register(self._wakeup, READ)
+        self._selector.register(self._signals, READ)
+        fork_safety.close_in_child(self._selector, self._wakeup, self._wake)
+
+    def register(self, file: Any, callback: Callable[[int], None]) -> None:
+        """Call `callback` with the events whenever a descriptor is readable, until `unregister`."""
+        self._selector.register(file, READ, callback)
+
+    def unregister(self, file: Any) -> None:
+        """Stop waiting for a descriptor, if it is registered."""
+        with suppress(KeyError):
+            self._selector.unregister(file)
+
+    def is_registered(self, file: Any) -> bool:
+        """Whether the loop waits for a descriptor."""
+        return file in self._selector.get_map()
+
+    def wait_writable(self, file: Any, until_writable: bool) -> None:
+        """Call back also when a registered descriptor is writable, or stop doing so."""
+        events = READ | (WRITE if until_writable else 0)
+        self._selector.modify(file, events, self._selector.get_key(file).data)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call in the loop's thread. Runs on: any thread."""
+        self._pending.append(call)
+        self._wake_up()
+
+    def call_now(self, call: Callable[[], None]) -> None:
+        """Call at once in the loop's thread; soon from any other thread."""
+        if threading.get_ident() == self._thread_id:
+            call()
+        else:
+            self.call_soon(call)
+
+    def stop(self) -> None:
+        """Return from `run` soon. Runs on: any thread."""
+        self._is_running = False
+        self._wake_up()
+
+    def run(self) -> None:
+        """Call back until `stop` is called."""
+        self._thread_id = threading.get_ident()
+        while self._is_running:
+            ready = self._selector.select(self._timers.time_left())
+            self._run_pending()
+            for key, events in ready:
+                if key.data is not None:
+                    key.data(events)
+            self._timers.run()
+
+    def close(self) -> None:
+        """Close the descriptors, after `run` has returned. Do not use `call_soon` afterwards."""
+        fork_safety.forget(self._selector, self._wakeup, self._wake)
+        self._selector.close()
+        self._wakeup.close()
+        self._wake.close()
+        ROUTER.close_reader(self._signals)
+
+    def _run_pending(self) -> None:
+        # Signals first, and only calls that were made before: a call may be what a signal has led to.
+        waiting = len(self._pending)
+        with suppress(BlockingIOError):
+            self._wakeup.recv(_CHUNK)
+        ROUTER.deliver()
+        for _ in range(waiting):
+            self._pending.popleft()()
+        if self._pending:
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        with suppress(OSError):  # full: the thread is about to look anyway; closed in a forked process
+            self._wake.send(b"\0")
+
+
+@contextmanager
+def signals_delivered_in_thread() -> Iterator[None]:
+    """Deliver signals in the block even while the main thread is blocked in C code.
+
+    Starts a thread only where no event loop runs in this process.
+    """
+    if ROUTER.has_reader:
+        yield
+        return
+    loop = EventLoop()
+    thread = threading.Thread(target=loop.run, name="rankwise-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.stop()
+        thread.join()
+        loop.close()

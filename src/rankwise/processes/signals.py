@@ -1,163 +1,315 @@
-"""Signal handlers: set, chained, and put back; repeated signals; threads that receive one signal."""
+"""Signals: the router that delivers them to subscribers, and SIGINT in workers."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, final
 
-from typing_extensions import Self
-
 from rankwise.processes import fork_safety
 
-Handler = Callable[[int, FrameType | None], Any]
+__all__ = ["DEBOUNCE_S", "ROUTER", "SignalRequest", "SignalRouter", "StoppedBySignal"]
 
-# What is sent again within this time of the first has one cause with it.
+# A signal that comes again within this time repeats the same request: a scheduler signals all processes of a
+# job, and torchrun's agent, which is one of them, forwards it; GNU `timeout` signals its command, then the
+# command's process group.
 DEBOUNCE_S = 2.0
 
-# The handlers that are ours at the moment, and those of before.
-_before: dict[int, Any] = {}
-# What this process, a loader's worker, keeps from its threads.
-_held_back: set[int] = set()
+_CHUNK = 1 << 12
 _CAN_TELL_SENDER = "sigwaitinfo" in signal.__dict__  # not on macOS
 
 
 @final
 class StoppedBySignal(SystemExit):
-    """Raised on every rank once training has stopped for a signal: saved, and at the same step."""
+    """Raised on every rank after training has stopped for a signal: checkpoint saved, at the same step."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(128 + signal_number)
         self.signal_number = signal_number
 
 
-@final
-class SignalDebouncer:
-    """Tell a signal that insists from one that merely comes twice.
+# ---------------------------------------------------------------------------------------- the router
 
-    A scheduler signals all processes of a job, and torchrun's agent, which is one of them, passes it on; GNU
-    `timeout` signals its command, then the command's group.
+
+@final
+@dataclass(frozen=True)
+class SignalRequest:
+    """One signal that this process has caught.
+
+    Attributes:
+        number: of the signal.
+        is_repeat: whether it came within `DEBOUNCE_S` of a request, and so is the same request.
+    """
+
+    number: int
+    is_repeat: bool = False
+
+
+@final
+@dataclass(eq=False)
+class _Subscription:
+    numbers: frozenset[int]
+    callback: Callable[[SignalRequest], None]
+    in_main_thread: bool = False
+    is_debounced: bool = True
+    is_default_action: bool = False
+    pending: deque[SignalRequest] = field(default_factory=deque)
+
+    def take(self) -> Iterator[SignalRequest]:
+        with suppress(IndexError):  # none is left
+            while True:
+                yield self.pending.popleft()
+
+
+@final
+class SignalRouter:
+    """Deliver each signal once to every subscriber, even while the main thread is blocked in C code.
+
+    Python writes the number of each signal to a wake-up descriptor. Two readers deliver what they read there:
+    the main thread, in the Python handler of the signal, and each `EventLoop`, in its own thread. Whichever
+    reads first delivers. Where another library replaces the wake-up descriptor, the handler alone delivers.
+
+    Numbers are forwarded to the wake-up descriptor that was set before, and handlers call those that were set
+    before. In a forked process nothing is subscribed.
+
+    Mutates: handlers and wake-up descriptor of the process while something is subscribed.
     """
 
     def __init__(self) -> None:
-        self._first_s: float | None = None
+        self._lock = threading.RLock()  # re-entrant: a handler may interrupt the main thread in `deliver`
+        self._subscriptions: list[_Subscription] = []
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._users = 0  # subscriptions and event loops: the sockets are closed with the last
+        self._loops = 0
+        self._next_descriptor = -1
+        self._request_s = -math.inf
+        self._blocked: set[int] = set()  # in a DataLoader worker
 
-    def is_propagated(self) -> bool:
-        """Take note of a signal; return whether it only repeats the first. Runs on: signal handlers, too."""
-        now_s = time.monotonic()
-        if self._first_s is None:
-            self._first_s = now_s
-            return False
-        return now_s - self._first_s < DEBOUNCE_S
+    def subscribe(
+        self,
+        numbers: Iterable[int],
+        callback: Callable[[SignalRequest], None],
+        *,
+        in_main_thread: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Call `callback` with each of these signals in the block, then the handler that was set before.
+
+        Outside the main thread, and for a signal that is ignored or handled in C, nothing happens.
+
+        Args:
+            numbers: of the signals. All count as one request when they come within `DEBOUNCE_S`.
+            callback: called in the main thread or in the thread of an event loop.
+            in_main_thread: call it in the main thread alone, where it may raise.
+        """
+        subscription = _Subscription(frozenset(numbers), callback, in_main_thread)
+        return self._subscribed(subscription, subscription.numbers)
+
+    def observe(
+        self, numbers: Iterable[int], callback: Callable[[SignalRequest], None]
+    ) -> AbstractContextManager[None]:
+        """Do as `subscribe`, for signals that are no request to stop: none counts as a repeat.
+
+        SIGINT keeps its handler; only an event loop delivers it.
+        """
+        subscription = _Subscription(frozenset(numbers), callback, is_debounced=False)
+        return self._subscribed(subscription, subscription.numbers - {signal.SIGINT})
+
+    def replace_default_action(
+        self, number: int, callback: Callable[[SignalRequest], None]
+    ) -> AbstractContextManager[None]:
+        """Call `callback` in place of a signal's default action: where nobody else handles it."""
+        subscription = _Subscription(frozenset([number]), callback, is_default_action=True)
+        return self._subscribed(subscription, [number])
+
+    # ------------------------------------------------------------------ for event loops
+
+    def open_reader(self) -> socket.socket:
+        """Return a socket that is readable when `deliver` has something to do; see `close_reader`."""
+        with self._lock:
+            self._loops += 1
+            return self._acquire()[0]
+
+    def close_reader(self, reader: socket.socket) -> None:
+        """Stop reading from a socket that `open_reader` returned."""
+        with self._lock:
+            if self._sockets is not None and reader is self._sockets[0]:
+                self._loops -= 1
+                self._release(self._sockets)
+
+    @property
+    def has_reader(self) -> bool:
+        """Whether an event loop delivers signals while the main thread is blocked."""
+        return self._loops > 0
+
+    def deliver(self) -> None:
+        """Call the subscribers of the signals that were caught. Runs on: any thread, signal handlers too."""
+        with self._lock:
+            for number in self._receive():
+                self._enqueue(number)
+        is_main = threading.current_thread() is threading.main_thread()
+        for subscription in list(self._subscriptions):
+            if is_main or not subscription.in_main_thread:
+                for request in subscription.take():
+                    subscription.callback(request)
+
+    # ------------------------------------------------------------------ private
+
+    @contextmanager
+    def _subscribed(self, subscription: _Subscription, handled: Iterable[int]) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in handled}
+        before = {number: old for number, old in before.items() if old is signal.SIG_DFL or callable(old)}
+        with self._lock:
+            sockets = self._acquire()
+            self._subscriptions.append(subscription)
+        try:
+            if len(self._subscriptions) == 1:
+                self._next_descriptor = _set_wakeup(sockets[1])
+            for number, old in before.items():
+                signal.signal(number, _Handler(self, old))
+            yield
+        finally:
+            for number, old in before.items():
+                signal.signal(number, old)
+            self._unsubscribe(subscription, sockets)
+
+    def _unsubscribe(self, subscription: _Subscription, sockets: tuple[socket.socket, socket.socket]) -> None:
+        with self._lock:
+            if sockets is not self._sockets:
+                return  # a forked process leaves the block too
+            self._subscriptions.remove(subscription)
+            if not self._subscriptions:
+                self._request_s = -math.inf
+                current = signal.set_wakeup_fd(-1)
+                is_ours = current == sockets[1].fileno()
+                with suppress(OSError, ValueError):  # closed meanwhile
+                    signal.set_wakeup_fd(self._next_descriptor if is_ours else current)
+                self._next_descriptor = -1
+            self._release(sockets)
+
+    def _acquire(self) -> tuple[socket.socket, socket.socket]:
+        if self._sockets is None:
+            self._sockets = socket.socketpair()
+            for each in self._sockets:
+                each.setblocking(False)
+            fork_safety.close_in_child(*self._sockets)
+        self._users += 1
+        return self._sockets
+
+    def _release(self, sockets: tuple[socket.socket, socket.socket]) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._sockets = None
+            fork_safety.forget(*sockets)
+            for each in sockets:
+                each.close()
+
+    def handle(self, number: int) -> None:
+        """Deliver a signal from its Python handler. Runs on: the main thread."""
+        with self._lock:
+            if self._sockets is None:
+                return
+            mine = self._sockets[1].fileno()
+            current = _set_wakeup(self._sockets[1])
+            if current != mine:  # another library's, or reset by one; ours again as soon as there is none
+                self._enqueue(number)
+                if current != -1:
+                    signal.set_wakeup_fd(current)
+        self.deliver()
+
+    def _receive(self) -> bytes:
+        if self._sockets is None:
+            return b""
+        try:
+            numbers = self._sockets[0].recv(_CHUNK)
+        except BlockingIOError:
+            return b""
+        if self._next_descriptor >= 0:
+            with suppress(OSError):  # closed meanwhile, or full
+                os.write(self._next_descriptor, numbers)
+        return numbers
+
+    def _enqueue(self, number: int) -> None:
+        subscriptions = [each for each in self._subscriptions if number in each.numbers]
+        takers = [each for each in subscriptions if not each.is_default_action]
+        if not takers and isinstance(signal.getsignal(number), _Handler):
+            takers = subscriptions
+        is_request = any(each.is_debounced for each in takers)
+        is_repeat = is_request and time.monotonic() - self._request_s < DEBOUNCE_S
+        if is_request and not is_repeat:
+            self._request_s = time.monotonic()
+        for each in takers:
+            each.pending.append(SignalRequest(number, is_repeat and each.is_debounced))
+
+    # ------------------------------------------------------------------ in forked processes
+
+    def reset_in_child(self) -> None:
+        """Restore the handlers that were set before all subscriptions: those are the parent's."""
+        if self._blocked:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._blocked)
+        numbers = {number for each in self._subscriptions for number in each.numbers}
+        self.__init__()  # the lock may be held by a thread that does not exist here
+        if not numbers:
+            return
+        signal.set_wakeup_fd(-1)  # it wakes the parent
+        replaced = {number for number in numbers if isinstance(signal.getsignal(number), _Handler)}
+        for number in replaced:
+            signal.signal(number, _before_all(signal.getsignal(number)))
+        if _is_forked_by_data_loader():
+            self._block_until_rank_exits(replaced)
+
+    def _block_until_rank_exits(self, numbers: set[int]) -> None:
+        """Ignore signals to the process group in a DataLoader worker, but obey SIGTERM from its rank.
+
+        The rank needs its data until it comes to a boundary: torch raises in it when a worker has gone.
+        """
+        if not _CAN_TELL_SENDER:
+            numbers = numbers - {signal.SIGTERM}
+        self._blocked = numbers
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        if signal.SIGTERM in numbers:
+            threading.Thread(target=_exit_on_parents_sigterm, name="rankwise-sigterm", daemon=True).start()
 
 
-# ---------------------------------------------------------------------------------------- Ctrl-C
+@final
+class _Handler:
+    """The Python handler of a subscribed signal: deliver, then call the handler that was set before."""
+
+    def __init__(self, router: SignalRouter, before: Any) -> None:
+        self._router = router
+        self.before = before
+
+    def __call__(self, number: int, interrupted: FrameType | None) -> None:
+        self._router.handle(number)
+        before = _before_all(self)
+        if callable(before):
+            before(number, interrupted)
 
 
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Start processes within this block: they begin with SIGINT blocked, before they have a handler."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _before_all(handler: Any) -> Any:
+    while isinstance(handler, _Handler):
+        handler = handler.before
+    return handler
 
 
-def ignore_interrupts_in_workers() -> None:
-    """Do nothing on SIGINT from here on, in this worker.
-
-    A handler, not SIG_IGN: what the worker executes in its turn must not inherit the deafness.
-    """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _nothing)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+def _set_wakeup(sock: socket.socket) -> int:
+    return signal.set_wakeup_fd(sock.fileno(), warn_on_full_buffer=False)
 
 
-def _nothing(signum: int, interrupted: FrameType | None) -> None:
-    pass
-
-
-# ---------------------------------------------------------------------------------------- for a while
-
-
-@contextmanager
-def handling(numbers: Iterable[int], handler: Handler | None = None) -> Iterator[None]:
-    """Call `handler` on these signals in the block, then whatever handled them before.
-
-    Outside the main thread, and for a signal that is ignored or handled in C, nothing changes. Processes that
-    are forked in the block begin with the handlers of before it.
-
-    Mutates: the handlers of the signals, restored on exit.
-    """
-    mine = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in numbers:
-            before = signal.getsignal(number)
-            if before is signal.SIG_DFL or callable(before):
-                mine[number] = before
-    _undo_in_children(mine)
-    for number, before in mine.items():
-        signal.signal(number, _chained(handler, before))
-    try:
-        yield
-    finally:
-        for number, before in mine.items():
-            signal.signal(number, before)
-        _forget(mine)
-
-
-def _chained(first: Handler | None, then: Any) -> Handler:
-    def handle(signum: int, interrupted: FrameType | None) -> None:
-        if first is not None:
-            first(signum, interrupted)
-        if callable(then):
-            then(signum, interrupted)
-
-    return handle
-
-
-def _undo_in_children(mine: dict[int, Any]) -> None:
-    for number, before in mine.items():
-        _before.setdefault(number, before)
-    _hook_forks()
-
-
-@functools.cache  # a hook stays, in children too
-def _hook_forks() -> None:
-    os.register_at_fork(after_in_child=_restore_in_child)
-
-
-def _forget(mine: dict[int, Any]) -> None:
-    for number, before in mine.items():
-        if _before.get(number) is before:
-            del _before[number]
-
-
-def _restore_in_child() -> None:
-    if _held_back:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _held_back)
-        _held_back.clear()
-    if not _before:
-        return
-    signal.set_wakeup_fd(-1)  # it wakes the parent
-    for number, before in _before.items():
-        signal.signal(number, before)
-    if _is_forked_by_a_loader():
-        _block_until_handled(set(_before))
-    _before.clear()
-
-
-def _is_forked_by_a_loader() -> bool:
+def _is_forked_by_data_loader() -> bool:
     loading = sys.modules.get("torch.utils.data.dataloader")
     frame: FrameType | None = sys._getframe()
     while loading is not None and frame is not None:
@@ -167,90 +319,44 @@ def _is_forked_by_a_loader() -> bool:
     return False
 
 
-def _block_until_handled(numbers: set[int]) -> None:
-    """Do not end for a signal to the whole group, unlike for one from the rank whose data this worker loads.
-
-    The rank has to come to its boundary first, and torch would raise in it when its data end.
-    """
-    if not _CAN_TELL_SENDER:
-        numbers = numbers - {signal.SIGTERM}
-    _held_back.update(numbers)
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    if signal.SIGTERM in numbers:
-        threading.Thread(target=_exit_on_request, name="rankwise-sigterm", daemon=True).start()
-
-
-def _exit_on_request() -> None:
-    # With SIGTERM torch, and multiprocessing when the rank exits, end a worker that is stuck.
+def _exit_on_parents_sigterm() -> None:
+    # torch, and multiprocessing when the rank exits, end a worker that hangs by SIGTERM.
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass  # the scheduler's, or torchrun's: the rank has it, too
+        pass  # from the scheduler or torchrun: the rank has received it too
     os._exit(0)  # as torch's own handler does: it is no failure
 
 
-_CHUNK = 1 << 12
-_LEAVE = b"\0"
+ROUTER = SignalRouter()
+"""The router of this process."""
+
+os.register_at_fork(after_in_child=ROUTER.reset_in_child)
 
 
-@final
-class SignalThread:
-    """A block in which a thread hears of a signal at once, whatever the main thread does.
+# ---------------------------------------------------------------------------------------- SIGINT, exits
 
-    The signal must have a handler in the block, which asks `hears` whether the thread has heard of it, too.
 
-    Mutates: the process's signal wake-up descriptor where nobody has set one; restored on exit.
-    Runs on: the main thread, but `hear`.
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in processes that are started in this block, until they have a handler."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    Args:
-        number: of the signal.
-        hear: called for each, in the thread.
+
+def ignore_interrupts_in_workers() -> None:
+    """Ignore SIGINT in this worker: the main process handles it.
+
+    A handler, not SIG_IGN, which processes that the worker executes would inherit.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _nothing)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-    def __init__(self, number: int, hear: Callable[[], None]) -> None:
-        self._number = number
-        self._hear = hear
 
-    def __enter__(self) -> Self:
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(True)  # whatever the user's default timeout for sockets is
-        self._write.setblocking(False)
-        fork_safety.close_in_child(self._read, self._write)
-        self._thread = threading.Thread(target=self._listen, name="rankwise-signals", daemon=True)
-        self._thread.start()
-        self.hears()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        descriptor = signal.set_wakeup_fd(-1)
-        if descriptor != self._write.fileno():
-            signal.set_wakeup_fd(descriptor)
-        if self._write.fileno() < 0:
-            return  # a forked process leaves the block, too
-        self._write.setblocking(True)
-        self._write.send(_LEAVE)  # no end of file: a forked process may still hold this end
-        self._thread.join()
-        fork_safety.forget(self._read, self._write)
-        self._read.close()
-        self._write.close()
-
-    def hears(self) -> bool:
-        """Return whether the thread has heard of the signal that is being handled.
-
-        Not where something else, like an event loop, is woken in its stead; once that has left, it hears of
-        the next one.
-        """
-        mine = self._write.fileno()
-        descriptor = signal.set_wakeup_fd(mine, warn_on_full_buffer=False)
-        if descriptor not in (-1, mine):
-            signal.set_wakeup_fd(descriptor)
-        return descriptor == mine
-
-    def _listen(self) -> None:
-        while True:
-            for number in self._read.recv(_CHUNK):
-                if number == _LEAVE[0]:
-                    return
-                if number == self._number:
-                    self._hear()
+def _nothing(signum: int, interrupted: FrameType | None) -> None:
+    pass
 
 
 def exit_by_signal(number: int) -> None:

@@ -1,72 +1,178 @@
-"""A thread hears of signals, unless something else is woken in its stead."""
+"""The signal router: who is called for a signal, in which thread, how often."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
 import threading
 from types import FrameType
 
-from rankwise.processes.signals import SignalThread, handling
+import pytest
+
+from rankwise.processes.event_loop import signals_delivered_in_thread
+from rankwise.processes.signals import ROUTER, SignalRequest
+
+NUMBER = signal.SIGUSR1
+LIMIT_S = 10
 
 
-class Heard:
-    """Who has heard of a signal that this process sends itself."""
+class Subscriber:
+    """Keeps the requests that it is called with, and the threads."""
 
     def __init__(self) -> None:
-        self.listening = SignalThread(signal.SIGUSR1, self._in_thread)
-        self._is_heard = threading.Event()
-        self._names: list[str] = []
+        self.repeats: list[bool] = []
+        self.threads: list[str] = []
+        self.is_called = threading.Event()
 
-    def by(self) -> list[str]:
-        """Send it; return the names of the threads that heard of it."""
-        self._names.clear()
-        self._is_heard.clear()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert self._is_heard.wait(10)
-        return self._names
-
-    def _in_thread(self) -> None:
-        self._names.append(threading.current_thread().name)
-        self._is_heard.set()
-
-    def catch(self, signum: int, interrupted: FrameType | None) -> None:
-        """Handle it."""
-        if not self.listening.hears():
-            self._in_thread()
+    def __call__(self, request: SignalRequest) -> None:
+        assert request.number == NUMBER
+        self.repeats.append(request.is_repeat)
+        self.threads.append(threading.current_thread().name)
+        self.is_called.set()
 
 
-def test_the_thread_hears() -> None:
-    """It, and not the handler; after the block all is as it was."""
-    heard = Heard()
-    with heard.listening, handling([signal.SIGUSR1], heard.catch):
-        assert heard.by() == ["rankwise-signals"]
-        assert heard.by() == ["rankwise-signals"]
+def send() -> None:
+    os.kill(os.getpid(), NUMBER)
+
+
+@pytest.fixture
+def subscriber() -> Subscriber:
+    return Subscriber()
+
+
+def test_a_subscriber_is_called_once(subscriber: Subscriber) -> None:
+    """Without an event loop the main thread delivers; afterwards handler and descriptor are as before."""
+    before = signal.getsignal(NUMBER)
+    with ROUTER.subscribe([NUMBER], subscriber):
+        send()
+        assert subscriber.threads == ["MainThread"]
+    assert signal.getsignal(NUMBER) is before
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_an_event_loop_that_is_woken() -> None:
-    """It is left alone: the handler serves until it has gone, as it takes no heed of who was there before."""
-    heard = Heard()
+def test_a_repeat_is_the_same_request(subscriber: Subscriber) -> None:
+    """All subscribers are called with both, the second one marked; observers do not count."""
+    other, observer = Subscriber(), Subscriber()
+    with ROUTER.observe([NUMBER], observer):
+        send()
+        with ROUTER.subscribe([NUMBER], subscriber), ROUTER.subscribe([NUMBER], other):
+            send()
+            send()
+    assert subscriber.repeats == other.repeats == [False, True]
+    assert observer.repeats == [False, False, False]
+
+
+def test_the_handler_of_before_is_called_too(subscriber: Subscriber) -> None:
+    """Once, whatever the number of subscribers."""
+    called: list[int] = []
+    before = signal.signal(NUMBER, lambda number, frame: called.append(number))
+    try:
+        with ROUTER.subscribe([NUMBER], subscriber), ROUTER.subscribe([NUMBER], Subscriber()):
+            send()
+        assert called == [NUMBER]
+        assert len(subscriber.repeats) == 1
+    finally:
+        signal.signal(NUMBER, before)
+
+
+def test_the_thread_delivers_while_main_is_blocked(subscriber: Subscriber) -> None:
+    """Where the main thread runs no handler, the event loop calls the subscriber from its thread."""
+
+    def send_and_wait() -> None:
+        send()
+        subscriber.is_called.wait(LIMIT_S)
+
+    with signals_delivered_in_thread(), ROUTER.subscribe([NUMBER], subscriber):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {NUMBER})
+        sender = threading.Thread(target=send_and_wait)
+        sender.start()
+        sender.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {NUMBER})
+    assert subscriber.threads == ["rankwise-signals"]
+
+
+def test_a_subscriber_of_the_main_thread_may_raise(subscriber: Subscriber) -> None:
+    """It is called there alone, also where an event loop has read the signal."""
+
+    def stop(request: SignalRequest) -> None:
+        raise KeyError(request.number)
+
+    with (
+        signals_delivered_in_thread(),
+        pytest.raises(KeyError),
+        ROUTER.subscribe([NUMBER], subscriber),
+        ROUTER.subscribe([NUMBER], stop, in_main_thread=True),
+    ):
+        send()
+        threading.Event().wait(LIMIT_S)
+    assert len(subscriber.repeats) == 1
+
+
+def test_the_default_action_is_replaced(subscriber: Subscriber) -> None:
+    """Where nobody else handles the signal."""
+    other = Subscriber()
+    with ROUTER.replace_default_action(NUMBER, subscriber):
+        send()
+        with ROUTER.subscribe([NUMBER], other):
+            send()
+        signal.signal(NUMBER, lambda number, frame: None)
+        send()
+    assert len(subscriber.repeats) == 1
+    assert len(other.repeats) == 1
+
+
+def test_an_event_loop_that_takes_the_descriptor(subscriber: Subscriber) -> None:
+    """It is left alone: the handler delivers until the other loop resets the descriptor."""
     mine, its = socket.socketpair()
-    with mine, its, heard.listening, handling([signal.SIGUSR1], heard.catch):
+    with mine, its, ROUTER.subscribe([NUMBER], subscriber):
         its.setblocking(False)
-        signal.set_wakeup_fd(its.fileno())
-        assert heard.by() == ["MainThread"]
-        assert mine.recv(10) == bytes([signal.SIGUSR1])
+        ours = signal.set_wakeup_fd(its.fileno())
+        send()
+        assert mine.recv(10) == bytes([NUMBER])
         assert signal.set_wakeup_fd(-1) == its.fileno()
-        assert heard.by() == ["MainThread"]
-        assert heard.by() == ["rankwise-signals"]
+        send()
+        assert signal.set_wakeup_fd(ours) == ours
+        send()
+        assert len(subscriber.repeats) == 3
 
 
-def test_one_that_was_there_before() -> None:
-    """It stays."""
-    heard = Heard()
+def test_a_descriptor_of_before(subscriber: Subscriber) -> None:
+    """The numbers are forwarded to it, and it is restored."""
     mine, its = socket.socketpair()
     with mine, its:
         its.setblocking(False)
         signal.set_wakeup_fd(its.fileno())
-        with heard.listening, handling([signal.SIGUSR1], heard.catch):
-            assert heard.by() == ["MainThread"]
+        with ROUTER.subscribe([NUMBER], subscriber):
+            send()
+            assert len(subscriber.repeats) == 1
+            assert mine.recv(10) == bytes([NUMBER])
         assert signal.set_wakeup_fd(-1) == its.fileno()
+
+
+def test_a_forked_process_has_no_subscribers(subscriber: Subscriber) -> None:
+    """It starts with the handlers of before, also when it leaves the block."""
+    called: list[int] = []
+
+    def own(number: int, frame: FrameType | None) -> None:
+        called.append(number)
+
+    def work() -> None:
+        send()
+        with ROUTER.subscribe([NUMBER], subscriber):
+            send()
+        assert called == [NUMBER, NUMBER]
+        assert len(subscriber.repeats) == 1
+        assert not ROUTER.has_reader
+
+    before = signal.signal(NUMBER, own)
+    try:
+        with signals_delivered_in_thread(), ROUTER.subscribe([NUMBER], subscriber):
+            process = multiprocessing.get_context("fork").Process(target=work)
+            process.start()
+            process.join(LIMIT_S)
+        assert process.exitcode == 0
+        assert called == []
+    finally:
+        signal.signal(NUMBER, before)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, final
 
 from typing_extensions import Self
 
-from rankwise.processes.signals import SignalDebouncer, StoppedBySignal, handling
+from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal
 
 if TYPE_CHECKING:
     from rankwise.trainer.loops.context import LoopContext
@@ -40,7 +40,6 @@ class Stopping:
         self._state = context.stop
         self._save_checkpoint = context.save_stop_checkpoint
         self._caught: int | None = None
-        self._debouncer = SignalDebouncer()
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
@@ -52,7 +51,7 @@ class Stopping:
         if channel is not None:
             channel.call_on_request(self._ask)
             self._cleanup.callback(channel.call_on_request, None)
-        self._cleanup.enter_context(handling(self._signals(), self._catch))
+        self._cleanup.enter_context(ROUTER.subscribe(self._signals(), self._on_signal, in_main_thread=True))
         return self
 
     def __exit__(
@@ -143,13 +142,12 @@ class Stopping:
         requeue_signal = self._strategy.environment.requeue_signal
         return [signal.SIGTERM] if requeue_signal is None else [signal.SIGTERM, requeue_signal]
 
-    def _catch(self, signum: int, interrupted: FrameType | None) -> None:
-        is_propagated = self._debouncer.is_propagated()
+    def _on_signal(self, request: SignalRequest) -> None:
         if self._caught is None:
-            self._caught = signum
-            self._ask(signum)
-        elif not is_propagated:
-            raise SystemExit(128 + signum)
+            self._caught = request.number
+            self._ask(request.number)
+        elif not request.is_repeat:
+            raise SystemExit(128 + request.number)
 
     def _ask(self, signum: int) -> None:
         self._agreement.ask(f"{_SIGNAL}{signum}")
