@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from types import FrameType
 
 import pytest
@@ -81,6 +82,7 @@ def test_the_thread_delivers_while_main_is_blocked(subscriber: Subscriber) -> No
     """Where the main thread runs no handler, the event loop calls the subscriber from its thread."""
 
     def send_and_wait() -> None:
+        time.sleep(0.3)  # the main thread is in `join` by then
         send()
         subscriber.is_called.wait(LIMIT_S)
 
