@@ -1,10 +1,15 @@
-"""Launched from a thread that the end of the program takes with it: the workers go too."""
+"""Threads: how many each rank has; and a launch from a thread that the end of the program ends."""
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 
+from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,3 +52,45 @@ def test_a_daemon_thread_that_launched(method: str, how: str, code: int, run_scr
     running.wait_for("both busy", timeout=50)
     result = running.finish(timeout=30, leftover_grace_s=20)  # of the time that unloading torch takes
     assert result.returncode == code, result
+
+
+COUNT = """
+    import json, sys, threading
+    from torch.utils.data import DataLoader
+    from rankwise.callbacks import Callback
+    from rankwise.strategies import DDPStrategy
+    from tests.process.training_tasks import Regression, dataset, quiet_trainer
+
+    class Count(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 2:
+                names = sorted(each.name for each in threading.enumerate() if "rankwise-" in each.name)
+                sys.stdout.write(json.dumps([trainer.global_rank, names]) + "\\n")
+                sys.stdout.flush()
+
+    if __name__ == "__main__":
+        for method in sys.argv[1:]:
+            strategy = DDPStrategy(start_method=method, accelerator="cpu", devices=2)
+            trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=[Count()])
+            trainer.fit(Regression(), DataLoader(dataset(64), batch_size=2))
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [("fork", "forkserver", "spawn"), ("popen",), ("torchrun",)],
+    ids=lambda methods: "-".join(methods),
+)
+def test_a_rank_has_few_threads(methods: tuple[str, ...], run_script: ScriptRunner) -> None:
+    """While it trains, a rank has at most two threads of ours beside the main one."""
+    if methods == ("torchrun",):
+        script = run_script.write(COUNT)
+        command = [sys.executable, *TORCHRUN, str(free_port()), str(script), "popen"]
+        result = run_script.command(command, env=with_tests())
+    else:
+        result = run_script(COUNT, *methods, env=with_tests())
+    assert result.returncode == 0, result
+    counted = sorted(map(json.loads, result.stdout.splitlines()))
+    assert [rank for rank, _ in counted] == [0] * len(methods) + [1] * len(methods)
+    assert all(1 <= len(names) <= 2 for _, names in counted), counted

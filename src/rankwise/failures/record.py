@@ -143,7 +143,7 @@ class FailureRecord:
         return self.is_of_timeout or _says(_TIMEOUTS, self.exception_type, self.exception_message)
 
     @property
-    def has_own_words(self) -> bool:
+    def is_of_user_code(self) -> bool:
         """Whether it is user code that speaks here, be it of what another rank's end has led to."""
         kind, text = self.exception_type, self.exception_message
         return bool(kind) and not (_says(_CONSEQUENCES, kind, text) or _says(_TIMEOUTS, kind, text))

@@ -84,7 +84,7 @@ class RankChannel:
         self._stop_reason: str | None = None
         self._is_answered = True
         self._lock = threading.Lock()
-        self._pending: dict[int, queue.SimpleQueue[bytes | None]] = {}
+        self._pending: dict[int, Callable[[bytes | None], None]] = {}
         self._last_id = 0
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._listen, name="rankwise-channel", daemon=True)
@@ -118,16 +118,10 @@ class RankChannel:
         Raises:
             TimeoutError: when there is none in time, the job is stopped, or its launching process is gone.
         """
-        answer: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        with self._lock:
-            self._last_id += 1
-            request_id = self._last_id
-            self._pending[request_id] = answer
-        if not self._is_answered:
-            answer.put(None)
-        self.send(Kind.STORE_REQUEST, with_id(request_id, request))
+        replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        request_id = self.post_store(request, replies.put)
         try:
-            reply = answer.get(timeout=timeout_s)
+            reply = replies.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError from None
         finally:
@@ -135,6 +129,23 @@ class RankChannel:
         if reply is None:
             raise TimeoutError
         return reply
+
+    def post_store(self, request: bytes, on_reply: Callable[[bytes | None], None]) -> int:
+        """Send a request to the private store; return its number.
+
+        Args:
+            request: what to send.
+            on_reply: called from the channel's thread with the reply; with None when the job is stopped, or
+                its launching process is gone.
+        """
+        with self._lock:
+            self._last_id += 1
+            request_id = self._last_id
+            self._pending[request_id] = on_reply
+        if not self._is_answered:
+            self._release_pending()
+        self.send(Kind.STORE_REQUEST, with_id(request_id, request))
+        return request_id
 
     def call_on_stop(self, on_stop: Callable[[], None] | None) -> None:
         """Call `on_stop` from the channel's thread when the supervisor says stop (at once if it has)."""
@@ -188,8 +199,8 @@ class RankChannel:
     def _receive(self, kind: Kind, payload: bytes) -> None:
         if kind is Kind.STORE_REPLY:
             request_id, answer = split_id(payload)
-            if waiting := self._pending.get(request_id):
-                waiting.put(answer)
+            if on_reply := self._pending.pop(request_id, None):
+                on_reply(answer)
         elif kind is Kind.OVER:
             self._over.put(None)
         elif kind is Kind.REQUEST:
@@ -203,8 +214,9 @@ class RankChannel:
 
     def _release_pending(self) -> None:
         self._is_answered = False  # nor will later ones be
-        for waiting in list(self._pending.values()):
-            waiting.put(None)
+        for request_id in list(self._pending):
+            if on_reply := self._pending.pop(request_id, None):
+                on_reply(None)
 
 
 def _nothing() -> None:

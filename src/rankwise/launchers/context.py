@@ -16,12 +16,13 @@ from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.processes.interrupt import Interruptible
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.ranks import RankInfo
-from rankwise.stores.endpoint import store_of_job
+from rankwise.stores.endpoint import job_prefix, store_of_job
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from rankwise.failures.exchange import FailureExchange
+    from rankwise.monitoring.rank_monitor import RankMonitor
     from rankwise.process_group.stop_agreement import StopAgreement
     from rankwise.stores.rendezvous import RankIdentity
 
@@ -58,7 +59,10 @@ class WorkerContext:
     failure_exchange: FailureExchange | None = None
     _has_reported: bool = False
     _start: int = 0
-    _store: Store | None = None  # a group uses the store for as long as it lives, but does not keep it
+    _monitor: RankMonitor | None = None
+    # A prefix store does not keep the Python object of the store below it; neither does a group.
+    _monitor_store: Store | None = None
+    _store: Store | None = None
 
     def open_store(self, timeout: timedelta) -> Store:
         """Return the store through which the ranks of this job meet.
@@ -89,54 +93,67 @@ class WorkerContext:
         """
         from rankwise.process_group.stop_agreement import StopAgreement
 
-        store = self.open_store(timeout) if self._store is None else self._of_this_job(self._store)
-        return StopAgreement(self.ranks, store, partial(self.open_another, store, timeout), timeout)
+        monitor = None if self.ranks.world_size == 1 else self._open_monitor(timeout)
+        return StopAgreement(self.ranks, monitor, timeout)
 
     @contextmanager
     def start_monitors(
-        self, places: Sequence[RankIdentity], timeout: timedelta, stall_warning: timedelta
+        self, identities: Sequence[RankIdentity], timeout: timedelta, stall_warning: timedelta
     ) -> Iterator[None]:
-        """Be able, in the block, to ask the other ranks where they are and what ends the job; answer them.
-
-        On one node the supervisor knows all that, if there is one.
+        """Exchange status and failures with other ranks in the block, unless a supervisor sees all ranks.
 
         Args:
-            places: all ranks, by global rank; none where they have not met through the job's store.
+            identities: all ranks, by global rank; none where they have not met through the job's store.
             timeout: how long to wait for the store's host.
             stall_warning: after how long in one phase a rank is reported that others wait for.
         """
         from rankwise.failures.exchange import FailureExchange
-        from rankwise.monitoring.rank_monitor import StatusListener
+        from rankwise.monitoring.rank_monitor import PollingMonitor
+        from rankwise.monitoring.status import reply_to_status_queries
         from rankwise.monitoring.stragglers import StragglerMonitor
 
-        if self._store is None or len(places) < 2 or (self.ranks.is_one_node and self.channel is not None):
+        if len(identities) < 2 or not isinstance(monitor := self._open_monitor(timeout), PollingMonitor):
             yield
             return
-        store, mine = self._of_this_job(self._store), places[self.ranks.global_rank]
-        self.failure_exchange = FailureExchange(store, places, mine)
-        open_listener = partial(self.open_another, store, timeout)
-        on_failure = partial(self._on_remote_failure, self.failure_exchange)
-        answering = StatusListener(
-            store, open_listener, mine, on_failure=on_failure, shows_stacks=self.channel is None
-        )
-        is_supervised, warn_after_s = self.channel is not None, stall_warning.total_seconds()
-        straggler_monitor = StragglerMonitor(
-            open_listener, places, mine, warn_after_s, is_supervised=is_supervised
-        )
-        answering.start()
-        straggler_monitor.start()
+        own, is_supervised = identities[self.ranks.global_rank], self.channel is not None
+        self.failure_exchange = FailureExchange(monitor.store, identities, own)
+        self.failure_exchange.subscribe(monitor, self._on_remote_failure)
+        reply_to_status_queries(monitor, own, shows_stacks=not is_supervised)
+        warn_after_s = stall_warning.total_seconds()
+        stragglers = StragglerMonitor(identities, own, warn_after_s, is_supervised=is_supervised)
+        monitor.call_every(stragglers.interval_s, stragglers.look)
         try:
             yield
         finally:
-            straggler_monitor.close()
-            answering.close()
+            self.close_monitor()
             if self.hosts_store:
                 self.failure_exchange.wait_until_read()
             self.failure_exchange = None
 
-    def _on_remote_failure(self, failure_exchange: FailureExchange, text: bytes) -> None:
-        """Keep the record of the rank that failed first; the supervisor sees those of this node itself."""
-        failure_exchange.note(text)
+    def close_monitor(self) -> None:
+        """End this rank's monitor, if the job has started it."""
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+    def _open_monitor(self, timeout: timedelta) -> RankMonitor:
+        from rankwise.monitoring.rank_monitor import ChannelMonitor, PollingMonitor
+        from rankwise.stores.private import PrivateStore
+
+        if self._monitor is None:
+            rank, size, channel = self.ranks.global_rank, self.ranks.world_size, self.channel
+            if channel is not None and self.ranks.is_one_node:
+                self._monitor_store = PrivateStore(channel.ask_store, timeout)
+                store = self._of_this_job(self._monitor_store)
+                prefix = job_prefix(self.job, self._start)
+                self._monitor = ChannelMonitor(rank, store, prefix, channel.post_store)
+            else:
+                store = self.open_store(timeout) if self._store is None else self._of_this_job(self._store)
+                self._monitor = PollingMonitor(rank, size, store, partial(self.open_another, store, timeout))
+        return self._monitor
+
+    def _on_remote_failure(self, text: bytes) -> None:
+        """Report another node's failure to the supervisor, which sees those of this node itself."""
         record = FailureRecord.from_json(text)
         if self.channel is not None and record.node_rank != self.ranks.node_rank:
             record = dataclasses.replace(record, at_s=time.monotonic())  # each node has a clock of its own

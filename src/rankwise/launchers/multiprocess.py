@@ -116,7 +116,7 @@ class MultiprocessLauncher(Launcher):
                 job = self._prepare(entry, described, rendezvous, cleanup)
             cross_node_failures = CrossNodeFailures(self._endpoint, self._local_ranks[0], job.number)
             cleanup.callback(cross_node_failures.wait_until_published)
-            supervisor = Supervisor(*self._watch_options, cross_node_failures.tell)
+            supervisor = Supervisor(*self._watch_options, cross_node_failures.publish)
             values = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._local_ranks}
             heartbeats = {ranks.global_rank: owned_descriptor(cleanup) for ranks in self._local_ranks}
             with _ending_everything(supervisor):

@@ -109,7 +109,7 @@ class ScriptLauncher(Launcher):
         if earlier and self._command is None:
             raise _leads_elsewhere(earlier)
         cross_node_failures = CrossNodeFailures(self._endpoint, self._local_ranks[0])
-        supervisor = Supervisor(*self._watch_options, cross_node_failures.tell)
+        supervisor = Supervisor(*self._watch_options, cross_node_failures.publish)
         group = _ScriptGroup(self._local_ranks, supervisor, cross_node_failures)
         try:
             group.meet(self._endpoint, rendezvous, self._init_timeout)

@@ -1,145 +1,208 @@
-"""A rank's ear for those that no supervisor sees with it: it says where it is, and hears what has failed."""
+"""A rank's background work, in one thread with one store client: messages of other ranks, and timers.
+
+A rank on the only node of a supervised job needs no thread: its messages come over the channel to the
+supervisor, and the channel's thread delivers them. Any other rank polls its mailbox in the job's TCP store.
+It does not wait there: see `poll_until`.
+"""
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import final
 
 import torch.distributed as dist
 
-from rankwise.monitoring.heartbeat import FailureTime, own_heartbeat
-from rankwise.processes.stderr import write_stderr
-from rankwise.stores.rendezvous import FAILURE, RankIdentity, read_key
-from rankwise.stores.waiting import wait_long
+from rankwise.errors import RankwiseError
+from rankwise.stores.mailbox import message_key
+from rankwise.stores.private import pack_fields
 
-__all__ = ["StatusReply", "StatusListener", "reply_key", "query_status", "notify_failure"]
+__all__ = ["ChannelMonitor", "PollingMonitor", "RankMonitor"]
 
+# A store answers some ten thousand requests a second: each rank of a large job polls less often.
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.25, 0.00025
 _CLOSE_S = 1.0
-_CLOSED, _FAILED = "closed", "failed"
-_STDERR = 2
+
+Post = Callable[[bytes, Callable[[bytes | None], None]], object]
+"""Send a request to the private store; the callback gets the reply, or None where none will come."""
 
 
-@final
-class StatusReply:
-    """What one rank has said of itself: which it is, whether it waits for others, and where it is."""
+class RankMonitor(ABC):
+    """Deliver the messages that other ranks send to this one.
 
-    def __init__(self, text: bytes) -> None:
-        self.waits, self.line = json.loads(text)
-
-    @staticmethod
-    def of_this_rank(mine: RankIdentity, gave_up: FailureTime | None = None) -> str:
-        """Return the text that another rank makes an answer of.
-
-        Args:
-            mine: this rank's place.
-            gave_up: when this rank had waited too long itself, if it has.
-        """
-        heartbeat = own_heartbeat() if gave_up is None else gave_up.heartbeat
-        seen = (
-            "is there"
-            if heartbeat is None
-            else f"was last in {heartbeat.where()}, {heartbeat.seconds_ago():.0f} s ago"
-        )
-        waits = gave_up is not None or (heartbeat is not None and heartbeat.waits)
-        return json.dumps([waits, f"{mine} {seen}"])
-
-
-@final
-class StatusListener:
-    """This rank's part: a thread that waits in the store until somebody asks, and answers, or has failed.
-
-    It answers once: after a roll it only waits for a failure.
+    It starts with its first subscription; a job in which nobody subscribes needs no thread.
 
     Args:
-        store: the job's.
-        open_listener: opens the same store once more, where a thread that waits in it would hold up the
-            others; called in that thread.
-        mine: this rank's place.
-        on_failure: called in the thread with the record of the rank that failed first, be it this one.
-        shows_stacks: whether to write this rank's stacks too, when a collective has timed out.
+        rank: this process's global rank.
+        store: the store with the mailboxes; for other threads than the monitor's.
+    """
+
+    def __init__(self, rank: int, store: dist.Store) -> None:
+        self.store = store
+        self._rank = rank
+        self._next_number = 1
+        self._subscribers: dict[str, Callable[[str], None]] = {}
+        self._undelivered: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._has_started = False
+
+    def subscribe(self, kind: str, on_message: Callable[[str], None]) -> None:
+        """Call `on_message` in the monitor's thread with the text of each message of a kind.
+
+        The last one that came before is delivered at once, in the calling thread.
+        """
+        with self._lock:
+            self._subscribers[kind] = on_message
+            text = self._undelivered.pop(kind, None)
+        if text is not None:
+            on_message(text)
+        self._start_once()
+
+    def unsubscribe(self, kind: str) -> None:
+        """Deliver messages of a kind no more."""
+        with self._lock:
+            self._subscribers.pop(kind, None)
+
+    @abstractmethod
+    def set_once(self, key: str, value: str) -> None:
+        """Set a key of the store unless it is set. Runs on: a subscriber, when it is called."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Deliver nothing more; idempotent."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Begin to read the mailbox."""
+
+    def _start_once(self) -> None:
+        if not self._has_started:
+            self._has_started = True
+            self._start()
+
+    def _next_key(self) -> str:
+        return message_key(self._rank, self._next_number)
+
+    def _deliver(self, message: bytes) -> None:
+        self._next_number += 1
+        kind, _, text = message.decode().partition(":")
+        with self._lock:
+            on_message = self._subscribers.get(kind)
+            if on_message is None:
+                self._undelivered[kind] = text
+        if on_message is not None:
+            on_message(text)
+
+
+@final
+class PollingMonitor(RankMonitor):
+    """Read the mailbox, and run timers, in a thread with its own client of the store.
+
+    Args:
+        rank: this process's global rank.
+        world_size: the number of ranks that poll the same store.
+        store: the store with the mailboxes; for other threads than the monitor's.
+        open_store: opens another client of the store, as calls to one client wait for each other; called in
+            the thread.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        open_listener: Callable[[], dist.Store],
-        mine: RankIdentity,
-        *,
-        on_failure: Callable[[bytes], None],
-        shows_stacks: bool,
+        self, rank: int, world_size: int, store: dist.Store, open_store: Callable[[], dist.Store]
     ) -> None:
-        self._store = store
-        self._open_listener = open_listener
-        self._mine = mine
-        self._on_failure = on_failure
-        self._shows_stacks = shows_stacks
-        self._thread = threading.Thread(target=self._listen, name="rankwise-status", daemon=True)
+        super().__init__(rank, store)
+        self._open_store = open_store
+        self._pause_s = min(max(_SHORTEST_PAUSE_S, world_size * _PAUSE_PER_RANK_S), _LONGEST_PAUSE_S)
+        self._timer: tuple[float, Callable[[dist.Store], None]] | None = None
+        self._timer_due_s = 0.0
+        self._own_store: dist.Store | None = None
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rankwise-monitor", daemon=True)
 
-    def start(self) -> None:
-        """Begin to listen."""
-        self._thread.start()
+    def call_every(self, interval_s: float, action: Callable[[dist.Store], None]) -> None:
+        """Call `action` with the thread's store in intervals."""
+        self._timer = (interval_s, action)
+        self._timer_due_s = time.monotonic() + interval_s
+        self._start_once()
+
+    @property
+    def thread_store(self) -> dist.Store:
+        """The client of the store that subscribers use when they are called."""
+        return self.store if self._own_store is None else self._own_store
+
+    def set_once(self, key: str, value: str) -> None:
+        """Set a key of the store unless it is set."""
+        self.thread_store.compare_set(key, "", value)
 
     def close(self) -> None:
-        """End the thread; leave it to itself where the store does not answer, as over a cable that is cut."""
-        closing = threading.Thread(target=self._end_thread, name="rankwise-status-end", daemon=True)
-        closing.start()
-        closing.join(_CLOSE_S)
+        """End the thread; abandon it where the store does not answer."""
+        self._is_closed.set()
+        if self._has_started:
+            self._thread.join(_CLOSE_S)
 
-    def _end_thread(self) -> None:
+    def _start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
         try:
-            for key in _questions(self._mine.global_rank):
-                self._store.set(key, _CLOSED)
-        except (RuntimeError, ValueError):
-            return  # a store whose host is gone: the thread has left, or will
-        self._thread.join(_CLOSE_S)
+            while not self._is_closed.wait(self._pause_s):
+                if self._own_store is None:
+                    self._own_store = self._open_store()
+                self._poll(self._own_store)
+        except (RuntimeError, ValueError, RankwiseError):
+            return  # the store's host is gone
 
-    def _listen(self) -> None:
-        try:
-            store = self._open_listener()
-            for key in _questions(self._mine.global_rank):
-                wait_long(store, key)
-                word = store.get(key).decode()
-                if word == _FAILED:
-                    self._hear(store)
-                if word in (_FAILED, _CLOSED):
-                    return
-                # Where it has given up meanwhile, that is its answer.
-                store.compare_set(reply_key(self._mine.global_rank), "", StatusReply.of_this_rank(self._mine))
-                self._show_stacks(word)
-        except (RuntimeError, ValueError):
-            return  # the store is gone
-
-    def _hear(self, store: dist.Store) -> None:
-        self._on_failure(bytes(store.get(FAILURE)))
-        store.set(read_key(self._mine.global_rank), "")
-
-    def _show_stacks(self, reason: str) -> None:
-        if self._shows_stacks and reason:
-            write_stderr(f"rankwise: {reason}; stacks of {self._mine}:\n")
-            faulthandler.dump_traceback(_STDERR, all_threads=True)
+    def _poll(self, store: dist.Store) -> None:
+        while store.check([self._next_key()]):
+            self._deliver(store.get(self._next_key()))
+        if self._timer is not None and time.monotonic() >= self._timer_due_s:
+            interval_s, action = self._timer
+            self._timer_due_s = time.monotonic() + interval_s
+            action(store)
 
 
-def query_status(store: dist.Store, count: int, reason: str) -> None:
-    """Ask every rank where it is; with a reason, also for its stacks."""
-    for rank in range(count):
-        store.set(_questions(rank)[0], reason)
+@final
+class ChannelMonitor(RankMonitor):
+    """Read the mailbox in the private store by requests whose replies the channel's thread delivers.
 
+    Args:
+        rank: this process's global rank.
+        store: the private store; for other threads than the channel's.
+        prefix: what `store` puts before its keys.
+        post: sends a request over the channel.
+    """
 
-def notify_failure(store: dist.Store, count: int) -> None:
-    """Let every rank hear of the failure that was left, whether it has answered a roll already or not."""
-    for rank in range(count):
-        for key in _questions(rank):
-            store.set(key, _FAILED)
+    def __init__(self, rank: int, store: dist.Store, prefix: str, post: Post) -> None:
+        super().__init__(rank, store)
+        self._prefix = prefix
+        self._post = post
+        self._is_closed = False
 
+    def set_once(self, key: str, value: str) -> None:
+        """Set a key of the store unless it is set."""
+        self._request(lambda reply: None, "compare_set", key, "", value)
 
-def reply_key(rank: int) -> str:
-    """Return where a rank's answer is."""
-    return f"still/{rank}"
+    def close(self) -> None:
+        """Deliver nothing more; a last message ends the request that waits for one."""
+        if self._has_started and not self._is_closed:
+            self._is_closed = True
+            self.set_once(self._next_key(), "closed")
 
+    def _start(self) -> None:
+        self._request(self._on_set, "wait", self._next_key())
 
-def _questions(rank: int) -> tuple[str, str]:
-    """Return the keys in which a rank waits, one after the other."""
-    return f"where/{rank}", f"then/{rank}"
+    def _on_set(self, reply: bytes | None) -> None:
+        if reply is not None and not self._is_closed:
+            self._request(self._on_value, "get", self._next_key())
+
+    def _on_value(self, value: bytes | None) -> None:
+        if value is not None and not self._is_closed:
+            self._deliver(value)
+            self._start()
+
+    def _request(
+        self, on_reply: Callable[[bytes | None], None], operation: str, key: str, *values: str
+    ) -> None:
+        fields = (operation, f"{self._prefix}/{key}", *values)
+        self._post(pack_fields(field.encode() for field in fields), on_reply)

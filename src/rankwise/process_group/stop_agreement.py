@@ -1,85 +1,74 @@
-"""Agree on the step after which all ranks stop: no collective, and no waiting where nobody asks.
+"""Agree on the step after which all ranks stop, without a collective.
 
-Who wants to stop says so in the store. A thread of every rank then answers with the number of the step that
-its main thread is in; from then on that one begins no other before all have answered. The highest answer is
-the step after which all of them stop.
+A rank that wants to stop sends a message to all ranks. The monitor of every rank answers with the number of
+the step that its main thread is in; from then on the main thread begins no other step until all ranks have
+answered. The highest answer is the last step of all of them. Without a request a boundary reads one flag.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import final
 
-import torch.distributed as dist
-
 from rankwise.errors import StopAgreementError
 from rankwise.monitoring.heartbeat import blocked_in
+from rankwise.monitoring.rank_monitor import RankMonitor
 from rankwise.ranks import RankInfo
-from rankwise.stores.waiting import wait_long
+from rankwise.stores.mailbox import send_message
+from rankwise.stores.waiting import wait_for_keys
 
 __all__ = ["StopAgreement"]
 
+_KIND, _REASON = "stop", "stop/reason"
 # How many parts a step has at most.
 _PARTS = 1 << 24
-# The answer of a rank whose loop has come to its end by itself: then all go there, and nobody stops before.
-_LEFT = 1 << 60
-# torch's clients hand a timeout to poll(2), in an int of milliseconds: 24 days is all that fits.
-_CLOSE_S = 1.0
+# The answer of a rank whose loop has ended by itself: no rank stops before the end of its own loop then.
+_ENDED = 1 << 60
 
 
 @final
 class StopAgreement:
-    """One rank's part in stopping together. `begin_step` is the boundary; there it reads a flag.
+    """One rank's part in stopping together: one per job. `begin_step` is the boundary between steps.
 
     A step may have parts, of which ranks may have different numbers: `begin_part` is a boundary as well, and
     so is `end_parts`, after a rank's last one; from there on the whole step counts as begun.
 
     Args:
         ranks: who this process is.
-        store: the job's.
-        open_listener: opens the same store once more, where a thread that waits in it would hold up the
-            others; called in that thread.
+        monitor: this rank's; None where it is the only rank.
         timeout: how long to wait for the other ranks' answers.
 
     Attributes:
-        reason: why all stop, once they do; the same words on every rank.
+        reason: why all ranks stop, once they do; the same on every rank.
     """
 
-    def __init__(
-        self,
-        ranks: RankInfo,
-        store: dist.Store,
-        open_listener: Callable[[], dist.Store],
-        timeout: timedelta,
-    ) -> None:
+    def __init__(self, ranks: RankInfo, monitor: RankMonitor | None, timeout: timedelta) -> None:
         self.reason: str | None = None
         self._ranks = ranks
-        self._store = store
-        self._open_listener = open_listener
+        self._monitor = monitor
         self._timeout = timeout
-        self._is_alone = ranks.world_size == 1
         self._begun = 0  # a multiple of _PARTS for each step, and one more for each of its parts
-        self._wanted: str | None = None
-        self._is_pending = False  # somebody, here or elsewhere, wants to stop
-        self._limit = _LEFT  # the decision
-        self._failure: Exception | None = None
-        self._is_decided = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="rankwise-stop-agreement", daemon=True)
+        self._own_reason: str | None = None
+        self._is_pending = False  # a rank, this one or another, has requested to stop
+        self._limit: int | None = None  # what the ranks have agreed on
 
     def start(self) -> None:
-        """Begin to listen."""
-        if not self._is_alone:
-            self._thread.start()
+        """Answer the requests of other ranks from here on."""
+        if self._monitor is not None:
+            self._monitor.subscribe(_KIND, self._on_request)
 
-    def ask(self, reason: str) -> None:
-        """Want all ranks to stop; acted upon at this rank's next boundary.
+    def close(self) -> None:
+        """Answer no more requests."""
+        if self._monitor is not None:
+            self._monitor.unsubscribe(_KIND)
+
+    def request(self, reason: str) -> None:
+        """Request that all ranks stop; acted upon at this rank's next boundary.
 
         Runs on: any thread, and signal handlers, as it sets flags and nothing else.
         """
-        if self._wanted is None:
-            self._wanted = reason
+        if self._own_reason is None:
+            self._own_reason = reason
         self._is_pending = True
 
     def begin_step(self) -> bool:
@@ -98,107 +87,61 @@ class StopAgreement:
         """As `begin_step`, for what comes after the step's last part."""
         return self._begin(self._begun // _PARTS * _PARTS + _PARTS - 1)
 
-    def leave(self) -> bool:
-        """Take part no more, as the loop has come to its end; return whether all ranks have stopped there.
+    def finish(self) -> bool:
+        """End this rank's part, as its loop has ended; return whether all ranks have stopped there.
 
         Raises:
             StopAgreementError: when a rank did not answer in time.
         """
-        self._begun = _LEFT
-        if self._is_alone:
+        self._begun = _ENDED
+        if self._monitor is None:
             return False
         with blocked_in("end of training"):
-            self._wake_myself()
-            self._decided_limit()
-            self._thread.join()
-        return self._limit != _LEFT
-
-    def close(self) -> None:
-        """End the thread, however the loop was left; leave it to itself where the store does not answer."""
-        self._begun = _LEFT
-        if self._thread.is_alive():
-            closing = threading.Thread(
-                target=self._end_thread, name="rankwise-stop-agreement-end", daemon=True
-            )
-            closing.start()
-            closing.join(_CLOSE_S)
-
-    def _end_thread(self) -> None:
-        try:
-            self._wake([self._ranks.global_rank])
-        except Exception:  # noqa: BLE001  a store whose host is gone: the thread has left, or will
-            return
-        self._thread.join(_CLOSE_S)  # longer only where it waits for ranks that will not answer
-
-    # ------------------------------------------------------------------ the main thread
+            return self._agreed_limit(self._monitor) != _ENDED
 
     def _begin(self, number: int) -> bool:
-        # A rank that knows of a request answers with the step before: what all ask for at once, all do then.
-        if self._is_pending and number > self._decided_limit():
+        # A rank that has a request answers with the step before: a step after which all request is the last.
+        if self._is_pending and number > self._wait_for_limit():
             return False
-        # First the number, then the flag; the thread does it the other way round. So either it answers with
-        # this step, or this step waits for the decision.
+        # First the number, then the flag; `_on_request` does it the other way round. So it either answers
+        # with this step, or this step waits for the agreement.
         before, self._begun = self._begun, number
-        if self._is_pending and number > self._decided_limit():
+        if self._is_pending and number > self._wait_for_limit():
             self._begun = before
             return False
         return True
 
-    def _decided_limit(self) -> int:
-        """Return the step after which all stop; wait until that is known."""
-        if self._is_alone:
-            self._limit, self.reason = self._begun, self._wanted
-            return self._limit
-        if self._wanted is not None and not self._is_decided.is_set() and self._begun != _LEFT:
-            self._publish(self._wanted)
-        self._is_decided.wait()
-        if self._failure is not None:
-            raise self._failure
+    def _on_request(self, _: str) -> None:
+        """Answer. Runs on: the monitor's thread."""
+        self._is_pending = True
+        if self._monitor is not None:
+            self._monitor.set_once(_answer_key(self._ranks.global_rank), str(self._begun))
+
+    def _wait_for_limit(self) -> int:
+        """Return the step after which all ranks stop; wait until all have answered."""
+        if self._monitor is None:
+            self.reason = self._own_reason
+            return self._begun
+        if self._own_reason is not None and self._limit is None:
+            self._monitor.store.compare_set(_REASON, "", self._own_reason)  # the first reason counts
+            send_message(self._monitor.store, range(self._ranks.world_size), _KIND)
+        return self._agreed_limit(self._monitor)
+
+    def _agreed_limit(self, monitor: RankMonitor) -> int:
+        if self._limit is None:
+            own = monitor.store.compare_set(_answer_key(self._ranks.global_rank), "", str(self._begun))
+            self._limit = _ENDED if int(own) == _ENDED else self._highest_answer(monitor)
+            if self._limit != _ENDED:
+                self.reason = monitor.store.get(_REASON).decode()
         return self._limit
 
-    def _publish(self, reason: str) -> None:
-        self._store.compare_set("stop/reason", "", reason)  # the first one's counts
-        self._wake(range(self._ranks.world_size))
+    def _highest_answer(self, monitor: RankMonitor) -> int:
+        keys = [_answer_key(rank) for rank in range(self._ranks.world_size)]
+        if not wait_for_keys(monitor.store, keys, self._timeout):
+            missing = tuple(rank for rank, key in enumerate(keys) if not monitor.store.check([key]))
+            raise StopAgreementError(missing=missing, timeout_s=self._timeout.total_seconds())
+        return max(int(monitor.store.get(key)) for key in keys)
 
-    def _wake_myself(self) -> None:
-        try:
-            self._wake([self._ranks.global_rank])
-        except dist.DistStoreError as error:
-            self._failure = error  # so that `close` does not wait for the store once more
-            raise
 
-    def _wake(self, ranks: range | list[int]) -> None:
-        for rank in ranks:
-            self._store.set(f"stop/wake{rank}", "1")
-
-    # ------------------------------------------------------------------ the thread
-
-    def _watch(self) -> None:
-        try:
-            self._listen()
-        except Exception as error:  # noqa: BLE001  raised where the main thread next asks
-            self._failure = error
-        finally:
-            self._is_decided.set()
-
-    def _listen(self) -> None:
-        store = self._open_listener()
-        wait_long(store, f"stop/wake{self._ranks.global_rank}")
-        self._is_pending = True
-        answer = self._begun
-        store.set(f"stop/answer{self._ranks.global_rank}", str(answer))
-        if answer != _LEFT:
-            self._limit = self._highest_answer(store)
-        if self._limit != _LEFT:
-            self.reason = store.get("stop/reason").decode()
-
-    def _highest_answer(self, store: dist.Store) -> int:
-        keys = [f"stop/answer{rank}" for rank in range(self._ranks.world_size)]
-        try:
-            store.wait(keys, self._timeout)
-        except dist.DistStoreError:
-            silent = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
-            raise StopAgreementError(missing=silent, timeout_s=self._timeout.total_seconds()) from None
-        has_many = store.has_extended_api()  # type: ignore[attr-defined]  # torch's stubs leave it out
-        answers = store.multi_get(keys) if has_many else [store.get(key) for key in keys]
-        return max(map(int, answers))
+def _answer_key(rank: int) -> str:
+    return f"stop/answer{rank}"

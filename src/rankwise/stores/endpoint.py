@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["RendezvousEndpoint", "store_of_job"]
+__all__ = ["RendezvousEndpoint", "job_prefix", "store_of_job"]
 
 
 @final
@@ -20,8 +20,13 @@ class RendezvousEndpoint:
     hosts: bool
 
 
+def job_prefix(job: int, start: int = 0) -> str:
+    """Return what the keys of one job, in one start of it, begin with."""
+    return f"start{start}/job{job}"
+
+
 def store_of_job(store: Store, job: int, start: int = 0) -> Store:
     """Return the part of a store that belongs to one job, in one start of it."""
     from torch.distributed import PrefixStore
 
-    return PrefixStore(f"start{start}/job{job}", store)
+    return PrefixStore(job_prefix(job, start), store)

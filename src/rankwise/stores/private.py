@@ -10,7 +10,7 @@ from typing import final
 
 import torch.distributed as dist
 
-__all__ = ["PrivateStore", "StoreTable"]
+__all__ = ["PrivateStore", "StoreTable", "is_private", "pack_fields", "unpack_fields"]
 
 _COUNT = struct.Struct("!H")
 _LENGTH = struct.Struct("!I")
@@ -199,3 +199,9 @@ class PrivateStore(dist.Store):
         except TimeoutError:
             message = f"store: {operation} of {', '.join(map(str, fields))} had no answer in {limit:g} s"
             raise dist.DistStoreError(message) from None
+
+
+def is_private(store: dist.Store) -> bool:
+    """Return whether a store, or the one that it puts a prefix to, is a `PrivateStore`."""
+    below = store.underlying_store if isinstance(store, dist.PrefixStore) else store
+    return isinstance(below, PrivateStore)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,8 @@ import torch.distributed as dist
 
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.ranks import RankInfo
-from rankwise.stores.private import PrivateStore
+from rankwise.stores.private import is_private
+from rankwise.stores.waiting import poll_until, wait_for_keys
 
 __all__ = ["FAILURE", "RemoteFailure", "RankIdentity", "read_key", "run_rendezvous", "identity_of"]
 
@@ -24,7 +24,6 @@ FAILURE = "failure"
 """The key of the first failure's record."""
 
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _ANSWER_S = 1.0  # in which a store says what it has
 
 
@@ -141,8 +140,11 @@ def _places_so_far(store: dist.Store, count: int) -> list[RankIdentity]:
 
 
 def _wait_for_the_last(store: dist.Store, mine: RankIdentity, timeout: timedelta) -> None:
-    deadline = time.monotonic() + timeout.total_seconds()
-    if _private_wait(store, deadline) if _is_private(store) else _tcp_wait(store, mine, deadline):
+    if is_private(store):
+        is_complete = wait_for_keys(store, ["met"], timeout)
+    else:
+        is_complete = poll_until(lambda: _is_met(store, mine), timeout)
+    if is_complete:
         return
     if not _has_soon(store, "arrived"):
         waiting_for = "the process that has the store, which answers nobody: it hangs, or is suspended"
@@ -155,28 +157,13 @@ def _wait_for_the_last(store: dist.Store, mine: RankIdentity, timeout: timedelta
     raise missing_ranks_error(_places_so_far(store, arrived), mine.world_size, timeout)
 
 
-def _private_wait(store: dist.Store, deadline: float) -> bool:
-    try:
-        store.wait(["met"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    except dist.DistStoreError:
-        if time.monotonic() < deadline:
-            raise  # no time-out: this rank is being stopped
-        return False
-    return True
-
-
-def _tcp_wait(store: dist.Store, mine: RankIdentity, deadline: float) -> bool:
-    """Ask again and again, as a wait in a TCP store is in C++, where no signal is heard."""
-    pause_s = _FIRST_PAUSE_S
-    while not store.check(["met"]):
-        if store.check([FAILURE]):
-            store.set(read_key(mine.global_rank), "")
-            raise RemoteFailure(bytes(store.get(FAILURE)))
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    return True
+def _is_met(store: dist.Store, mine: RankIdentity) -> bool:
+    if store.check(["met"]):
+        return True
+    if store.check([FAILURE]):
+        store.set(read_key(mine.global_rank), "")
+        raise RemoteFailure(bytes(store.get(FAILURE)))
+    return False
 
 
 def _has_soon(store: dist.Store, key: str) -> bool:
@@ -185,11 +172,6 @@ def _has_soon(store: dist.Store, key: str) -> bool:
     except dist.DistStoreError:
         return False
     return True
-
-
-def _is_private(store: dist.Store) -> bool:
-    below = store.underlying_store if isinstance(store, dist.PrefixStore) else store
-    return isinstance(below, PrivateStore)
 
 
 def duplicate_rank_error(mine: RankIdentity) -> ProcessGroupError:

@@ -27,8 +27,6 @@ import json
 import os
 import secrets
 import socket
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +36,7 @@ import torch.distributed as dist
 
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, duplicate_rank_error, missing_ranks_error
+from rankwise.stores.waiting import poll_until
 
 __all__ = [
     "RestartInfo",
@@ -93,7 +92,6 @@ def _is_of_parent(file: str) -> bool:
     return os.fsencode(f"{_ERROR_FILE}={file}") in variables
 
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _UNNAMED = "none"  # torchrun's run id where nobody gives one
 
@@ -207,7 +205,7 @@ def _lead(store: dist.Store, mine: RankIdentity, timeout: timedelta) -> int:
     own = dist.PrefixStore(f"start{number}", store)
     own.set("place/0", json.dumps(asdict(mine)))
     store.set("start", str(number))
-    if not _wait(lambda: own.add("came", 0) >= others, timeout):
+    if not poll_until(lambda: own.add("came", 0) >= others, timeout):
         raise missing_ranks_error(_who_came(own), mine.world_size, timeout)
     own.set("complete", str(others))
     return number
@@ -223,7 +221,7 @@ def _follow(store: dist.Store, mine: RankIdentity, timeout: timedelta) -> int:
             number, arrival = said, _come(dist.PrefixStore(f"start{said}", store), mine)
         return number > 0 and arrival <= _complete(dist.PrefixStore(f"start{number}", store))
 
-    if not _wait(is_in, timeout):
+    if not poll_until(is_in, timeout):
         own = dist.PrefixStore(f"start{number}", store)
         if _complete(own):
             raise duplicate_rank_error(mine)
@@ -246,15 +244,3 @@ def _complete(start: dist.Store) -> int:
 def _who_came(start: dist.Store) -> list[RankIdentity]:
     keys = [f"place/{number}" for number in range(start.add("came", 0) + 1)]
     return [RankIdentity(**json.loads(start.get(key))) for key in keys if start.check([key])]
-
-
-def _wait(is_done: Callable[[], bool], timeout: timedelta) -> bool:
-    """Ask again and again, as a wait in a TCP store is in C++, where no signal is heard."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    pause_s = _FIRST_PAUSE_S
-    while not is_done():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    return True

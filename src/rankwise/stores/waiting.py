@@ -1,24 +1,49 @@
-"""Wait for keys of a store for as long as it takes."""
+"""Wait for what other ranks put into a store, so that signals are handled meanwhile."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["wait_long"]
+from rankwise.stores.private import is_private
 
-_LONG = timedelta(days=20)
+__all__ = ["poll_until", "wait_for_keys"]
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
-def wait_long(store: dist.Store, key: str) -> None:
-    """Wait for a key for as long as it takes."""
-    while True:
-        began_s = time.monotonic()
-        try:
-            store.wait([key], _LONG)
-            return
-        except dist.DistStoreError:
-            if time.monotonic() - began_s < _LONG.total_seconds() / 2:
-                raise  # the store is gone, or this rank has to leave
+def poll_until(is_done: Callable[[], bool], timeout: timedelta) -> bool:
+    """Call `is_done` until it returns True, with growing pauses; return False after `timeout`.
+
+    `TCPStore.wait` blocks in C++, where Python runs no signal handler, and writes a warning to stderr when it
+    times out. Its `check` returns at once.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause_s = _FIRST_PAUSE_S
+    while not is_done():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return True
+
+
+def wait_for_keys(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool:
+    """Return whether all keys are set within `timeout`.
+
+    Raises:
+        torch.distributed.DistStoreError: when the job is stopped meanwhile, or the store's host is gone.
+    """
+    if not is_private(store):
+        return poll_until(lambda: store.check(list(keys)), timeout)
+    deadline = time.monotonic() + timeout.total_seconds()
+    try:
+        store.wait(list(keys), timeout)
+    except dist.DistStoreError:
+        if time.monotonic() < deadline:
+            raise
+        return False
+    return True

@@ -110,6 +110,7 @@ class RankEntry:
         finally:
             report_phase(TEARDOWN)
             self.strategy.teardown()
+            worker.close_monitor()
             report_phase("finished", waits=True)
 
     def _finish_checkpoints(self) -> None:

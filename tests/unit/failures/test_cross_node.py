@@ -28,7 +28,7 @@ LIMIT = timedelta(seconds=30)  # a connection may wait five for a resolver that 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Let this process be node 0, which hosts the store."""
-    monkeypatch.setattr(exchange, "_STORE_LIMIT", LIMIT)
+    monkeypatch.setattr(exchange, "_CONNECT_TIMEOUT", LIMIT)
     address = ("127.0.0.1", free_port())
     hosted_store(LIMIT, address)
     yield address
@@ -38,8 +38,8 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
 def test_an_end_without_a_word_is_told(address: tuple[str, int]) -> None:
     """From another node, over its own connection: how a rank ended; in its job, and no other."""
     second = CrossNodeFailures(RendezvousEndpoint(address, hosts=False), RANKS[1], job=2)
-    second.tell(FailureRecord(2, 0, 1, 99, at_s=1.0, exception_type="ValueError"))  # which it says itself
-    second.tell(KILLED)
+    second.publish(FailureRecord(2, 0, 1, 99, at_s=1.0, exception_type="ValueError"))  # which it says itself
+    second.publish(KILLED)
     second.wait_until_published()
     store = hosted_store(LIMIT, address)
     left = published_failure(store_of_job(store, 2))
@@ -67,7 +67,7 @@ def test_an_exception_is_told_where_its_rank_cannot(
 ) -> None:
     """What ended a rank of this node before it could tell others, and no consequence of another's end."""
     node = CrossNodeFailures(RendezvousEndpoint(address, hosts=False), RANKS[1])
-    node.tell(record)
+    node.publish(record)
     node.wait_until_published()
     left = published_failure(store_of_job(hosted_store(LIMIT, address), 1))
     assert (left is not None) is is_told
@@ -79,16 +79,16 @@ def test_the_host_stays_until_the_other_nodes_have_heard(
     """But it waits for no rank of a node that has failed itself, nor where nothing has."""
     host = CrossNodeFailures(RendezvousEndpoint(address, hosts=True), RANKS[0])
     store = store_of_job(hosted_store(LIMIT, address), 1)
-    monkeypatch.setattr(exchange, "_LINGER_S", 60.0)
+    monkeypatch.setattr(exchange, "_READ_TIMEOUT", timedelta(minutes=1))
     began = time.monotonic()
     host.wait_until_published()
     store.set("failure", KILLED.to_json().decode())
     host.wait_until_published()
     assert time.monotonic() - began < 30
-    monkeypatch.setattr(exchange, "_LINGER_S", 0.5)
+    monkeypatch.setattr(exchange, "_READ_TIMEOUT", timedelta(seconds=0.5))
     began = time.monotonic()
     host.job = 2
-    host.tell(FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=3))
+    host.publish(FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=3))
     host.wait_until_published()
     assert 0.5 < time.monotonic() - began < 30
     store = store_of_job(hosted_store(LIMIT, address), 2)
@@ -99,5 +99,5 @@ def test_nobody_there() -> None:
     """A store that is gone keeps nobody, and neither does a job on one node."""
     for endpoint in (None, RendezvousEndpoint(("127.0.0.1", free_port()), hosts=True)):
         alone = CrossNodeFailures(endpoint, RANKS[0])
-        alone.tell(KILLED)
+        alone.publish(KILLED)
         alone.wait_until_published()

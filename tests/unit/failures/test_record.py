@@ -246,7 +246,7 @@ def test_what_wraps_a_consequence_is_one(
     made = of(around(ValueError("step failed"), KeyError("in between")))
     assert not made.is_consequence
     made = of(around(ValueError("step failed"), around(KeyError("in between"), found)))
-    assert (made.is_consequence, made.is_timeout, made.has_own_words) == (True, False, True)
+    assert (made.is_consequence, made.is_timeout, made.is_of_user_code) == (True, False, True)
     killed = exited(1, made.at_s + 1, -9)
     assert first_cause([made, killed]) is killed
     error = killed.to_error(0.0, (), [made])
@@ -274,7 +274,7 @@ def test_what_wraps_a_consequence_is_the_cause_where_there_is_no_other() -> None
 def test_what_wraps_a_timeout_is_one() -> None:
     """The ranks that did not come are named, in the user's own words, and with the traceback."""
     made = of(raised_from(ValueError("step failed"), LATE))
-    assert (made.is_timeout, made.is_consequence, made.has_own_words) == (True, False, True)
+    assert (made.is_timeout, made.is_consequence, made.is_of_user_code) == (True, False, True)
     error = dataclasses.replace(made, missing=(1,)).to_error(0.0, (), ())
     assert isinstance(error, WorkerTimedOutError)
     assert "waited too long for global_rank=1: raised ValueError: step failed." in str(error)

@@ -13,7 +13,7 @@ from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to, report_
 from rankwise.monitoring.stragglers import StragglerMonitor
 from rankwise.stores.rendezvous import RankIdentity
 
-PLACES = [RankIdentity(rank, 0, rank, 2, "ab"[rank], 100 + rank) for rank in range(2)]
+IDENTITIES = [RankIdentity(rank, 0, rank, 2, "ab"[rank], 100 + rank) for rank in range(2)]
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def test_who_lags_is_reported_while_it_does(
     capfd: pytest.CaptureFixture[str], pass_time: Callable[[float], None]
 ) -> None:
-    """With place and phase, once in each such time, by rank zero alone; and no more when it goes on."""
+    """With identity and phase, once in each such time, by rank zero alone; and no more when it goes on."""
     store = dist.HashStore()
-    watches = [StragglerMonitor(lambda: store, PLACES, place, 60.0) for place in PLACES]
+    watches = [StragglerMonitor(IDENTITIES, identity, 60.0) for identity in IDENTITIES]
     with heartbeat_written_to(NO_FILE):
         report_phase("data loading", step=7)
         watches[1].look(store)
@@ -57,7 +57,7 @@ def test_a_rank_that_writes_nothing_new_is_where_it_was(
     """One that is suspended ages by rank zero's clock; one that nobody waits for is let alone."""
     store = dist.HashStore()
     store.set("heartbeat/1", json.dumps([1, 3, 0.0, False, "forward"]))
-    watch = StragglerMonitor(lambda: store, PLACES, PLACES[0], 60.0)
+    watch = StragglerMonitor(IDENTITIES, IDENTITIES[0], 60.0)
     with heartbeat_written_to(NO_FILE):
         for waits in (False, True):
             report_phase("barrier" if waits else "running", step=3, waits=waits)
@@ -77,9 +77,9 @@ def test_what_the_supervisor_reports_is_not_told_twice(
 ) -> None:
     """It sees its own node alone: who holds up nobody but ranks of other nodes is rank zero's to report."""
     store = dist.HashStore()
-    places = [RankIdentity(rank, rank % 2, rank // 2, 3, "aab"[rank], 100 + rank) for rank in range(3)]
+    identities = [RankIdentity(rank, rank % 2, rank // 2, 3, "aab"[rank], 100 + rank) for rank in range(3)]
     for rank in (0, 1, 2):
         phase = "barrier" if rank == waits else "running"
         store.set(f"heartbeat/{rank}", json.dumps([1, 3, 5.0 * (rank == 1), rank == waits, phase]))
-    StragglerMonitor(lambda: store, places, places[0], 1.0, is_supervised=is_supervised).look(store)
+    StragglerMonitor(identities, identities[0], 1.0, is_supervised=is_supervised).look(store)
     assert ("rankwise: global_rank 1 (node 0" in capfd.readouterr().err) is is_reported

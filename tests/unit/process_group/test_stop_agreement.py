@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from rankwise.errors import StopAgreementError
+from rankwise.monitoring.rank_monitor import PollingMonitor
 from rankwise.process_group.stop_agreement import StopAgreement
 from rankwise.ranks import RankInfo
 
@@ -22,9 +23,16 @@ TIMEOUT = timedelta(seconds=20)
 def member(rank: int, world_size: int, store: dist.Store, timeout: timedelta = TIMEOUT) -> StopAgreement:
     """Return a rank's agreement over `store`, listening."""
     ranks = RankInfo(rank, rank, 0, world_size, world_size, 1)
-    agreement = StopAgreement(ranks, store, lambda: store, timeout)
+    agreement = StopAgreement(ranks, PollingMonitor(rank, world_size, store, lambda: store), timeout)
     agreement.start()
     return agreement
+
+
+def close(agreement: StopAgreement) -> None:
+    """End a rank's agreement, and its monitor."""
+    agreement.close()
+    assert agreement._monitor is not None
+    agreement._monitor.close()
 
 
 def train(agreement: StopAgreement, steps: int, act: Callable[[int], None]) -> tuple[int, bool]:
@@ -33,7 +41,7 @@ def train(agreement: StopAgreement, steps: int, act: Callable[[int], None]) -> t
         if not agreement.begin_step():
             return step, True
         act(step)
-    return steps, agreement.leave()
+    return steps, agreement.finish()
 
 
 def together(
@@ -46,7 +54,7 @@ def together(
 
     def run(rank: int) -> None:
         ends[rank] = train(workers[rank], steps, lambda step: act(workers[rank], rank, step))
-        workers[rank].close()
+        close(workers[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -62,7 +70,7 @@ def test_nobody_asks() -> None:
     ends, workers = together(3, 50, lambda agreement, rank, step: None)
     assert ends == [(50, False)] * 3
     assert [each.reason for each in workers] == [None] * 3
-    assert not [thread for thread in threading.enumerate() if "stop-agreement" in thread.name]
+    assert not [thread for thread in threading.enumerate() if thread.name == "rankwise-monitor"]
 
 
 @pytest.mark.parametrize("asking", [[0], [1], [0, 1, 2]])
@@ -72,7 +80,7 @@ def test_all_stop_after_the_same_step(asking: list[int]) -> None:
     def act(agreement: StopAgreement, rank: int, step: int) -> None:
         time.sleep(0.001)
         if rank in asking and step == 20:
-            agreement.ask("enough")
+            agreement.request("enough")
 
     ends, workers = together(3, 4000, act)
     stops = {end for end, _ in ends}
@@ -88,7 +96,7 @@ def test_who_asks_at_the_same_step_stops_there() -> None:
     def act(agreement: StopAgreement, rank: int, step: int) -> None:
         time.sleep(random.random() / 100)
         if step == 5:
-            agreement.ask("early")
+            agreement.request("early")
 
     assert together(3, 100, act)[0] == [(6, True)] * 3
 
@@ -99,7 +107,7 @@ def test_a_request_near_the_end_is_for_all_or_for_none() -> None:
 
         def act(agreement: StopAgreement, rank: int, step: int, when: int = repetition) -> None:
             if rank == when % 3 and step == 29 - when % 4:
-                agreement.ask("late")
+                agreement.request("late")
 
         ends, workers = together(3, 30, act)
         assert len(set(ends)) == 1, ends
@@ -114,7 +122,7 @@ def _train_in_parts(agreement: StopAgreement, rank: int, chance: random.Random, 
         nonlocal count
         count += is_allowed
         if count == asks_at:
-            agreement.ask(f"signal {rank}")
+            agreement.request(f"signal {rank}")
         return is_allowed
 
     while True:
@@ -141,7 +149,7 @@ def test_steps_in_parts() -> None:
         def run(rank: int, number: int = repetition, each: Any = workers, into: Any = ends) -> None:
             asks_at = 10 + number if rank == number % 3 else -1
             into[rank] = _train_in_parts(each[rank], rank, random.Random(number * 3 + rank), asks_at)
-            each[rank].close()
+            close(each[rank])
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
         for thread in threads:
@@ -156,7 +164,7 @@ def test_the_first_reason_is_everybodys() -> None:
 
     def act(agreement: StopAgreement, rank: int, step: int) -> None:
         if step == 3:
-            agreement.ask(f"reason of {rank}")
+            agreement.request(f"reason of {rank}")
 
     _, workers = together(2, 1000, act)
     assert len({each.reason for each in workers}) == 1
@@ -164,10 +172,10 @@ def test_the_first_reason_is_everybodys() -> None:
 
 def test_alone() -> None:
     """A single rank asks nobody: no thread, no store."""
-    agreement = StopAgreement(RankInfo(), dist.HashStore(), dist.HashStore, TIMEOUT)
+    agreement = StopAgreement(RankInfo(), None, TIMEOUT)
     agreement.start()
     assert agreement.begin_step()
-    agreement.ask("enough")
+    agreement.request("enough")
     assert not agreement.begin_step()
     assert agreement.reason == "enough"
 
@@ -176,7 +184,7 @@ def test_a_silent_rank_is_named() -> None:
     """A rank that never answers is named by those that wait for it."""
     store = dist.HashStore()
     first = member(0, 2, store, timedelta(seconds=0.2))
-    first.ask("enough")
+    first.request("enough")
     with pytest.raises(StopAgreementError, match="global_rank 1 did not say"):
         first.begin_step()
-    first.close()
+    close(first)

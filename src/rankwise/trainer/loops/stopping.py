@@ -73,7 +73,7 @@ class Stopping:
         if self._state.is_at_limit:
             return False
         if self._state.wants_to_stop:
-            self._agreement.ask("should_stop")
+            self._agreement.request("should_stop")
         if self._agreement.begin_step():
             return True
         self.stop()
@@ -105,7 +105,7 @@ class Stopping:
         Raises:
             StoppedBySignal: as `may_go_on`, for a signal that all have heard of by now.
         """
-        if self._agreement.leave():
+        if self._agreement.finish():
             self.stop()
 
     def stop(self) -> None:
@@ -150,4 +150,4 @@ class Stopping:
             raise SystemExit(128 + request.number)
 
     def _ask(self, signum: int) -> None:
-        self._agreement.ask(f"{_SIGNAL}{signum}")
+        self._agreement.request(f"{_SIGNAL}{signum}")
