@@ -80,7 +80,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
 @pytest.mark.parametrize(
     "methods",
     [("fork", "forkserver", "spawn"), ("popen",), ("torchrun",)],
-    ids=lambda methods: "-".join(methods),
+    ids="-".join,
 )
 def test_a_rank_has_few_threads(methods: tuple[str, ...], run_script: ScriptRunner) -> None:
     """While it trains, a rank has at most two threads of ours beside the main one."""
