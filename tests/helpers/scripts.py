@@ -17,6 +17,7 @@ from typing import IO
 import psutil
 
 from tests.helpers import processes
+from tests.helpers.load import slowdown
 
 WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "COVERAGE_PROCESS_CONFIG": None}
 """`env=` for a program whose time is measured."""
@@ -89,9 +90,10 @@ class RunningScript:
         """Wait until stdout holds `text` at least `count` times.
 
         Raises:
-            AssertionError: when the program ends, or `timeout` seconds pass, before it does.
+            AssertionError: when the program ends, or `timeout` seconds pass (more on a busy machine, see
+                `slowdown`), before it does.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * slowdown()
         while self.stdout.count(text) < count:
             has_ended = self.popen.poll() is not None
             if self.stdout.count(text) >= count:
@@ -112,14 +114,16 @@ class RunningScript:
         os.killpg(self.pid, number)
 
     def finish(self, *, timeout: float = 90, leftover_grace_s: float = 4.0) -> ScriptResult:
-        """Wait for the program's end, and check that its processes end within `leftover_grace_s` after it.
+        """Wait for the program's end, and check that its processes end `leftover_grace_s` after it.
+
+        On a busy machine both times are longer, see `slowdown`.
 
         Raises:
             AssertionError: when it runs longer than `timeout` seconds, or leaves a process behind. What was
                 left has been killed then.
         """
         try:
-            self.popen.wait(timeout)
+            self.popen.wait(timeout * slowdown())
         except subprocess.TimeoutExpired:
             shown = "\n".join(f"  {processes.describe(process)}" for process in self.processes())
             result = self._end()
@@ -127,7 +131,7 @@ class RunningScript:
                 f"The program ran longer than {timeout:g} s. Its processes:\n{shown}\n{result}"
             ) from None
         elapsed = time.monotonic() - self._started
-        left = processes.wait_until_gone(self._find, leftover_grace_s)
+        left = processes.wait_until_gone(self._find, leftover_grace_s * slowdown())
         shown = "\n".join(f"  {processes.describe(process)}" for process in left)
         processes.kill(left)
         result = self._result(elapsed)

@@ -19,6 +19,7 @@ import psutil
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import CheckpointError
 from tests.helpers import leak_checks, processes
+from tests.helpers.load import slowdown
 from tests.process.fault_table import EXIT_S, OUTLIVES_S, UNDISTURBED, Cell, expected
 from tests.process.fault_tasks import CHECKPOINT, SCRIPT, STEPS, Fault, as_json, marker_of
 from tests.process.helpers import with_tests
@@ -196,7 +197,7 @@ class FaultRunner:
             elif _is_suspended(fault):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     main.send_signal(signal.SIGCONT)
-            if not alive or now > main_seen_at + outlives_s:
+            if not alive or now > main_seen_at + outlives_s * slowdown():
                 return ranks_gone_at or now, now
             time.sleep(_POLL_S)
         return started + _MOST_S, started + _MOST_S
@@ -243,12 +244,15 @@ def wrong(cell: Cell, outcome: Outcome) -> list[str]:
 
 def late(cell: Cell, outcome: Outcome) -> list[str]:
     """Return what took longer than it may."""
+    factor = slowdown()
     times = {"no rank was left": outcome.ranks_gone_after_s}
     if not (cell.how == "SIGSTOP" and cell.hits_main):  # which knows nothing before it goes on
         times["the caller knew"] = outcome.told_after_s
-    found = [f"it took {took:.2f} s until {what}" for what, took in times.items() if took > cell.limit_s]
+    found = [
+        f"it took {took:.2f} s until {what}" for what, took in times.items() if took > cell.limit_s * factor
+    ]
     leaving_s = outcome.gone_after_s - max(times.values())
-    return found + ([f"main took {leaving_s:.2f} s to leave"] if leaving_s > EXIT_S else [])
+    return found + ([f"main took {leaving_s:.2f} s to leave"] if leaving_s > EXIT_S * factor else [])
 
 
 @contextlib.contextmanager

@@ -21,7 +21,9 @@ STRATEGIES = ("ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver")
 START_METHODS = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_forkserver": "forkserver"}
 
 LIMIT_S = 2.0
-"""How long after the fault the caller may not know, or a rank live; with a hang, after timeout and grace."""
+"""How long after the fault the caller may not know, or a rank live, on an idle machine.
+
+With a hang it is counted from the end of the timeout and the grace."""
 EXIT_S = 2.0
 """How long main may take beyond that to leave its interpreter; on an idle machine it takes a fraction."""
 OUTLIVES_S = 5.0

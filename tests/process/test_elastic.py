@@ -269,7 +269,6 @@ SCRIPT = """
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(180)
 def test_script_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None:
     """Torchrun's restarts are picked up too, by strategy "ddp"."""
     whole = train(elastic(0), tmp_path / "whole", seed=3)
@@ -313,7 +312,6 @@ ONE_NODE_DIES = """
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(240)
 def test_one_of_two_nodes_fails_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None:
     """Only the agent whose rank died counts a restart; the ranks of both go on together, bit for bit."""
     whole = train(elastic(0), tmp_path / "whole", seed=3)
@@ -354,7 +352,6 @@ SAME_ID = """
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_runs_without_an_id_under_torchrun(ranks: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """Torchrun calls each "none"; a restart of the second begins anew, and not where the first one ended."""

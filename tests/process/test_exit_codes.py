@@ -8,8 +8,6 @@ from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.helpers.shared import computed_once
 from tests.process.helpers import module_runner
 
-pytestmark = pytest.mark.timeout(200)
-
 JOB = """
 import atexit, gc, os, signal, sys, threading, time
 import rankwise

@@ -15,8 +15,6 @@ from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.helpers.shared import computed_once
 from tests.process.helpers import module_runner, with_tests
 
-pytestmark = pytest.mark.timeout(180)
-
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 # Several strategies in one run: starting torchrun is what takes time.

@@ -13,8 +13,6 @@ import pytest
 from tests.process.fault_runner import FaultRunner, fault_runner, problems, wrong
 from tests.process.fault_table import ALL, CELLS, LEFT_OUT, START_METHODS, STRATEGIES, UNDISTURBED, WHEN, Cell
 
-pytestmark = pytest.mark.timeout(90)
-
 QUICK = {
     Cell("rank 0", "raises", "while saving", "ddp_fork"),
     Cell("rank 1", "SIGKILL", "while saving", "ddp_fork"),

@@ -27,7 +27,6 @@ from tests.helpers.shared import computed_once
 from tests.process.faults import HOW, LIMIT_S, WHEN, Fault, job, problems, strategy_with
 from tests.process.helpers import ddp, module_runner, with_tests
 
-pytestmark = pytest.mark.timeout(120)
 Cell = tuple[int, str, str, str]
 CELLS: list[Cell] = list(itertools.product((0, 1), HOW, WHEN, ("private", "tcp")))
 

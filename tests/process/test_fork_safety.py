@@ -17,8 +17,6 @@ from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp
 
-pytestmark = pytest.mark.timeout(120)
-
 HEAVY = """
     import os, sys, threading, time
     import torch

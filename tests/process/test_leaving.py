@@ -21,8 +21,6 @@ from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
 
-pytestmark = pytest.mark.timeout(90)
-
 # ---------------------------------------------------------------------- after its job
 
 

@@ -17,8 +17,6 @@ from tests.helpers import processes
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 
-pytestmark = pytest.mark.timeout(60)
-
 STUCK = """
     import os, signal, sys, time
     from pathlib import Path
@@ -121,7 +119,6 @@ SCRIPT = """
 """
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("start_method", "method"),
     [

@@ -18,8 +18,6 @@ from tests.helpers.processes import wait_until_gone
 need_package("nbclient")
 need_package("ipykernel")
 
-pytestmark = pytest.mark.timeout(180)
-
 DEFINE = """
 import os, time, torch
 from torch import nn

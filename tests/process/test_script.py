@@ -25,8 +25,6 @@ from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.helpers.shared import computed_once
 from tests.process.helpers import ddp, module_runner
 
-pytestmark = pytest.mark.timeout(120)
-
 # Every rank tells what it is; rank 0's launch gives the facts of both to the main process.
 TELL = """
 import json, os, sys

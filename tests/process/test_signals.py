@@ -14,8 +14,6 @@ from rankwise.strategies import Strategy
 from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import ddp
 
-pytestmark = pytest.mark.timeout(180)
-
 METHODS = ("popen", "spawn", "fork", "forkserver")
 INTERRUPTED = -signal.SIGINT  # what subprocess says of a process that a shell reports as 130
 

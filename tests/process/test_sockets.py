@@ -18,8 +18,6 @@ from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp
 
-pytestmark = pytest.mark.timeout(120)
-
 JOB = """
     import sys, time, pathlib
     import rankwise
@@ -177,7 +175,6 @@ def _side_by_side(jobs: int, threads: int, rendezvous: str) -> list[float]:
         return [job.result(timeout=150) for job in started]
 
 
-@pytest.mark.timeout(180)  # a look-up of a name may stall for 5 s, here and there
 @pytest.mark.parametrize("jobs", [15, pytest.param(51, marks=pytest.mark.soak)])
 def test_jobs_meet_no_port_conflict(jobs: int) -> None:
     """Jobs with a TCP store each, of three programs that know nothing of each other."""
@@ -186,7 +183,6 @@ def test_jobs_meet_no_port_conflict(jobs: int) -> None:
         assert [total for job in totals for total in job.result()] == [2.0] * jobs
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("jobs", [15, pytest.param(150, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("rendezvous", ["private", "tcp"])
 def test_jobs_from_threads(rendezvous: str, jobs: int) -> None:

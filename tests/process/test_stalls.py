@@ -22,8 +22,6 @@ from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Slow(Dataset[Any]):
     """Hangs in the rank that gets sample 9 (with two ranks, rank 1), by `how`."""

@@ -18,8 +18,6 @@ from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import with_tests
 from tests.process.stopping import CODE, OPTIONS, WHO, check_end, send_to
 
-pytestmark = pytest.mark.timeout(120)
-
 SCRIPT = """
     import sys
     from tests.process.stopping import train

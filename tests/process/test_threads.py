@@ -11,8 +11,6 @@ from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 
-pytestmark = pytest.mark.timeout(120)
-
 SCRIPT = """
     import sys, threading, time
     from pathlib import Path
