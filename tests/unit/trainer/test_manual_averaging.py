@@ -105,7 +105,7 @@ class Unasked(Manual):
 @pytest.mark.parametrize(
     ("weighting", "kind", "words"),
     [
-        ("logged", Blocked, "it is blocked"),
+        ("logged", Blocked, "is blocked"),
         ("logged", Unweighted, "has no weight"),
         ("samples", Unasked, "not weighted by it"),
     ],

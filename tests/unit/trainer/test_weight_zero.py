@@ -82,7 +82,7 @@ def test_mean_over_nothing(kind: type[Tokens], mode: str, window: int, policy: s
 
 
 class Hungry(Tokens):
-    """Whatever a shadow step computes is NaN."""
+    """Whatever a padding step computes is NaN."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, _ = self.loss_and_weight(batch)
@@ -91,7 +91,7 @@ class Hungry(Tokens):
         return loss * float("nan") if is_repeated else loss
 
 
-def test_shadow_step() -> None:
+def test_padding_step() -> None:
     """A repeated batch does not count, whatever comes of it."""
     samples = TensorDataset(batch(0, 0, 5), torch.ones(5, dtype=torch.float64))
     loader = DataLoader(samples, batch_size=1)

@@ -1,11 +1,10 @@
-"""What happens to the weights in a training batch: forward, backward, accumulation, clipping, the step."""
+"""Automatic optimisation of a training batch: forward, backward, accumulation, clipping, optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
-import torch
 from torch import Tensor
 
 from rankwise.errors import ConfigurationError
@@ -13,9 +12,11 @@ from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.trainer.loops.join import PaddingGradients
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
-from rankwise.trainer.loops.weighting import BatchWeighting, only_zeros
+from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
     from rankwise.trainer.loops.context import LoopContext
 
@@ -26,11 +27,8 @@ __all__ = ["AutomaticOptimization"]
 class AutomaticOptimization:
     """Accumulate gradients over a window of batches, then step the optimizer once.
 
-    Args:
-        context: of this rank.
-        turns: which batches the ranks take together.
-
     Attributes:
+        weighting: the weights of the batches.
         has_stepped: whether the last window changed the weights; a step may have been skipped.
     """
 
@@ -42,42 +40,38 @@ class AutomaticOptimization:
         self._progress = context.progress
         self._settings = context.settings
         self._schedule = schedule
-        self._weighting = BatchWeighting(context, schedule)
-        self._shadows = PaddingGradients(context, schedule)
-        self._has_gradients = False
+        self._padding = PaddingGradients(context)
         self._guard = NonFiniteGuard(context)
+        self._has_gradients = False
+        self.weighting = BatchWeighting(context, schedule)
         self.has_stepped = False
 
-    def begin_epoch(self) -> None:
-        """Prepare for an epoch, before its first batch is read."""
-        self._weighting.begin_epoch()
-
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
-        """Compute a batch's gradients, and step where its window ends; return what `training_step` did.
+        """Compute a batch's gradients, step at the end of its window, and return the outputs.
 
         Collective: every rank must call this.
         """
-        if batch_idx == self._weighting.window(batch_idx)[0]:
+        if batch_idx == self.weighting.window(batch_idx)[0]:
             self._clear_gradients()
         outputs = self._forward_backward(batch, batch_idx, is_window_end)
         if is_window_end:
-            self._shadows.end_window()
+            self._padding.end_window()
             self._step()
         return outputs
 
     def _forward_backward(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Compute gradients; only the last batch of a window averages them over the ranks."""
-        strategy = self._strategy
-        optimizers = self._optimizers
+        strategy, schedule, optimizers = self._strategy, self._schedule, self._optimizers
         has_backward = False
         synced = strategy.gradient_sync_context(self._wrapped, optimizers, is_window_end)
-        with self._schedule.preserve_state(), synced, self._shadows.set_apart():
+        separated = self._padding.separate(is_padding=schedule.is_padding, has_padding=schedule.has_padding)
+        with schedule.preserve_state(), synced, separated:
             report_phase("forward", step=self._progress.global_step)
             with strategy.precision.forward_context():
                 outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
             loss = self._loss_of(outputs, batch_idx)
             if loss is not None and optimizers:
-                self._backward(loss, self._weighting.weight(outputs, batch_idx))
+                self._backward(loss, self.weighting.weight(outputs, batch_idx))
                 has_backward = True
         if has_backward:
             self._has_gradients = True
@@ -86,10 +80,12 @@ class AutomaticOptimization:
 
     def _backward(self, loss: Tensor, weight: float | Tensor) -> None:
         is_left_out = float(weight) == 0
-        loss = self._weighting.scaled(loss if is_left_out else self._guard.mark(loss), weight)
+        loss = self.weighting.scaled(loss if is_left_out else self._guard.mark(loss), weight)
         self._module.on_before_backward(loss)
-        parameters = trained_parameters(self._wrapped, self._optimizers) if is_left_out else ()
-        with only_zeros(parameters):
+        if not is_left_out:
+            self._strategy.backward(loss)
+            return
+        with zero_gradients(trained_parameters(self._wrapped, self._optimizers)):
             self._strategy.backward(loss)
 
     def _loss_of(self, outputs: Any, batch_idx: int) -> Tensor | None:
@@ -105,29 +101,28 @@ class AutomaticOptimization:
     def _clear_gradients(self) -> None:
         self._has_gradients = False
         self._guard.forget()
-        self._shadows.begin_window()
+        self._padding.begin_window()
         for optimizer in self._optimizers:
             self._module.on_before_zero_grad(optimizer)
             self._strategy.precision.zero_grad(optimizer)
 
     def _step(self) -> None:
+        strategy = self._strategy
         self.has_stepped = False
-        for optimizer in self._optimizers if self._has_gradients else []:
+        for optimizer in self._optimizers if self._has_gradients else ():
             if self._guard.allows_step(optimizer):
-                self._strategy.precision.unscale_gradients(optimizer)
+                strategy.precision.unscale_gradients(optimizer)
                 self._module.on_before_optimizer_step(optimizer)
                 self._clip_gradients(optimizer)
-                self._strategy.optimizer_step(optimizer)
-                self.has_stepped = not self._strategy.precision.has_skipped_step
+                strategy.optimizer_step(optimizer)
+                self.has_stepped = not strategy.precision.has_skipped_step
             else:
-                self._strategy.gradients.after_step(optimizer)  # its gradients were averaged, and that counts
+                strategy.gradients.after_step(optimizer)  # its gradients were averaged, which is counted
         self._progress.global_step += 1
 
-    def _clip_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        limit = self._settings.gradient_clip_val
-        if not limit:
-            return
-        if self._settings.gradient_clip_algorithm == "norm":
-            self._strategy.precision.clip_gradients_norm(optimizer, limit)
-        else:
-            self._strategy.precision.clip_gradients_value(optimizer, limit)
+    def _clip_gradients(self, optimizer: Optimizer) -> None:
+        if limit := self._settings.gradient_clip_val:
+            precision = self._strategy.precision
+            is_norm = self._settings.gradient_clip_algorithm == "norm"
+            clip = precision.clip_gradients_norm if is_norm else precision.clip_gradients_value
+            clip(optimizer, limit)

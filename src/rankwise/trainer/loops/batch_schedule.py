@@ -1,4 +1,4 @@
-"""`BatchSchedule`: which batches the ranks take in an epoch, where some have more than others."""
+"""`BatchSchedule`: the training batches that a rank takes where the ranks have different numbers of them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ Batches = Iterator[tuple[Any, bool]]
 
 @final
 class BatchSchedule:
-    """Hand out this rank's training batches, as many as all ranks take: what differs is settled by a policy.
+    """Yield this rank's training batches, the same number on every rank.
 
-    Where numbers of batches are certain, the ranks agree on them before the epoch, and nothing is asked
-    after that. Where they are not (iterable data), the ranks vote before each step, at the store.
+    If the numbers of batches are known, the ranks compare them once before the epoch. Otherwise (iterable
+    data) they count before each step, in the store, how many ranks have a batch left.
 
     Args:
-        module: what shadow steps leave as it is.
+        strategy: the strategy.
+        module: the module, which padding steps leave unchanged.
         share: this rank's training batches.
-        policy: `uneven_inputs`.
+        policy: what happens where the numbers differ: the Trainer's `uneven_inputs`.
 
     Attributes:
-        num_batches: how many batches the epoch has on every rank, shadow steps included; `inf` for unknown.
-        is_shadow: whether the batch handed out last is one that this rank repeats, to be weighted by 0.
-        has_shadows: whether any rank's batch handed out last is such a one.
+        num_batches: the number of batches of the epoch on every rank, padding included; `inf` if unknown.
+        is_padding: whether the last batch is a zero-weight padding step on this rank.
+        has_padding: whether the last batch is a zero-weight padding step on any rank.
     """
 
     def __init__(self, strategy: Strategy, module: nn.Module, share: TrainDataShard, policy: str) -> None:
@@ -54,34 +55,37 @@ class BatchSchedule:
         self._num_real = 1
         self._counter: StoreCounter | None = None
         self.num_batches = share.num_batches
-        self.is_shadow = self.has_shadows = False
+        self.is_padding = self.has_padding = False
 
     @property
     def loader(self) -> Any:
         """This rank's part of the loader."""
         return self._share.loader
 
-    def ends_by_rank(self, batch: int, num_replicas: int) -> list[int]:
-        """Return for each rank the number behind its last batch before `batch`."""
+    def ends_by_rank(self, end: int, num_replicas: int) -> list[int]:
+        """Return for each rank the number after its last batch before batch `end`."""
         is_known = len(self._lengths) == num_replicas
-        return [int(min(length, batch)) for length in self._lengths] if is_known else [batch] * num_replicas
+        return [int(min(length, end)) for length in self._lengths] if is_known else [end] * num_replicas
 
     def agree(self) -> float:
-        """Agree on the next epoch's number of batches, and return it.
+        """Compare the ranks' numbers of batches of the next epoch, and return the common number.
 
         Collective: every rank must call this.
 
         Raises:
-            UnevenInputsError: on every rank, when the policy does not allow for what there is.
+            UnevenInputsError: on every rank, when the policy does not allow the numbers.
         """
-        facts = self._strategy.all_gather_object((self._share.num_batches, self._share.is_certain))
-        self._lengths = tuple(length for length, _ in facts)
-        self._is_certain = all(is_certain for _, is_certain in facts)
-        if not self._is_certain and len(facts) > 1:
+        numbers = self._strategy.all_gather_object((self._share.num_batches, self._share.is_certain))
+        self._lengths = tuple(length for length, _ in numbers)
+        self._is_certain = all(is_certain for _, is_certain in numbers)
+        if not self._is_certain and len(numbers) > 1:
             self._counter = StoreCounter(self._strategy)
-            _check_all_uncertain(facts)
+            if any(is_certain for _, is_certain in numbers):
+                found = (str(length) if is_certain else "unknown" for length, is_certain in numbers)
+                raise UnevenInputsError(_LOADER, tuple(found))
         elif len(set(self._lengths)) > 1 and (self._policy == "error" or 0 in self._lengths):
-            raise _uneven(self._lengths)
+            found = ("endless" if math.isinf(length) else str(int(length)) for length in self._lengths)
+            raise UnevenInputsError(_LOADER, tuple(found))
         self.num_batches = (min if self._policy == "truncate" else max)(self._lengths)
         return self.num_batches
 
@@ -89,84 +93,79 @@ class BatchSchedule:
         """Yield the batches that this rank takes, each with whether it is the last of the epoch.
 
         Args:
-            own: this rank's own.
-            done: how many of the epoch's batches are done already.
+            own: this rank's batches that are left.
+            done: the number of the epoch's batches that are done already.
 
         Raises:
-            UnevenInputsError: on every rank, when some run out and the policy does not allow it.
-            ConfigurationError: when this rank's loader has fewer batches than it says.
+            UnevenInputsError: on every rank, when some have no batches left and the policy does not allow it.
+            ConfigurationError: when this rank's loader has fewer batches than its length.
         """
         if len(self._lengths) == 1:
             return own
-        return (
-            self._counted(own, done) if self._counter is None or self._is_certain else self._voted(own, done)
-        )
+        if self._counter is None or self._is_certain:
+            return self._known(own, done)
+        return self._counted(own, done, self._counter)
 
-    def weight(self, first: int, ends_by_rank: int) -> float:
-        """Return by what to multiply the current batch's loss, so that its window's batches count alike.
+    def weight(self, first: int, end: int) -> float:
+        """Return the factor of the current batch's loss by which all batches of its window count alike.
+
+        The ranks' gradients are averaged; the factor makes that the mean over all real batches of the window.
+        It is exact where the numbers of batches are known. Elsewhere, the number of ranks that have the
+        current batch is taken for the whole window.
 
         Args:
             first: the window's first batch.
-            ends_by_rank: the batch behind its last one.
-
-        Returns:
-            0 in a shadow step; otherwise what gives, once the ranks' gradients are averaged, the mean over
-            all batches that ranks have in the window. Exact, but that numbers which are not certain are
-            taken to be the current batch's for the whole window.
+            end: the number after the window's last batch.
         """
-        if self.is_shadow:
+        if self.is_padding:
             return 0.0
         world_size = len(self._lengths)
         if world_size > 1 and not self._is_certain:
-            return world_size / (self._num_real * (ends_by_rank - first))
-        real = sum(max(0.0, min(length, ends_by_rank) - first) for length in self._lengths)
+            return world_size / (self._num_real * (end - first))
+        real = sum(max(0.0, min(length, end) - first) for length in self._lengths)
         return world_size / real if real else 1.0
 
     def preserve_state(self) -> AbstractContextManager[None]:
-        """Return a context that puts buffers and random state back after a shadow step's passes."""
-        return preserve_state(self._module, self._strategy.root_device) if self.is_shadow else nullcontext()
+        """Return a context that restores buffers and random state after the passes of a padding step."""
+        return preserve_state(self._module, self._strategy.root_device) if self.is_padding else nullcontext()
 
     # ------------------------------------------------------------------ internals
 
-    def _counted(self, own: Batches, done: int) -> Batches:
+    def _known(self, own: Batches, done: int) -> Batches:
+        """Yield the batches where every rank's number of batches is known."""
         total, batch = int(self.num_batches), _END
         mine, shortest = min(total, int(self._share.num_batches)), min(self._lengths)
         for number in range(done + 1, total + 1):
-            self.is_shadow, self.has_shadows = number > mine, number > shortest
-            if not self.is_shadow:
+            self.is_padding, self.has_padding = number > mine, number > shortest
+            if not self.is_padding:
                 batch = next(own, (_END,))[0]
                 if batch is _END:
                     raise ended_early(self._share.num_batches, number - 1)
             elif batch is _END:
                 batch = self._any_batch()
             yield batch, number == total
-        self.is_shadow = self.has_shadows = False
+        self.is_padding = self.has_padding = False
 
-    def _voted(self, own: Batches, done: int) -> Batches:
+    def _counted(self, own: Batches, done: int, counter: StoreCounter) -> Batches:
+        """Yield the batches where the ranks count before each step how many of them have one."""
         upcoming = next(own, (_END, True))[0]
-        num_real = self._vote(done, upcoming)
+        num_real = counter.count(done, is_for=upcoming is not _END)
         if num_real < len(self._lengths):
             self._check_none_left(num_real, done, upcoming)
             return
         batch, number, is_last = _END, done, False
         while not is_last:
-            self.is_shadow, self._num_real = upcoming is _END, num_real
-            self.has_shadows = num_real < len(self._lengths)
-            batch = batch if self.is_shadow else upcoming
+            self.is_padding, self._num_real = upcoming is _END, num_real
+            self.has_padding = num_real < len(self._lengths)
+            batch = batch if self.is_padding else upcoming
             number += 1
             upcoming = next(own, (_END, True))[0]
-            num_real = self._vote(number, upcoming)
+            num_real = counter.count(number, is_for=upcoming is not _END)
             if self._policy == "error":
                 self._check_none_left(num_real, number, upcoming)
             is_last = num_real < (len(self._lengths) if self._policy != "join" else 1)
             yield batch, is_last
-        self.is_shadow = self.has_shadows = False
-
-    def _vote(self, number: int, upcoming: Any) -> int:
-        """Return how many ranks have a batch of that number."""
-        if self._counter is None:
-            return 0 if upcoming is _END else 1
-        return self._counter.count(number, is_for=upcoming is not _END)
+        self.is_padding = self.has_padding = False
 
     def _check_none_left(self, num_real: int, number: int, upcoming: Any) -> None:
         if 0 < num_real < len(self._lengths):
@@ -174,22 +173,10 @@ class BatchSchedule:
             raise UnevenInputsError(_LOADER, tuple(self._strategy.all_gather_object(found)))
 
     def _any_batch(self) -> Any:
-        """Return a batch for the shadow steps of a rank that goes on from a checkpoint written in them."""
+        """Return a batch for a rank that continues from a checkpoint written during its padding steps."""
         sampler = sharded_sampler_of(self.loader)
         with preserve_state(self._module, self._strategy.root_device), ExitStack() as stack:
-            if sampler is not None:  # it stands behind its last item
+            if sampler is not None:  # its position is the end
                 stack.callback(setattr, sampler, "skip", sampler.skip)
                 sampler.skip = 0
             return next(iter(self.loader))
-
-
-def _check_all_uncertain(facts: list[tuple[float, bool]]) -> None:
-    if any(is_certain for _, is_certain in facts):
-        found = tuple(str(length) if is_certain else "unknown" for length, is_certain in facts)
-        raise UnevenInputsError(_LOADER, found)
-
-
-def _uneven(lengths: tuple[float, ...]) -> UnevenInputsError:
-    return UnevenInputsError(
-        _LOADER, tuple("endless" if math.isinf(length) else str(int(length)) for length in lengths)
-    )

@@ -1,8 +1,8 @@
-"""The order in which a backward pass reaches the parameters: noted once, and gone through again on resuming.
+"""The order in which a backward pass reaches the parameters, recorded once and replayed when a run resumes.
 
-`DistributedDataParallel` sums its first step's gradients in the buckets that it guessed, and later ones' in
-buckets made after that order. Sums of three or more numbers depend on the buckets, in the last bit: so a run
-that goes on must have the later ones from its first step.
+`DistributedDataParallel` reduces the first step's gradients in buckets of its own guess, and those of later
+steps in buckets made after the recorded order. Floating-point sums over three or more ranks depend on the
+buckets in the last bit, so a resumed run must use the later buckets from its first step.
 """
 
 from __future__ import annotations
@@ -22,49 +22,44 @@ _ATTRIBUTE = "_rankwise_gradients_in_order"
 
 
 def record_gradient_order(context: LoopContext) -> None:
-    """Note the order of the next backward pass in `context.gradient_order`, unless it is known.
+    """Record the order of the next backward pass in `context.gradient_order`, unless it is known.
 
-    In manual optimisation the wrapper averages nothing, and needs no order.
+    In manual optimisation the wrapper does not average gradients, and needs no order.
     """
     module, order = context.module, context.gradient_order
     if context.strategy.world_size == 1 or order or not module.automatic_optimization:
         return
     for number, parameter in enumerate(_trainable(module)):
-        _note_once(parameter, number, order)
+        _record_once(parameter, number, order)
 
 
-def _note_once(parameter: Tensor, number: int, order: list[int]) -> None:
-    def note(_: Tensor) -> None:
+def _record_once(parameter: Tensor, number: int, order: list[int]) -> None:
+    def record(_: Tensor) -> None:
         order.append(number)
         handle.remove()
 
-    handle = parameter.register_post_accumulate_grad_hook(note)
+    handle = parameter.register_post_accumulate_grad_hook(record)
 
 
 def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[int]) -> None:
-    """Reach the parameters in that order once, with gradients of zero, so that the wrapper knows it.
+    """Run a backward pass that reaches the parameters in `order`, with gradients of zero.
 
     Collective: every rank must call this, with the same order.
     """
     module = strategy.unwrap_module(wrapped)
     parameters = _trainable(module)
-    is_static = getattr(wrapped, "static_graph", False)  # then the first step is taken for what all are like
-    if (
-        module is wrapped
-        or is_static
-        or _has_special_gradients(module)
-        or sorted(order) != list(range(len(parameters)))
-    ):
+    is_static = getattr(wrapped, "static_graph", False)  # DDP would take this pass for every later step's
+    is_complete = sorted(order) == list(range(len(parameters)))
+    if module is wrapped or is_static or not is_complete or _has_special_gradients(module):
         return
-    in_order = [parameters[number] for number in order]
 
     def touch() -> Tensor:
         total = torch.zeros((), device=strategy.root_device)
-        for parameter in reversed(in_order):  # what is added last is reached first
-            total = total + parameter.sum().float() * 0
+        for number in reversed(order):  # the backward pass reaches the last term first
+            total = total + parameters[number].sum().float() * 0
         return total
 
-    module.__dict__[_ATTRIBUTE] = touch  # call_method takes a name; past nn.Module's own registry
+    module.__dict__[_ATTRIBUTE] = touch  # call_method takes a name; not in nn.Module's registries
     try:
         touched = strategy.call_method(wrapped, _ATTRIBUTE)
         strategy.gradients.with_weights_of(wrapped, touched).backward()

@@ -1,4 +1,4 @@
-"""The loop of training: epochs, batches, schedulers, and when to validate."""
+"""The training loop: epochs, batches, schedulers, and when to validate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rankwise.trainer.loops.batch_schedule import BatchSchedule
 from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
 from rankwise.trainer.loops.schedulers import step_schedulers
-from rankwise.trainer.loops.stopping import EvaluationLeft, Stopping
+from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
 from rankwise.trainer.metrics import Results
 from rankwise.trainer.state_transfer import RankState, seed_rank
 
@@ -27,13 +27,13 @@ __all__ = ["FitLoop"]
 
 @final
 class FitLoop:
-    """Train until the trainer's limits are reached, or somebody sets `should_stop`.
+    """Train until a limit is reached or a stop is requested.
 
     Args:
-        context: of this rank.
+        context: what the loop uses of the Trainer.
         share: this rank's training batches.
-        validation: what to run in between; None for nothing.
-        rank_state: this rank's part of the checkpoint that training goes on from; None for none.
+        validation: the loop that validates in between; None for no validation.
+        rank_state: this rank's part of the checkpoint from which training continues; None for none.
     """
 
     def __init__(
@@ -49,11 +49,9 @@ class FitLoop:
         self._settings = context.settings
         self._hooks = context.hooks
         self._metrics = context.metrics
-        self._module = context.module
         self._share = share
-        self._schedule = BatchSchedule(
-            context.strategy, context.module, share, context.settings.uneven_inputs
-        )
+        policy = context.settings.uneven_inputs
+        self._schedule = BatchSchedule(context.strategy, context.module, share, policy)
         self._validation = validation
         self._rank_state = rank_state
         self._results = Results(is_evaluation=False)
@@ -73,28 +71,25 @@ class FitLoop:
 
         Raises:
             UnevenInputsError: when the ranks have different numbers of batches.
-            SystemExit: on every rank, when a signal has made training stop.
+            SystemExit: on every rank, when a signal has stopped training.
         """
-        context = self._context
-        self._module.train()
-        self._progress.repeat_window()
-        with context.metrics.in_phase("train", self._results), self._stopping:
+        context, progress = self._context, self._progress
+        context.module.train()
+        progress.repeat_window()
+        with self._metrics.in_phase("train", self._results), self._stopping:
             self._hooks.call("on_train_start")
             context.stop.warn_if_done()
             record_gradient_order(context)
             if self._strategy.world_size > 1:
-                seed_rank(context.seed, self._progress.global_step, self._strategy.global_rank)
-            while self._goes_on() and self._agreed_num_batches():
+                seed_rank(context.seed, progress.global_step, self._strategy.global_rank)
+            while (progress.is_epoch_open or self._stopping.may_continue()) and self._agree_on_num_batches():
                 self._run_epoch()
             self._stopping.finish()
             self._strategy.end_training()
             self._hooks.call("on_train_end")
 
-    def _goes_on(self) -> bool:
-        return self._progress.is_epoch_open or self._stopping.may_go_on()
-
-    def _agreed_num_batches(self) -> float:
-        """Return how many batches the epoch has, which the ranks agree on."""
+    def _agree_on_num_batches(self) -> float:
+        """Return the epoch's number of batches, the same on every rank."""
         self._share.place(self._progress)
         return self._schedule.agree()
 
@@ -102,27 +97,28 @@ class FitLoop:
         progress = self._progress
         if not progress.is_within_epoch:
             progress.begin_epoch()
-        self._results = self._metrics.results = self._metrics.epoch_results = self._results_so_far()
-        self._optimization.begin_epoch()
+        self._results = self._metrics.results = self._metrics.epoch_results = self._earlier_results()
+        self._optimization.weighting.begin_epoch()
         self._hooks.call("on_train_epoch_start")
         report_phase("data loading", step=progress.global_step)
-        for batch_idx, (batch, is_last) in self._batches_left():
+        for batch_idx, (batch, is_last) in self._remaining_batches():
             is_window_end = is_last or (batch_idx + 1) % self._settings.accumulate_grad_batches == 0
             self._run_batch(batch, batch_idx, is_last, is_window_end)
-            if is_window_end and not is_last and not self._stopping.may_go_on():
+            if is_window_end and not is_last and not self._stopping.may_continue():
                 break
             report_phase("data loading", step=progress.global_step)
         report_phase("end of the epoch")
         self._hooks.call("on_train_epoch_end", before_monitoring=self._end_metrics)
         progress.end_epoch()
 
-    def _results_so_far(self) -> Results:
+    def _earlier_results(self) -> Results:
+        """Return what was logged in the epoch before the checkpoint from which training continues."""
         if self._rank_state is not None and self._progress.is_within_epoch:
             return self._rank_state.results()
         return Results(is_evaluation=False)
 
-    def _batches_left(self) -> Iterator[tuple[int, tuple[Any, bool]]]:
-        """Go on where a checkpoint was written: with its random state, at its batch."""
+    def _remaining_batches(self) -> Iterator[tuple[int, tuple[Any, bool]]]:
+        """Return the epoch's batches that are left; restore the random state of the checkpoint first."""
         progress = self._progress
         batches = self._share.start(progress)
         if self._rank_state is not None:
@@ -130,7 +126,7 @@ class FitLoop:
             self._rank_state = None
         if progress.is_within_epoch and not progress.is_validated:
             self._validate_if_due(progress.batches_done - 1, progress.is_epoch_done)
-        if progress.is_epoch_done or (progress.is_epoch_open and not self._stopping.may_go_on()):
+        if progress.is_epoch_done or (progress.is_epoch_open and not self._stopping.may_continue()):
             return iter(())
         return enumerate(self._schedule.batches(batches, progress.batches_done), progress.batches_done)
 
@@ -144,24 +140,20 @@ class FitLoop:
 
     def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> None:
         batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
-        self._results.begin_batch(batch, is_muted=self._schedule.is_shadow)
+        self._results.begin_batch(batch, is_muted=self._schedule.is_padding)
         self._hooks.call("on_train_batch_start", batch, batch_idx)
         outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
-            self._step_schedulers("step")
+            step_schedulers(self._context, "step", needs_metric=False)
+            step_schedulers(self._context, "step", needs_metric=True)
         if is_last:
-            self._step_schedulers("epoch")
+            step_schedulers(self._context, "epoch", needs_metric=False)
         publish = self._publish_step if is_window_end else None
         self._hooks.call("on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
         self._results.end_batch()
         if is_window_end:
             self._validate_if_due(batch_idx, is_last)
-
-    def _step_schedulers(self, interval: str) -> None:
-        step_schedulers(self._context, interval, needs_metric=False)
-        if interval == "step":
-            step_schedulers(self._context, interval, needs_metric=True)
 
     def _publish_step(self) -> None:
         is_logged = self._progress.global_step % self._settings.log_every_n_steps == 0
@@ -171,21 +163,19 @@ class FitLoop:
     # ------------------------------------------------------------------ validation
 
     def _validate_if_due(self, batch_idx: int, is_last: bool) -> None:
-        """Validate what has fallen due in the window that this batch has ended.
+        """Validate if that fell due in the window that this batch ends.
 
-        In the middle of a window the weights are still those before it; and what validation makes callbacks
-        do, to save, wants a place from which training can go on.
+        Within a window the weights do not change, and a checkpoint that validation triggers could not be
+        continued from there.
         """
-        if (
-            self._validation is None
-            or (self._progress.current_epoch + 1) % self._settings.check_val_every_n_epoch
-        ):
+        settings = self._settings
+        if self._validation is None or (self._progress.current_epoch + 1) % settings.check_val_every_n_epoch:
             return
         interval = self._validation_interval()
-        before = batch_idx - batch_idx % self._settings.accumulate_grad_batches
-        is_due = is_last if math.isinf(interval) else (batch_idx + 1) // interval > before // interval
+        first = batch_idx - batch_idx % settings.accumulate_grad_batches
+        is_due = is_last if math.isinf(interval) else (batch_idx + 1) // interval > first // interval
         if is_due:
-            self._strategy.share_buffers(self._context.wrapped)  # what is measured is what rank 0 saves
+            self._strategy.share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
             self._validate(self._validation)
 
     def _validate(self, validation: EvaluationLoop) -> None:
@@ -193,12 +183,12 @@ class FitLoop:
         before = get_random_state(device)
         try:
             validation.run(self._stopping)
-        except EvaluationLeft:
-            set_random_state(before, device)  # who goes on from the checkpoint begins it again
+        except EvaluationStopped:
+            set_random_state(before, device)  # a run that continues from the checkpoint validates again
             self._stopping.stop()
 
     def _validation_interval(self) -> float:
-        """Return after how many batches to validate; `inf` stands for the end of the epoch."""
+        """Return the number of batches between validations; `inf` for one at the end of the epoch."""
         interval = self._settings.val_check_interval
         if isinstance(interval, int):
             return interval

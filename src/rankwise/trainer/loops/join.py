@@ -1,9 +1,7 @@
-"""Zero-weight padding steps for ranks that have run out of batches."""
+"""Zero-weight padding steps: a rank that has no batches left repeats one, which must change nothing."""
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, final
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.data.random_state import get_random_state, set_random_state
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.trainer.metrics import is_metric_object
@@ -19,35 +18,30 @@ from rankwise.trainer.metrics import is_metric_object
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rankwise.trainer.loops.batch_schedule import BatchSchedule
     from rankwise.trainer.loops.context import LoopContext
 
-__all__ = ["PaddingGradients", "preserve_state", "discard_new_gradients"]
+__all__ = ["PaddingGradients", "discard_new_gradients", "preserve_state"]
 
 
 @contextmanager
 def preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put buffers and metric objects of the module, and all random state, back after the block."""
+    """Restore the module's buffers and metric objects, and all random state, after the block."""
     buffers = [
         (submodule, name, buffer, buffer.detach().clone())
         for submodule in module.modules()
         for name, buffer in submodule._buffers.items()
         if buffer is not None
     ]
-    devices = [] if device.type == "cpu" else [device]
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
-        stack.callback(random.setstate, random.getstate())
-        if numpy := sys.modules.get("numpy"):
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
-        metrics = [(metric, _metric_state(metric)) for metric in module.modules() if is_metric_object(metric)]
-        yield
+    metrics = [(metric, _metric_state(metric)) for metric in module.modules() if is_metric_object(metric)]
+    random_state = get_random_state(device)
+    yield
+    set_random_state(random_state, device)
     for metric, state in metrics:
         for name, value in state.items():
             setattr(metric, name, value)
     with torch.no_grad():
         for submodule, name, buffer, before in buffers:
-            submodule._buffers[name] = buffer  # it may have been replaced, not changed
+            submodule._buffers[name] = buffer  # the block may have replaced it
             buffer.copy_(before)
 
 
@@ -62,7 +56,7 @@ def _metric_state(metric: Any) -> dict[str, Any]:
 
 @contextmanager
 def discard_new_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let backward passes in the block give no gradient to parameters that have none before it."""
+    """After the block, remove the gradients of parameters that had none before it."""
     bare = [parameter for parameter in parameters if parameter.grad is None]
     yield
     for parameter in bare:
@@ -71,65 +65,61 @@ def discard_new_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @final
 class PaddingGradients:
-    """Tell, in windows with shadow steps, the gradients of real batches from those of repeated ones.
+    """Remove the gradients of parameters that only padding steps have used in a window.
 
-    The two differ where a model does not use all of its parameters for every batch: one process leaves a
-    parameter that no batch has used without a gradient, and its optimizer passes it by; at a gradient of 0
-    momentum and weight decay would move it. Where gradients are averaged after the backward passes, a rank
-    simply does not keep what its shadow step has added. Where DDP averages them meanwhile, searching for
-    unused parameters, the ranks agree after the window on which ones real batches have used: one small
-    all-reduce, in windows with shadow steps only.
+    A model may use only some of its parameters for a batch. In one process, a parameter that no batch has
+    used has no gradient, and the optimizer skips it. With a gradient of 0 instead, momentum and weight decay
+    would still change the parameter.
 
-    Args:
-        context: of this rank.
-        turns: whether ranks repeat batches.
+    Where gradients are averaged after the backward passes, a rank discards the gradients that its padding
+    step has created. Where DDP averages them during the backward pass and searches for unused parameters, the
+    ranks agree after the window on the parameters that real batches have used. This takes one small
+    all-reduce, in windows with padding steps only.
     """
 
-    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
+    def __init__(self, context: LoopContext) -> None:
         strategy, wrapped = context.strategy, context.wrapped
         self._strategy = strategy
-        self._schedule = schedule
         parameters_of = strategy.precision.model_parameters
         self._parameters = trained_parameters(wrapped, context.optimizers, parameters_of)
-        is_reduced_here = strategy.gradients.mode is GradientSyncMode.FORCED_SYNC
-        self._is_reduced_here = is_reduced_here or not isinstance(wrapped, DistributedDataParallel)
-        self._must_agree = not self._is_reduced_here and bool(wrapped.find_unused_parameters)
-        self._used: set[int] | None = None  # numbers of parameters; None while no rank has repeated a batch
+        is_forced = strategy.gradients.mode is GradientSyncMode.FORCED_SYNC
+        self._is_averaged_later = is_forced or not isinstance(wrapped, DistributedDataParallel)
+        self._must_agree = not self._is_averaged_later and bool(wrapped.find_unused_parameters)
+        self._used: set[int] | None = None  # numbers of parameters; None until a rank pads in this window
 
     def begin_window(self) -> None:
-        """Start anew: gradients are cleared."""
+        """Begin a window, whose gradients are cleared."""
         self._used = None
 
-    def set_apart(self) -> AbstractContextManager[None]:
-        """Return the block for a batch's passes; what averages its gradients is around it."""
-        if not self._schedule.has_shadows:
-            return nullcontext()
-        if self._is_reduced_here:
-            return discard_new_gradients(self._parameters) if self._schedule.is_shadow else nullcontext()
-        return self._noting() if self._must_agree else nullcontext()
+    def separate(self, *, is_padding: bool, has_padding: bool) -> AbstractContextManager[None]:
+        """Return the context for a batch's forward and backward pass, inside of the gradient synchronisation.
+
+        Args:
+            is_padding: whether the batch is a padding step on this rank.
+            has_padding: whether it is one on any rank.
+        """
+        if has_padding and self._must_agree:
+            return self._record_used(is_padding)
+        if is_padding and self._is_averaged_later:
+            return discard_new_gradients(self._parameters)
+        return nullcontext()
 
     @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Note the parameters that this rank uses, unless for a repeated batch."""
-        if self._used is None:  # so far all batches of the window were real, on all ranks
-            self._used = {
-                number for number, parameter in enumerate(self._parameters) if parameter.grad is not None
-            }
+    def _record_used(self, is_padding: bool) -> Iterator[None]:
+        """Record the parameters that this rank uses for a real batch."""
+        numbered = list(enumerate(self._parameters))
+        if self._used is None:  # no rank has padded in this window before
+            self._used = {number for number, parameter in numbered if parameter.grad is not None}
         used = self._used
-        handles: list[Any] = []
-        if not self._schedule.is_shadow:
-            for number, parameter in enumerate(self._parameters):
-                handles.append(
+        with ExitStack() as handles:
+            for number, parameter in [] if is_padding else numbered:
+                handles.enter_context(
                     parameter.register_post_accumulate_grad_hook(lambda _, number=number: used.add(number))
                 )
-        try:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def end_window(self) -> None:
-        """Take averaged gradients back that only repeated batches have caused.
+        """Remove the averaged gradients that only padding steps have caused.
 
         Collective: every rank must call this.
         """

@@ -1,4 +1,4 @@
-"""Manual optimisation: `training_step` itself runs backward passes and steps, and gradients stay averaged."""
+"""Manual optimisation: `training_step` itself runs backward passes and optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankwise.gradient_sync.parameters import share_buffers_next
 from rankwise.gradient_sync.weights import divide
 from rankwise.trainer.loops.join import discard_new_gradients
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
-from rankwise.trainer.loops.weighting import BatchWeighting, only_zeros
+from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
 from rankwise.trainer.module import ManualOptimizer
 
 if TYPE_CHECKING:
@@ -33,21 +33,16 @@ __all__ = ["ManualOptimization", "check_manual"]
 
 
 def check_manual(module: TrainingModule, strategy: Strategy, settings: TrainerOptions) -> None:
-    """Make sure that a trainer is not asked to do what manual optimisation leaves to the module.
+    """Check that nothing is asked of the Trainer that manual optimisation leaves to the module.
 
     Raises:
-        ConfigurationError: when it is.
+        ConfigurationError: when something is.
     """
     if module.automatic_optimization:
         return
     name = type(module).__name__
-    gradients = strategy.gradients
     for argument, is_set, remedy in (
-        (
-            "accumulate_grad_batches",
-            settings.accumulate_grad_batches != 1,
-            "step in every n-th training_step",
-        ),
+        ("accumulate_grad_batches", settings.accumulate_grad_batches > 1, "step in every n-th training_step"),
         ("gradient_clip_val", bool(settings.gradient_clip_val), "self.clip_gradients(optimizer, value)"),
     ):
         if is_set:
@@ -56,30 +51,29 @@ def check_manual(module: TrainingModule, strategy: Strategy, settings: TrainerOp
                 facts=f"{name}.automatic_optimization is False.",
                 remedy=f"leave it out; in training_step: {remedy}.",
             )
-    if gradients.hook is not None and (gradients.hook.is_stateful or gradients.weighting == "logged"):
+    hook, weighting = strategy.gradients.hook, strategy.gradients.weighting
+    if hook is not None and (hook.is_stateful or weighting == "logged"):
         raise ConfigurationError(
-            message=f"comm_hook {gradients.hook.name!r} cannot be used here: {name} optimises manually.",
-            facts="there it may not remember gradients from step to step, nor carry logged weights; "
-            f"gradient_weighting={gradients.weighting!r}.",
+            message=f"comm_hook {hook.name!r} cannot be used here: {name} optimises manually.",
+            facts="in manual optimisation a hook may not keep gradients between steps, nor average logged "
+            f"weights; gradient_weighting={weighting!r}.",
             remedy='comm_hook="fp16_compress" or "bf16_compress", with gradient_weighting="samples" or None.',
         )
 
 
 @final
 class ManualOptimization:
-    """Run `training_step`, which calls `manual_backward` and steps optimizers as it likes.
+    """Run a `training_step` that calls `manual_backward` and steps optimizers itself.
 
-    Backward passes run within the wrapper's forward pass, any number of them, each over a part of the
-    parameters: nothing that DDP's own reduction is made for. So DDP is held back, and after each backward
-    pass the gradients are averaged here, in few large buckets, through the wrapper's communication hook if
-    it has one. Each `training_step` is a window of its own to `gradient_weighting="samples"`, and each
-    backward pass to `"logged"`.
-
-    Args:
-        context: of this rank.
-        turns: which batches the ranks take together.
+    The backward passes run during the wrapper's forward pass. There may be any number of them, each over some
+    of the parameters, which DDP's own reduction does not support. So DDP's reduction is blocked, and the
+    gradients are averaged here after each backward pass, in few large buckets, through the wrapper's
+    communication hook if it has one. With `gradient_weighting="samples"`, each `training_step` is a window;
+    with `"logged"`, each backward pass is one.
 
     Attributes:
+        weighting: the weights of the batches.
+        optimizers: the optimizers as the module gets them.
         has_stepped: always False: the module steps its schedulers itself.
 
     Raises:
@@ -98,7 +92,6 @@ class ManualOptimization:
         self._progress = context.progress
         self._settings = context.settings
         self._schedule = schedule
-        self._weighting = BatchWeighting(context, schedule)
         self._weight = 1.0
         self._guard = NonFiniteGuard(context)
         ignored: set[str] = getattr(wrapped, "parameters_to_ignore", set())
@@ -106,24 +99,21 @@ class ManualOptimization:
         self._is_blocked = False
         self._has_local_gradients = False
         self._frozen: list[Tensor] = []
-        self.optimizers = [ManualOptimizer(context.module, optimizer) for optimizer in context.optimizers]
-
-    def begin_epoch(self) -> None:
-        """Prepare for an epoch, before its first batch is read."""
-        self._weighting.begin_epoch()
+        self.weighting = BatchWeighting(context, schedule)
+        self.optimizers = [ManualOptimizer(module, optimizer) for optimizer in context.optimizers]
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
-        """Return what `training_step` did.
+        """Run `training_step`, and return its outputs.
 
         Collective: every rank must call this.
         """
         share_buffers_next(self._wrapped)
-        self._weight = self._weighting.factor(batch_idx)
+        self._weight = self.weighting.factor(batch_idx)
         strategy = self._strategy
-        held_back = strategy.no_backward_sync(self._wrapped)
-        with self._schedule.preserve_state(), held_back, strategy.precision.forward_context():
+        blocked = strategy.no_backward_sync(self._wrapped)
+        with self._schedule.preserve_state(), blocked, strategy.precision.forward_context():
             outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
-        self._weighting.refuse_logged()
+        self.weighting.refuse_logged()
         return outputs
 
     # ------------------------------------------------------------------ what the module calls
@@ -137,13 +127,14 @@ class ManualOptimization:
             ConfigurationError: when a weight is missing, or cannot be used.
         """
         self._module.on_before_backward(loss)
-        counted = self._counted(weight)
-        is_left_out = float(counted) == 0
-        weighted = self._weighting.scaled(loss if is_left_out else self._guard.mark(loss), counted)
-        with self._earlier_set_aside() if weight is not None else nullcontext():
+        factor = self._factor(weight)
+        is_left_out = float(factor) == 0
+        weighted = self.weighting.scaled(loss if is_left_out else self._guard.mark(loss), factor)
+        parameters, is_padding = self._parameters, self._schedule.is_padding
+        with self._separate_gradients() if weight is not None else nullcontext():
             with (
-                discard_new_gradients(self._parameters) if self._schedule.is_shadow else nullcontext(),
-                only_zeros(self._parameters if is_left_out else ()),
+                discard_new_gradients(parameters) if is_padding else nullcontext(),
+                zero_gradients(parameters) if is_left_out else nullcontext(),
             ):
                 self._strategy.backward(weighted, **options)
             if self._is_blocked:
@@ -152,29 +143,29 @@ class ManualOptimization:
                 self._average()
         self._module.on_after_backward()
 
-    def _counted(self, weight: float | Tensor | None) -> float | Tensor:
-        """Return what a loss counts."""
-        is_logged = self._strategy.gradient_weighting == "logged"
-        if is_logged and (weight is None or self._is_blocked):
-            what = "has no weight" if weight is None else "has a weight, but is not averaged: it is blocked"
-            raise ConfigurationError(
-                message=f'gradient_weighting="logged", but a backward pass {what}.',
-                facts=f"global_rank={self._strategy.global_rank}; the others wait.",
-                remedy="self.manual_backward(loss, weight=n), outside of self.no_backward_sync().",
-            )
-        if is_logged and weight is not None:
-            return 0.0 if self._schedule.is_shadow else weight
+    def _factor(self, weight: float | Tensor | None) -> float | Tensor:
+        """Return the factor of a loss."""
+        weighting = self._strategy.gradient_weighting
+        if weighting == "logged":
+            if weight is None or self._is_blocked:
+                what = "has no weight" if weight is None else "has a weight, but is blocked"
+                raise ConfigurationError(
+                    message=f'gradient_weighting="logged", but a backward pass {what}.',
+                    facts=f"global_rank={self._strategy.global_rank}; the others wait.",
+                    remedy="self.manual_backward(loss, weight=n), outside of self.no_backward_sync().",
+                )
+            return 0.0 if self._schedule.is_padding else weight
         if weight is not None:
             raise ConfigurationError(
                 message="manual_backward got a weight, but gradients are not weighted by it.",
-                facts=f"gradient_weighting={self._strategy.gradient_weighting!r}.",
+                facts=f"gradient_weighting={weighting!r}.",
                 remedy='DDPStrategy(gradient_weighting="logged").',
             )
         return self._weight
 
     @contextmanager
-    def _earlier_set_aside(self) -> Iterator[None]:
-        """Keep gradients that are averaged and weighted already apart from those of the block."""
+    def _separate_gradients(self) -> Iterator[None]:
+        """Add the gradients of the block to the earlier ones, which are averaged and weighted, after it."""
         earlier = [(parameter, parameter.grad) for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -200,7 +191,7 @@ class ManualOptimization:
 
     @contextmanager
     def blocked(self, enabled: bool = True) -> Iterator[None]:
-        """Leave gradients as they are on this rank, for the backward passes of the block."""
+        """Do not average gradients over the ranks in the backward passes of the block."""
         before = self._is_blocked
         self._is_blocked = before or enabled
         try:
@@ -209,19 +200,19 @@ class ManualOptimization:
             self._is_blocked = before
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Let an optimizer step once, in the trainer's precision; return what its `step` returns.
+        """Step an optimizer once, in the trainer's precision; return what its `step` returns.
 
         Raises:
-            ConfigurationError: for a closure with `on_nonfinite`, which must see gradients first.
+            ConfigurationError: for a closure with `on_nonfinite`, which must check the gradients first.
             NonFiniteLossError: with `on_nonfinite="raise"`.
         """
         if closure is not None and self._settings.on_nonfinite is not None:
             raise ConfigurationError(
-                message="on_nonfinite cannot judge a step whose closure computes the gradients.",
+                message="on_nonfinite cannot check a step whose closure computes the gradients.",
                 remedy="leave out the closure, or on_nonfinite.",
             )
         result = None
-        with self._agreeing():
+        with self._agree_on_skipping():
             if self._guard.allows_step(optimizer):
                 self._strategy.precision.unscale_gradients(optimizer)
                 self._module.on_before_optimizer_step(optimizer)
@@ -230,17 +221,17 @@ class ManualOptimization:
         return result
 
     @contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        """Have the ranks ask each other in the block whether to skip, if gradients are each rank's own."""
-        precision = self._strategy.precision
-        before = precision.agree, self._guard.may_differ
+    def _agree_on_skipping(self) -> Iterator[None]:
+        """Make the ranks agree in the block whether to skip a step, if gradients are not averaged."""
+        precision, guard = self._strategy.precision, self._guard
+        before = precision.agree, guard.may_differ
         if self._has_local_gradients and self._strategy.world_size > 1:
             precision.agree = partial(self._strategy.reduce_boolean_decision, all=False)
-            self._guard.may_differ = True
+            guard.may_differ = True
         try:
             yield
         finally:
-            precision.agree, self._guard.may_differ = before
+            precision.agree, guard.may_differ = before
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Clear the gradients of an optimizer's parameters."""
@@ -249,18 +240,18 @@ class ManualOptimization:
         self._strategy.precision.zero_grad(optimizer)
 
     def toggle(self, optimizer: Optimizer) -> None:
-        """Let only this optimizer's parameters require gradients, until `untoggle`."""
+        """Make only this optimizer's parameters require gradients, until `untoggle`."""
         self.untoggle()
-        precision = self._strategy.precision
-        own = {id(parameter) for parameter in precision.model_parameters(optimizer)}
+        parameters_of = self._strategy.precision.model_parameters
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
         for other in self._optimizers:
-            for parameter in precision.model_parameters(other):
+            for parameter in parameters_of(other):
                 if id(parameter) not in own and parameter.requires_grad:
                     parameter.requires_grad_(False)
                     self._frozen.append(parameter)
 
     def untoggle(self) -> None:
-        """Undo `toggle`; twice does no harm."""
+        """Undo `toggle`; a second call has no effect."""
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._frozen.clear()

@@ -1,4 +1,4 @@
-"""`NonFiniteGuard`: what happens when a loss is infinite or NaN on any rank: the same, on all of them."""
+"""Infinite and NaN losses: every rank raises, or skips the step, when one rank has such a loss."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _log = logging.getLogger(__name__)
 
 
 def check_hook(strategy: Strategy, on_nonfinite: str | None) -> None:
-    """Make sure that a communication hook can do with the precision, and with steps that are skipped.
+    """Check that a communication hook works with the precision, and with skipped steps.
 
-    PowerSGD adds what it could not send to the next step's gradients: a NaN would stay in them for ever.
-    Post-local SGD averages what optimizers update, when weights are rounded from that already.
+    PowerSGD adds its approximation error to the next step's gradients, so a NaN would stay in them for ever.
+    Post-local SGD averages the master weights after the model's weights have been rounded from them.
 
     Raises:
-        ConfigurationError: when it cannot.
+        ConfigurationError: when it does not.
     """
     hook = strategy.gradients.hook
     precision = strategy.precision
@@ -53,16 +53,13 @@ def check_hook(strategy: Strategy, on_nonfinite: str | None) -> None:
 
 @final
 class NonFiniteGuard:
-    """Judge steps by the gradients that all ranks have in common, so that all ranks judge alike.
+    """Decide from the averaged gradients whether to step, so that every rank decides the same.
 
-    A loss that is not finite makes its rank's gradients NaN, and the averaging of gradients carries that
-    to every rank. Only where a step is bad do the ranks ask each other whose loss it was.
-
-    Args:
-        context: of this rank.
+    A loss that is not finite makes its rank's gradients NaN, and averaging makes them NaN on every rank. Only
+    then do the ranks exchange whose loss it was.
 
     Attributes:
-        may_differ: whether gradients may be each rank's own, so that the ranks must ask each other.
+        may_differ: whether gradients may differ between ranks, so that the ranks must agree on each step.
     """
 
     def __init__(self, context: LoopContext) -> None:
@@ -73,7 +70,7 @@ class NonFiniteGuard:
         self._is_bad: Tensor | None = None
 
     def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss, so that its gradients are NaN if it is not finite; waits for no device."""
+        """Return the loss, with gradients of NaN if it is not finite. Does not wait for the device."""
         if self._policy is None:
             return loss
         is_bad = ~torch.isfinite(loss.detach()).all()
@@ -81,11 +78,11 @@ class NonFiniteGuard:
         return loss * torch.where(is_bad, torch.nan, 1.0).to(loss.dtype)
 
     def forget(self) -> None:
-        """Forget the losses so far: their gradients are cleared."""
+        """Forget the losses so far, whose gradients are cleared."""
         self._is_bad = None
 
     def allows_step(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer is to step; the gradients must be averaged.
+        """Return whether an optimizer may step. The gradients must be averaged.
 
         Collective: every rank must call this.
 
@@ -95,12 +92,11 @@ class NonFiniteGuard:
         if self._policy is None or self._are_finite(optimizer):
             return True
         is_bad = self._is_bad is not None and bool(self._is_bad)
-        counter = self._strategy.all_gather_object(is_bad, dist.group.WORLD)
-        ranks = tuple(rank for rank, is_bad in enumerate(counter) if is_bad)
-        # Where losses are scaled, a gradient may overflow with every loss in order: the scaler sees to that.
+        bad_by_rank = self._strategy.all_gather_object(is_bad, dist.group.WORLD)
+        ranks = tuple(rank for rank, is_bad in enumerate(bad_by_rank) if is_bad)
         scales_loss = self._strategy.precision.scales_loss
         if scales_loss and not ranks:
-            return True
+            return True  # a scaled gradient may overflow although every loss is finite; the scaler handles it
         error = NonFiniteLossError(
             global_step=self._progress.global_step,
             epoch=self._progress.current_epoch,
@@ -111,14 +107,14 @@ class NonFiniteGuard:
         if self._policy == "raise":
             raise error
         _announce(error.summary())
-        return scales_loss  # the scaler skips the step, and must see it
+        return scales_loss  # the scaler itself skips the step, and lowers its scale
 
     def _are_finite(self, optimizer: Optimizer) -> bool:
         precision = self._strategy.precision
         precision.unscale_gradients(optimizer)
         parameters = precision.main_parameters(optimizer)
         is_finite = are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
-        return is_finite if not self.may_differ else self._strategy.reduce_boolean_decision(is_finite)
+        return self._strategy.reduce_boolean_decision(is_finite) if self.may_differ else is_finite
 
 
 @rank_zero_only

@@ -1,4 +1,4 @@
-"""The loop of prediction: each rank runs whole batches, and the list comes back in dataset order."""
+"""The loop of prediction: each rank runs whole batches, and the outputs are returned in dataset order."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.trainer.data_loaders import LoaderShard
 from rankwise.trainer.loops.evaluation import evaluating
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
+    from rankwise.trainer.data_loaders import LoaderShard
     from rankwise.trainer.loops.context import LoopContext
 
 __all__ = ["GATHERINGS", "Gather", "PredictionLoop", "interleaved"]
@@ -26,7 +26,7 @@ _NOTHING: Any = object()
 
 
 def interleaved(lists: list[list[T]]) -> list[T]:
-    """Return item i of the whole from list i % n: the inverse of dealing out.
+    """Return item i of the whole from list i % n: the inverse of splitting by batches.
 
     >>> interleaved([[0, 3, 6], [1, 4], [2, 5]])
     [0, 1, 2, 3, 4, 5, 6]
@@ -40,28 +40,27 @@ class PredictionLoop:
 
     def __init__(self, context: LoopContext, shares: list[LoaderShard]) -> None:
         self._context = context
-        self._strategy = context.strategy
-        self._module = context.module
         self._shares = shares
 
     def run(self, gather: Gather = "all") -> list[Any]:
-        """Return the outputs, batch by batch, where `gather` says; with several loaders a list for each.
+        """Return the outputs, batch by batch, on the ranks of `gather`; with several loaders a list for each.
 
         Collective: every rank must call this.
         """
-        with self._context.metrics.in_phase("predict", Results(is_evaluation=True)), evaluating(self._module):
-            self._context.hooks.call("on_predict_start")
-            self._context.hooks.call("on_predict_epoch_start")
+        context = self._context
+        with context.metrics.in_phase("predict", Results(is_evaluation=True)), evaluating(context.module):
+            context.hooks.call("on_predict_start")
+            context.hooks.call("on_predict_epoch_start")
             own = [self._run_loader(index, share) for index, share in enumerate(self._shares)]
             by_rank = self._gathered(own, gather)
             predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
-            self._context.hooks.call("on_predict_epoch_end")
-            self._context.hooks.call("on_predict_end")
+            context.hooks.call("on_predict_epoch_end")
+            context.hooks.call("on_predict_end")
         return predictions[0] if len(predictions) == 1 else predictions
 
     def _gathered(self, own: list[list[Any]], gather: Gather) -> list[list[list[Any]]]:
-        """Return the outputs of each rank, or of those that are wanted here."""
-        strategy = self._strategy
+        """Return the outputs of all ranks, or of those that this rank gets."""
+        strategy = self._context.strategy
         if gather is None:
             return [own]
         if gather == "all" or strategy.data_parallel_group is not None:
@@ -73,11 +72,12 @@ class PredictionLoop:
         return [self._run_batch(batch, (number, *index)) for number, (batch, _) in enumerate(share)]
 
     def _run_batch(self, batch: Any, indices: tuple[int, ...]) -> Any:
-        strategy, precision = self._strategy, self._strategy.precision
+        context, strategy = self._context, self._context.strategy
+        precision = strategy.precision
         report_phase("prediction")
         batch = precision.convert_input(strategy.batch_to_device(batch))
-        self._context.hooks.call("on_predict_batch_start", batch, *indices)
+        context.hooks.call("on_predict_batch_start", batch, *indices)
         with precision.forward_context():
-            outputs = self._module.predict_step(batch, *indices)
-        self._context.hooks.call("on_predict_batch_end", outputs, batch, *indices)
+            outputs = context.module.predict_step(batch, *indices)
+        context.hooks.call("on_predict_batch_end", outputs, batch, *indices)
         return apply_to_collection(precision.convert_output(outputs), Tensor, lambda tensor: tensor.cpu())

@@ -1,4 +1,4 @@
-"""When a fit stops before its end: on all ranks after the same step, for a signal or `should_stop`."""
+"""Stopping a fit before its end: on all ranks after the same step, for a signal or `should_stop`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,22 @@ from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal
 if TYPE_CHECKING:
     from rankwise.trainer.loops.context import LoopContext
 
-__all__ = ["EvaluationLeft", "Stopping"]
+__all__ = ["EvaluationStopped", "Stopping"]
 
 _SIGNAL = "signal:"
 
 
 @final
-class EvaluationLeft(Exception):
-    """Raised out of a validation within a fit, on all ranks, when a signal makes them stop there."""
+class EvaluationStopped(Exception):
+    """Raised on all ranks in a validation within a fit, when a signal stops the fit there."""
 
 
 @final
 class Stopping:
-    """The boundaries between optimizer steps and between a validation's batches, and the signals heard there.
+    """The points where a fit can stop: between optimizer steps, and between the batches of a validation.
 
-    SIGTERM, and under Slurm its requeue signal, makes all ranks save a checkpoint, leave, and exit with 143,
-    whichever ranks it reached; one that comes later than an echo of the first ends this process at once.
-
-    Args:
-        context: of this rank.
+    After SIGTERM, or Slurm's requeue signal, on any rank, all ranks save a checkpoint, stop, and exit with
+    143. If the signal comes a second time, later than the debounce time, this process exits at once.
     """
 
     def __init__(self, context: LoopContext) -> None:
@@ -61,14 +58,14 @@ class Stopping:
         traceback: TracebackType | None,
     ) -> None:
         self._cleanup.close()
-        if kind is None and self._caught is not None:  # it came after the last boundary
+        if kind is None and self._caught is not None:  # the signal came after the last step
             raise SystemExit(128 + self._caught)
 
-    def may_go_on(self) -> bool:
-        """Return whether the next optimizer step may begin; False on all ranks after the same one.
+    def may_continue(self) -> bool:
+        """Return whether the next optimizer step may begin; False on all ranks after the same step.
 
         Raises:
-            StoppedBySignal: on all ranks, with a checkpoint written, when that is what makes them stop.
+            StoppedBySignal: on all ranks, after a checkpoint was written, when a signal stops training.
         """
         if self._state.is_at_limit:
             return False
@@ -80,36 +77,36 @@ class Stopping:
         return False
 
     def begin_evaluation(self) -> None:
-        """A validation within the fit begins.
+        """Begin a validation within the fit.
 
         Raises:
-            EvaluationLeft: on all ranks, here or after the same batch; `stop` is then to be called.
+            EvaluationStopped: on all ranks, here or after the same batch; `stop` must then be called.
         """
-        self._leave_unless(self._agreement.begin_step())
+        self._raise_unless(self._agreement.begin_step())
 
     def begin_evaluation_batch(self) -> None:
-        """Its next batch begins. Raises: as `begin_evaluation`."""
-        self._leave_unless(self._agreement.begin_part())
+        """Begin the validation's next batch. Raises: as `begin_evaluation`."""
+        self._raise_unless(self._agreement.begin_part())
 
     def end_evaluation_batches(self) -> None:
-        """This rank has no more; others may have. Raises: as `begin_evaluation`."""
-        self._leave_unless(self._agreement.end_parts())
+        """End the batches of this rank; other ranks may have more. Raises: as `begin_evaluation`."""
+        self._raise_unless(self._agreement.end_parts())
 
-    def _leave_unless(self, may_go_on: bool) -> None:
-        if not may_go_on and self._is_for_signal:  # `should_stop` lets a validation come to its end
-            raise EvaluationLeft
+    def _raise_unless(self, may_continue: bool) -> None:
+        if not may_continue and self._is_for_signal:  # `should_stop` does not interrupt a validation
+            raise EvaluationStopped
 
     def finish(self) -> None:
-        """Training has come to its end.
+        """End training that has reached its end.
 
         Raises:
-            StoppedBySignal: as `may_go_on`, for a signal that all have heard of by now.
+            StoppedBySignal: as `may_continue`, for a signal that all ranks have been notified of by now.
         """
         if self._agreement.finish():
             self.stop()
 
     def stop(self) -> None:
-        """Stop, as all ranks do here: save, for a signal.
+        """Stop, after all ranks agreed to; for a signal, save a checkpoint.
 
         Raises:
             StoppedBySignal: for a signal.
@@ -122,11 +119,11 @@ class Stopping:
         number = int(self._reason.removeprefix(_SIGNAL))
         environment = self._strategy.environment
         if number == environment.requeue_signal and self._strategy.is_global_zero:
-            # The scheduler ends the job as it takes it back: what a thread still writes must be there.
+            # The scheduler may end the job when it requeues it: first wait for asynchronous checkpoints.
             self._strategy.checkpoint_io.teardown()
             environment.requeue()
         self._caught = None
-        raise StoppedBySignal(signal.SIGTERM)  # one exit code, whatever asked
+        raise StoppedBySignal(signal.SIGTERM)  # the same exit code for every signal
 
     @property
     def _reason(self) -> str:

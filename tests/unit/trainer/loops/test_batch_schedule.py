@@ -32,11 +32,11 @@ def schedule(
 
 
 def taken(folder: Path, policy: str, mine: int, other: int) -> list[tuple[int, bool, bool]]:
-    """Return the batches that this rank takes: each one, whether it is the last, whether it is a shadow's."""
+    """Return the batches that this rank takes, each with whether it is the last, and a padding step."""
     found = schedule(folder, policy, mine, other)
     found.agree()
     return [
-        (batch, is_last, found.is_shadow) for batch, is_last in found.batches(found._share.start(Progress()))
+        (batch, is_last, found.is_padding) for batch, is_last in found.batches(found._share.start(Progress()))
     ]
 
 
@@ -67,17 +67,17 @@ def test_truncate(tmp_path: Path) -> None:
 
 
 def test_join(tmp_path: Path) -> None:
-    """A rank that has run out repeats its last batch in shadow steps, until the others have no more."""
+    """A rank that has run out repeats its last batch in padding steps, until the others have no more."""
     assert taken(tmp_path, "join", 1, 3) == [(0, False, False), (0, False, True), (0, True, True)]
     assert taken(tmp_path, "join", 2, 1) == [(0, False, False), (1, True, False)]
 
 
 def test_join_goes_on(tmp_path: Path) -> None:
-    """A rank that goes on among its shadow steps takes any batch for them."""
+    """A rank that goes on among its padding steps takes any batch for them."""
     found = schedule(tmp_path, "join", 2, 4)
     found.agree()
     assert list(found.batches(iter(()), done=3)) == [(0, True)]
-    assert not found.is_shadow  # the epoch is over
+    assert not found.is_padding  # the epoch is over
 
 
 def test_join_goes_on_behind_the_end(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_rank_without_batches(policy: str, tmp_path: Path) -> None:
     """A rank that has none at all cannot take part."""
     with pytest.raises(UnevenInputsError, match="global_rank=0: 0, global_rank=1: 2") as caught:
         schedule(tmp_path, policy, 0, 2).agree()
-    assert "a batch at least" in caught.value.fix()
+    assert "at least one batch" in caught.value.fix()
 
 
 @pytest.mark.parametrize("policy", ["error", "truncate", "join"])
@@ -112,12 +112,12 @@ def test_no_batches_at_all(policy: str, tmp_path: Path) -> None:
 
 
 def test_weights(tmp_path: Path) -> None:
-    """Batches count alike: those of the ranks that have any share out what DDP averages; shadows count 0."""
+    """Batches count alike: those of the ranks that have any share out what DDP averages; padding counts 0."""
     found = schedule(tmp_path, "join", 4, 2)
     found.agree()
     assert [found.weight(first, first + 1) for first in range(4)] == [1, 1, 2, 2]
     assert found.weight(0, 4) == 2 / 6
-    found.is_shadow = True
+    found.is_padding = True
     assert found.weight(3, 4) == 0
 
 
@@ -144,7 +144,7 @@ def test_shards_for_joining_are_not_padded(policy: str, count: int, tmp_path: Pa
     assert shard.num_batches == count
 
 
-def test_shadows_leave_no_trace() -> None:
+def test_padding_steps_leave_state_unchanged() -> None:
     """Buffers, changed in place or replaced, and every random state are put back."""
     module: Any = nn.BatchNorm1d(1)
     module.register_buffer("count", torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Shadow steps of models that do not use all parameters for all batches: optimizers see one process's."""
+"""Padding steps of models that do not use all parameters for all batches: optimizers see one process's."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_manual_optimisation() -> None:
 
 
 def test_what_it_costs() -> None:
-    """One more all-reduce in the windows that have a shadow step, and none where gradients are forced."""
+    """One more all-reduce in the windows that have a padding step, and none where gradients are forced."""
     length = sum(1 for _ in Model(CASE).parameters())
 
     def flags(case: Case) -> int:

@@ -107,7 +107,7 @@ def test_plateau_without_metric(tmp_path: Path) -> None:
     def make(optimizer: Any, scheduler: Any, **options: Any) -> Any:
         return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer), "monitor": "accuracy", **options}]
 
-    with pytest.raises(ConfigurationError, match="looks at 'accuracy', which was not logged"):
+    with pytest.raises(ConfigurationError, match="monitors 'accuracy', which was not logged"):
         trainer(tmp_path).fit(Returning(make), loader())
     trainer(tmp_path).fit(Returning(lambda *given: make(*given, strict=False)), loader())
 
