@@ -1,7 +1,7 @@
-"""Print how long `gather_all_tensors` takes here and in Lightning, where that is installed.
+"""Print how long `gather_all_tensors` takes here and in Lightning, if that is installed.
 
-Both run in one job, in turn, on the same tensors; `paired.py` says how they are compared. The ratio is how
-many times as long Lightning's takes.
+Both run in one job, one after the other, on the same tensors; `paired.py` compares them. The ratio is
+Lightning's time divided by ours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Callable[[int], torch.Tensor], int]] = {
 
 
 def lightning_gather() -> Callable[[torch.Tensor], Any] | None:
-    """Return Lightning's function, from whichever package has it; None where none has."""
+    """Return Lightning's function from the package that is installed, or None."""
     for package in ("lightning.fabric", "lightning_fabric"):
         try:
             module = __import__(f"{package}.utilities.distributed", fromlist=["distributed"])
@@ -40,7 +40,7 @@ def lightning_gather() -> Callable[[torch.Tensor], Any] | None:
 
 
 def compare(strategy: Any, rounds: int) -> dict[str, dict[str, Figure]]:
-    """Return what a call takes here and there, for each case."""
+    """Return the time of a call of both functions, for each case."""
     warnings.simplefilter("ignore")
     other, found = lightning_gather(), {}
     for name, (make, calls) in CASES.items():

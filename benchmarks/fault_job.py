@@ -1,4 +1,4 @@
-"""One job of `faults.py`: who fails, how and when, and the folder where its processes leave word."""
+"""One job of `faults.py`: who fails, how and when, and the folder for the results of its processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "FAULTS_JOB"
-TIMEOUT_S = 6.0  # of a collective, in the cells that hang; the ranks have twice that to meet
+TIMEOUT_S = 6.0  # of a collective, in jobs that hang; the rendezvous has twice that
 LONG_S = 120.0
-MAIN_HANGS_S = 8.0  # in code of its own, where it only launches: its ranks need not wait for it
+MAIN_HANGS_S = 8.0  # a main process that is no rank: its ranks do not wait for it
 MESSAGE = "the fault of this benchmark"
 SCRIPTED = ("rankwise ddp", "Lightning ddp")  # the process that the user starts is rank 0
 _FIRST = "before the group"
@@ -41,7 +41,7 @@ class Job:
         return cls(**json.loads(os.environ[VARIABLE]))
 
     def variables(self) -> dict[str, str]:
-        """Return what its processes are told."""
+        """Return the environment variables of its processes."""
         return {VARIABLE: json.dumps(asdict(self)), "TMPDIR": str(Path(self.folder, "tmp"))}
 
     @property
@@ -61,17 +61,17 @@ class Job:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a collective may take."""
+        """Limit of a collective."""
         return timedelta(seconds=TIMEOUT_S if self.hangs and self.when != _FIRST else LONG_S)
 
     @property
     def init_timeout(self) -> timedelta:
-        """How long the ranks have to meet."""
+        """Limit of the rendezvous."""
         return timedelta(seconds=2 * TIMEOUT_S if self.hangs and self.when == _FIRST else LONG_S)
 
     @property
     def only_timeout(self) -> timedelta:
-        """The one timeout of a contender that has no other for meeting."""
+        """The timeout of a contender that has only one."""
         return min(self.timeout, self.init_timeout)
 
     def makes_sense(self) -> bool:
@@ -83,7 +83,7 @@ class Job:
         return not (self.when == _FIRST and self.how == "hangs inside a collective")
 
     def come(self, when: str, rank: int, step: int = 1) -> None:
-        """Fail, if this is the moment and the process."""
+        """Fail, if this is the time and the process of the fault."""
         if self.when != when or step != 1:
             return
         if self.rank == rank:
@@ -94,7 +94,7 @@ class Job:
             time.sleep(0.5)
 
     def happen(self) -> None:
-        """Note the time, and fail."""
+        """Record the time, then fail."""
         self.note()
         if self.how == "raises":
             raise ValueError(MESSAGE)
@@ -113,23 +113,23 @@ class Job:
         os.kill(os.getpid(), signal.Signals[self.how])
 
     def note(self) -> None:
-        """Write down that the fault comes now."""
+        """Record the time of the fault."""
         Path(self.folder, "stamp.new").write_text(repr(time.monotonic()))
         Path(self.folder, "stamp.new").rename(Path(self.folder, "stamp"))
 
     @property
     def checkpoint(self) -> Path:
-        """Where the job saves."""
+        """The path of the checkpoint."""
         return Path(self.folder, "saved", "last.ckpt")
 
 
 @dataclass
 class Trap:
-    """Lets the fault of rank 0 come while a checkpoint is pickled."""
+    """Triggers the fault of rank 0 while a checkpoint is pickled."""
 
     job: Job
     step: int
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         self.job.come("while saving", 0, self.step)
-        return OrderedDict, ()  # which a checkpoint may hold
+        return OrderedDict, ()  # a type that checkpoints allow

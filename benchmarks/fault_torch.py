@@ -15,7 +15,7 @@ from fault_job import Job, Trap, lonely
 
 
 def train(rank: int, job: Job, port: int | None = None) -> None:
-    """Train three steps on two ranks, saving after each; without a port, where torchrun's variables say."""
+    """Train three steps on two ranks, saving after each; without a port, use torchrun's variables."""
     job.come("before the group", rank)
     where: dict[str, Any] = {}
     if port is not None:
@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 def main() -> None:
-    """Be torchrun's rank, or the process that starts the ranks; leave word of what it gets."""
+    """Run as torchrun's rank, or as the process that starts the ranks; record the result."""
     job = Job.of_environment()
     if job.contender == "torchrun":
         train(int(os.environ["RANK"]), job)

@@ -1,4 +1,4 @@
-"""The jobs of `faults.py` that train with a Trainer: rankwise's, or Lightning's, which has the same names."""
+"""The jobs of `faults.py` that train with a Trainer: rankwise's or Lightning's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Module(library.TrainingModule if IS_OURS else library.LightningModule):  #
 
 
 class Faults(callbacks.Callback):  # type: ignore[misc] # either's
-    """Saves after each step, and fails where the job says."""
+    """Saves after each step, and triggers the job's fault."""
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         lonely[:] = [dist.new_group(timeout=JOB.timeout)]
@@ -56,7 +56,7 @@ class Faults(callbacks.Callback):  # type: ignore[misc] # either's
 
 
 class Strategy(strategies.DDPStrategy):  # type: ignore[misc] # either's
-    """Fails before its group is up, where the job says so."""
+    """Triggers a fault before the process group exists."""
 
     def setup_environment(self) -> None:
         local_rank = self.local_rank if IS_OURS else int(os.environ.get("LOCAL_RANK", "0"))
@@ -65,7 +65,7 @@ class Strategy(strategies.DDPStrategy):  # type: ignore[misc] # either's
 
 
 def strategy() -> Strategy:
-    """Return the job's, with its timeouts."""
+    """Return the job's strategy, with its timeouts."""
     if IS_OURS:
         start_method = "popen" if JOB.contender in SCRIPTED else "spawn"
         return Strategy(start_method=start_method, timeout=JOB.timeout, init_timeout=JOB.init_timeout)
@@ -73,7 +73,7 @@ def strategy() -> Strategy:
 
 
 def main() -> None:
-    """Be the process that the user starts, or one that it has started; leave word of what it gets."""
+    """Run as the process that the user starts, or as one of its workers; record the result."""
     if JOB.who == "main":
         signal.signal(signal.SIGALRM, lambda number, frame: JOB.happen())
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,10 +1,10 @@
-"""Print what comes of the same failures under rankwise, Lightning, torchrun and torch.multiprocessing.
+"""Print the result of the same failures under rankwise, Lightning, torchrun and torch.multiprocessing.
 
-The cells are those of `tests/process/fault_table.py`, as far as a contender can have them: which process
-fails, how, and when, in a fit of three steps on two ranks that saves after each. Printed for each: the
-seconds from the fault until every process was gone (or that some were not), the exit code, the type of the
-exception that the caller got, whether the rank that failed is named, and what was left behind. What a
-contender leaves running is killed afterwards. Needs psutil; Lightning takes part where it is installed.
+The faults are those of `tests/process/fault_table.py` that a contender can have: which process fails, how,
+and when, in a fit of three steps on two ranks that saves after each. Printed for each: the seconds from the
+fault until every process was gone (or that some were not), the exit code, the type of the caller's
+exception, whether the failed rank is named, and what was left. Processes that a contender leaves running are
+killed afterwards. Needs psutil; Lightning is optional.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.helpers import processes
 from tests.process.fault_table import HOW, WHEN, WHO
 
 CONTENDERS = ("rankwise ddp", "Lightning ddp", "torchrun", "rankwise ddp_spawn", "torch spawn")
-NAMED = (  # how a text names the rank that failed: the first that fits
+NAMED = (  # patterns for the failed rank in a text: the first match counts
     r"waited too long for global_rank=(\d)",
     r"Worker global_rank=(\d)",
     r"Root Cause[^$]*?rank\s*: (\d)",
@@ -45,7 +45,7 @@ NAMED = (  # how a text names the rank that failed: the first that fits
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a job; `gone_after_s` None where something still ran at the limit."""
+    """The result of a job; `gone_after_s` is None if a process still ran at the limit."""
 
     gone_after_s: float | None
     exit_code: int | None
@@ -61,7 +61,7 @@ class Seen:
 
 
 def observe(job: Job, most_s: float) -> Seen | None:
-    """Have a job happen; None where the contender cannot have its fault, or did not come to it."""
+    """Run a job; return None if the contender cannot have its fault, or did not reach it."""
     if not job.makes_sense():
         return None
     for name in ("tmp", "saved"):
@@ -89,7 +89,7 @@ def observe(job: Job, most_s: float) -> Seen | None:
 
 
 def command(job: Job) -> list[str]:
-    """Return what starts a job."""
+    """Return the command that starts a job."""
     folder = Path(__file__).parent
     if not job.contender.startswith("torch"):
         return [sys.executable, str(folder / "fault_trainers.py")]
@@ -101,7 +101,7 @@ def command(job: Job) -> list[str]:
 def watch(
     job: Job, main: subprocess.Popen[bytes], living: Callable[[], list[Any]], most_s: float
 ) -> tuple[float | None, bool]:
-    """Wait until all processes are gone, or for `most_s` after the fault; tell whether that one came."""
+    """Wait until all processes are gone, or for `most_s` after the fault; return if it happened."""
     stamp, moment = Path(job.folder, "stamp"), Path(job.folder, "moment")
     began = time.monotonic()
     is_suspended = job.how == "SIGSTOP" and job.hits_main
@@ -126,7 +126,7 @@ def watch(
 
 
 def strike(job: Job, main: subprocess.Popen[bytes]) -> None:
-    """Let the fault come to a main process that is no rank."""
+    """Inject the fault into a main process that is no rank."""
     if job.how.startswith("SIG"):
         job.note()
         main.send_signal(signal.Signals[job.how])
@@ -135,7 +135,7 @@ def strike(job: Job, main: subprocess.Popen[bytes]) -> None:
 
 
 def seen(job: Job, gone_after_s: float | None, exit_code: int | None, processes_left: int) -> Seen:
-    """Return what came of a job, by what it has left and printed."""
+    """Return the result of a job from its files and output."""
     folder = Path(job.folder)
     text = (folder / "output").read_text(errors="replace")
     caught = (folder / "caught").read_text() if (folder / "caught").exists() else ""
@@ -148,12 +148,12 @@ def seen(job: Job, gone_after_s: float | None, exit_code: int | None, processes_
 
 
 def counted(number: int, one: str, many: str) -> str:
-    """Return how many are left, in words; nothing where none is."""
+    """Return how many are left, in words, or nothing."""
     return "" if not number else f"{number} {one if number == 1 else many} left"
 
 
 def taking_part(asked: Iterable[str]) -> list[str]:
-    """Return who was asked for and is installed."""
+    """Return the requested contenders that are installed."""
     has_lightning = importlib.util.find_spec("lightning") is not None
     return [name for name in CONTENDERS if name in asked and (has_lightning or "Lightning" not in name)]
 

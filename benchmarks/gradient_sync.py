@@ -1,10 +1,10 @@
-"""Print what ways to average gradients cost, beside each other in one run, on 2 and on 4 ranks.
+"""Print the cost of ways to average gradients, on 2 and on 4 ranks.
 
-Forced sync against a loop that all-reduces each gradient by itself, as Composer's does, on a model with 200
-small parameters. Weights known at run time (`gradient_weighting="logged"`) against plain DDP in the same
-loop, against a second all-reduce for the weight, and against plain DDP once more, which shows how far the
-figures can be trusted: on that model, on one with 5 million parameters, and on one of six parameters, whose
-step is hardly more than the calls that it takes. `paired.py` says how they are compared.
+Compares forced sync with a loop that all-reduces each gradient separately, as Composer's does, on a model
+with 200 small parameters. Compares logged weights (`gradient_weighting="logged"`) with plain DDP, with a
+second all-reduce for the weight, and plain DDP with itself (the measurement error): on that model, on one
+with 5 million parameters, and on one with six, whose step is mostly call overhead. `paired.py` compares
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Figures = dict[str, Figure]
 
 
 def reduce_each(model: nn.Module) -> None:
-    """Average each gradient by itself."""
+    """Average each gradient separately."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -36,7 +36,7 @@ def reduce_each(model: nn.Module) -> None:
 
 
 def forced_sync(strategy: DDPStrategy, rounds: int) -> Figures:
-    """Time the averaging of gradients that are there already."""
+    """Time the averaging of existing gradients."""
     models = [small(), small()]
     for model in models:
         for parameter in model.parameters():
@@ -66,7 +66,7 @@ def small() -> nn.Module:
 
 
 def tiny() -> nn.Module:
-    """Return a model of six parameters, with 6,337 numbers."""
+    """Return a model of six parameters with 6,337 elements."""
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 
 

@@ -1,4 +1,4 @@
-"""Print the CPU time that importing rankwise adds to `import torch`, beside its peers where installed."""
+"""Print the CPU time that importing rankwise, or an installed peer, adds to `import torch`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(json.dumps([time.process_time() - start, "torch._dynamo" in sys.modules]))
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU time of one statement, in seconds, and whether it imported `torch._dynamo` (0.8 s of its own)."""
+    """CPU time of one statement, in seconds, and whether it imported `torch._dynamo` (which takes 0.8 s)."""
 
     seconds: float
     imports_dynamo: bool
@@ -38,7 +38,7 @@ class Contestant:
 
     @property
     def is_installed(self) -> bool:
-        """Whether its package is there."""
+        """Whether its package is installed."""
         return importlib.util.find_spec(self.package) is not None
 
 
@@ -66,7 +66,7 @@ def median(costs: list[Cost]) -> Cost:
 
 
 def main() -> None:
-    """Measure every contestant in turn, several times over, so that a busy moment hits all alike."""
+    """Measure every contestant in turn, several times over, so that other load affects all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="fresh processes per statement")
     repeats = parser.parse_args().repeats

@@ -1,10 +1,9 @@
 """Print how long two ranks take from launch to their first collective, and to the launch's return.
 
-The first collective is an all-reduce, or with `--work ddp` a whole step of a small model in DDP, whose first
-use imports `torch._dynamo`. Each line is a fresh process, which launches twice: the second launch finds what
-the first left warm, such as a forkserver. Beside it, in the same run: torch.multiprocessing with the same
-start method, and torchrun. torch is imported before the clock starts, but for torchrun, whose clock starts
-with its command, as a user's would.
+The first collective is an all-reduce, or with `--work ddp` a step of a small model in DDP, whose first use
+imports `torch._dynamo`. Each line is a new process, which launches twice: the second launch reuses what the
+first one started, such as a forkserver. Compared with torch.multiprocessing with the same start method, and
+torchrun. torch is imported before the clock starts, except for torchrun, whose clock starts with its command.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Launch:
     to_return: float
 
 
-# ------------------------------------------------------------------------------------- what the ranks run
+# ------------------------------------------------------------------------------------- on the ranks
 
 
 def rankwise_rank(strategy: Any) -> float:
@@ -58,7 +57,7 @@ def rankwise_rank(strategy: Any) -> float:
 
 
 def work_with_torch() -> None:
-    """Do the same with torch alone, in the group that there is; leave the time in a file."""
+    """Do the same with torch alone, in the group that there is; write the time to a file."""
     import torch
     import torch.distributed as dist
 
@@ -89,7 +88,7 @@ def torchrun_rank() -> None:
     work_with_torch()
 
 
-# ------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------- launchers
 
 
 def launch_with_rankwise(start_method: str) -> Launch:
@@ -168,7 +167,7 @@ def measure(job: str) -> list[Launch]:
 
 
 def report(launches: dict[str, list[list[Launch]]]) -> None:
-    """Print medians, and how they compare with torch.multiprocessing's of the same start method."""
+    """Print medians, and their ratio to torch.multiprocessing with the same start method."""
 
     def median(job: str, number: int, part: str) -> float:
         times: list[float] = [getattr(pair[number], part) for pair in launches[job]]
@@ -191,7 +190,7 @@ def report(launches: dict[str, list[list[Launch]]]) -> None:
 
 
 def main() -> None:
-    """Measure all jobs in turn, several times over, so that a busy moment hits all alike."""
+    """Measure all jobs in turn, several times over, so that other load affects all of them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes per line")
     parser.add_argument("--job", help="run one job in this process (used by this program itself)")

@@ -1,9 +1,8 @@
-"""Compare ways to do one thing so that what else the machine does falls on all of them alike.
+"""Compare alternatives so that other load on the machine affects all of them equally.
 
-The arms run one after another within each round, in turn from the first and from the last, and a round's
-figure is the ratio of an arm's time to the first arm's in that very round. Printed is the median of these
-ratios, of the time that passes on the clock and of the processor time, with the quarters above and below it:
-on a busy machine the processor time says more.
+The alternatives (arms) run one after another within each round, in alternating order. The figure of a round
+is the ratio of an arm's time to the first arm's in the same round. Printed are the median and the quartiles
+of these ratios, for wall time and processor time; on a busy machine the processor time is more reliable.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ Arm = Callable[[], object]
 
 @dataclass(frozen=True)
 class Figure:
-    """What an arm takes, and how it compares with the first.
+    """The time of an arm, and its ratio to the first arm.
 
     Attributes:
-        wall_s: the median time for a call, of the slowest rank.
-        processor_s: the same of processor time, of the mean rank.
-        wall: the median ratio to the first arm's, and its quartiles.
-        processor: the same of processor time.
+        wall_s: median time of a call on the slowest rank.
+        processor_s: median processor time of a call, mean over the ranks.
+        wall: median and quartiles of the ratio to the first arm.
+        processor: the same for processor time.
     """
 
     wall_s: float

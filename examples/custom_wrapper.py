@@ -1,4 +1,4 @@
-"""Subclass DDPStrategy: a wrapper of one's own, here one that counts its forward passes."""
+"""Subclass DDPStrategy to use a custom wrapper, here one that counts its forward passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rankwise import DDPStrategy, Trainer, TrainingModule, rank_zero_only
 
 
 class CountingWrapper(DistributedDataParallel):
-    """DistributedDataParallel that knows how often it was called."""
+    """DistributedDataParallel that counts its calls."""
 
     calls = 0
 

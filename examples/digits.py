@@ -27,7 +27,7 @@ class DigitClassifier(TrainingModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-        self.seen = torch.zeros(1440, dtype=torch.long)  # no buffer: DDP would make it rank 0's everywhere
+        self.seen = torch.zeros(1440, dtype=torch.long)  # not a buffer: DDP would copy rank 0's to all ranks
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels, numbers = batch

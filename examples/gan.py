@@ -27,7 +27,7 @@ def layers(*sizes: int) -> nn.Sequential:
 
 
 class DigitGan(TrainingModule):
-    """The generator makes 8 x 8 pixels of noise; the discriminator tells them from real ones."""
+    """The generator makes 8 x 8 pixels from noise; the discriminator tells them from real ones."""
 
     def __init__(self) -> None:
         super().__init__()

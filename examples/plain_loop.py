@@ -1,4 +1,4 @@
-"""A training loop of one's own, with no Trainer: the strategy alone launches, wraps and synchronises."""
+"""A training loop without a Trainer: the strategy launches, wraps and synchronises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(strategy: Strategy, epochs: int) -> float:
 
 
 def main() -> None:
-    """Launch on two processes; rank zero's value comes back."""
+    """Launch on two processes and print rank zero's value."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", default="ddp_spawn")
     arguments = parser.parse_args()

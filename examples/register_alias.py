@@ -1,4 +1,4 @@
-"""Register a name for a configured strategy; from then on it is a name like any other."""
+"""Register a name for a configured strategy, and use it like any other name."""
 
 from __future__ import annotations
 

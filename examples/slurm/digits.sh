@@ -7,5 +7,5 @@
 # With GPUs, as many tasks as each node gives: --ntasks-per-node=4 --gpus-per-node=4
 
 set -e
-srun python -m rankwise doctor # who is there, and can they meet? Ends the job, saying what to fix, if not
+srun python -m rankwise doctor # check the ranks; ends the job with advice if they cannot connect
 srun --kill-on-bad-exit=1 python examples/digits.py "$@"

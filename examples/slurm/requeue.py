@@ -1,4 +1,4 @@
-"""Train under Slurm in a job that may be cut short: it saves, is requeued, and goes on where it was.
+"""Train under Slurm in a job that may be interrupted: it saves, is requeued, and resumes.
 
 srun --ntasks 2 python examples/slurm/requeue.py FOLDER_THAT_ALL_NODES_SEE
 """
@@ -20,7 +20,7 @@ print_once = rank_zero_only(print)
 
 
 class Classifier(TrainingModule):
-    """Two layers and dropout, which draws random numbers: these go on where they were too."""
+    """Two layers and dropout, whose random numbers are resumed too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Classifier(TrainingModule):
 
 
 def main() -> None:
-    """Train to the end, in as many jobs as it takes; then print a sum over the weights."""
+    """Train to the end, in as many jobs as needed; then print a hash of the weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
     parser.add_argument("--max-epochs", type=int, default=100)

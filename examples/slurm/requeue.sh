@@ -1,5 +1,5 @@
 #!/bin/bash
-# Stop in time, requeue, go on: 90 s before the end of the job's time Slurm sends SIGUSR1 to every task of the step;
+# Stop in time, requeue, resume: 90 s before the end of the job's time Slurm sends SIGUSR1 to every task of the step;
 # all ranks save after the same step, and the job goes back into the queue. sbatch examples/slurm/requeue.sh FOLDER
 #SBATCH --job-name=requeue
 #SBATCH --nodes=2
