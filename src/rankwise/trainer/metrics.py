@@ -207,7 +207,6 @@ class Results:
         self,
         name: str,
         value: Any,
-        *,
         prog_bar: bool = False,
         logger: bool = True,
         on_step: bool | None = None,

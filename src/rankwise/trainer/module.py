@@ -17,15 +17,29 @@ from rankwise.trainer.options import check_choice
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer import Trainer
 
-__all__ = ["ManualModule", "ManualOptimizer", "TrainingModule", "is_defined", "undefined"]
+__all__ = ["ManualOptimizer", "TrainingModule", "is_defined", "undefined"]
 
 
-class ManualModule:
-    """The part of `TrainingModule` for several optimizers, or steps at any time.
+class TrainingModule(ModuleHooks, nn.Module):
+    """What a `Trainer` trains; subclass it and define `training_step` and `configure_optimizers`.
 
-    Set `self.automatic_optimization = False` in `__init__`; then `training_step` does the rest:
+    Example:
+        >>> class Line(TrainingModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Linear(1, 1)
+        ...
+        ...     def training_step(self, batch, batch_idx):
+        ...         x, y = batch
+        ...         return nn.functional.mse_loss(self.layer(x), y)
+        ...
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    For several optimizers, or steps at any time, set `self.automatic_optimization = False` in `__init__`;
+    `training_step` then runs backward passes and steps itself:
 
         first, second = self.optimizers()
         first.zero_grad()
@@ -34,17 +48,140 @@ class ManualModule:
 
     Attributes:
         automatic_optimization: whether the Trainer runs backward and steps the optimizer.
+        hparams: hyper parameters, saved in checkpoints and given to loggers; plain types only.
     """
 
     automatic_optimization: bool = True
 
-    if TYPE_CHECKING:
-        trainer: Trainer
+    def __init__(self) -> None:
+        super().__init__()
+        self.hparams: dict[str, Any] = {}
+        self._trainer: Trainer | None = None
+        self._weight: Tensor | float | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle and copy without the trainer."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
+        return {**state, "_trainer": None}
+
+    # ------------------------------------------------------------------ to define
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
+        """Return the loss of a batch, or a mapping with `"loss"` in it.
+
+        None skips the batch, which works with one process only. With `automatic_optimization = False` the
+        return value is ignored: call `manual_backward` and step `self.optimizers()` here.
+        """
+        raise undefined(self, "training_step")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate a validation batch, and `log` the results.
+
+        With several loaders there is a third argument, `dataloader_idx`; also in `test_step` and
+        `predict_step`.
+        """
+        raise undefined(self, "validation_step")
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate a test batch, and `log` the results."""
+        raise undefined(self, "test_step")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the predictions for a batch, of any type; tensors are moved to the CPU."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, `[optimizer]`, `([optimizer], [scheduler])` or a dictionary.
+
+        A dictionary has `"optimizer"` and perhaps `"lr_scheduler"`: a scheduler, or a dictionary with
+        `"scheduler"`, `"interval"` (`"epoch"` or `"step"`), `"frequency"` and `"monitor"`. None, the
+        default, trains nothing. With `automatic_optimization = False` there may be several optimizers.
+        """
+        return None
+
+    def train_dataloader(self) -> Any:
+        """Return the loader of training batches; used if `fit` is given none."""
+        raise undefined(self, "train_dataloader")
+
+    def val_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, of validation batches."""
+        raise undefined(self, "val_dataloader")
+
+    def test_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, of test batches."""
+        raise undefined(self, "test_dataloader")
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader, or a list of loaders, of batches to predict."""
+        raise undefined(self, "predict_dataloader")
+
+    # ------------------------------------------------------------------ logging
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str = "mean",
+        sync_dist: bool | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        """Log a number or a metric object.
+
+        Args:
+            name: its name in `trainer.callback_metrics` and for loggers.
+            value: a number, a tensor with one element, or a metric object of torchmetrics, which is computed
+                over all ranks at the end of the epoch, and reset.
+            prog_bar: whether the progress bar shows it.
+            logger: whether loggers get it.
+            on_step: whether each step's value is logged; by default only in training batches. It has no
+                effect in evaluation.
+            on_epoch: whether the values are reduced over the epoch; by default if `on_step` is false.
+            reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`.
+            sync_dist: whether values are reduced over the ranks too; by default only in evaluation.
+            batch_size: the weight of this value; by default the size of the batch.
+
+        Collective: with `sync_dist`, every rank must log the same names in the same epoch.
+
+        Raises:
+            InvalidTypeError, UnknownNameError: when it is not one number, or for another `reduce_fx`.
+            LifecycleError: outside of a stage of a trainer.
+        """
+        self.trainer.results.log(
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+        """Log several numbers with the same options of `log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, **kwargs)
+
+    def log_weight(self, weight: Tensor | float) -> None:
+        """Set the weight of this training batch, for example the number of tokens in its mean loss.
+
+        Needs `DDPStrategy(gradient_weighting="logged")`: the gradients of an optimizer step are then the
+        average over all its batches on all ranks, each weighted by this number. Returning
+        `{"loss": loss, "weight": weight}` from `training_step` does the same.
+
+        Args:
+            weight: a number that is not negative, or a tensor with one.
+        """
+        self._weight = weight
+
+    def take_weight(self) -> Tensor | float | None:
+        """Return the last argument of `log_weight` since the last call of this; None for none."""
+        weight, self._weight = self._weight, None
+        return weight
+
+    # ------------------------------------------------------------------ manual optimisation
 
     def optimizers(self) -> Any:
         """Return the optimizer, or the list of them if there is not exactly one.
 
-        In manual optimisation their `step` and `zero_grad` go through the trainer and its precision.
+        In manual optimisation their `step` and `zero_grad` use the trainer's precision.
         """
         running = self.trainer.running_manual_optimization
         return _one_or_all(self.trainer.optimizers if running is None else running.optimizers)
@@ -52,7 +189,7 @@ class ManualModule:
     def lr_schedulers(self) -> Any:
         """Return the learning rate scheduler, or the list of them if there is not exactly one.
 
-        In manual optimisation nobody else steps them.
+        In manual optimisation the Trainer does not step them.
         """
         return _one_or_all([config.scheduler for config in self.trainer.lr_scheduler_configs])
 
@@ -63,7 +200,7 @@ class ManualModule:
 
         Args:
             loss: a mean, over tokens for example.
-            weight: with `gradient_weighting="logged"`, over how many it is the mean; it may be 0.
+            weight: with `gradient_weighting="logged"`, the number of items of that mean; may be 0.
             options: `Tensor.backward`'s.
 
         Raises:
@@ -75,7 +212,7 @@ class ManualModule:
     def no_backward_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Return a block in which `manual_backward` leaves gradients as they are on this rank.
 
-        For accumulating them: the first backward pass after the block averages what has come together.
+        This accumulates gradients: the first backward pass after the block averages their sum.
 
         Raises:
             LifecycleError: outside of manual optimisation.
@@ -83,7 +220,7 @@ class ManualModule:
         return self.trainer.manual_optimization.blocked(enabled)
 
     def toggle_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> None:
-        """Let only this optimizer's parameters require gradients: less to compute and to average.
+        """Make only this optimizer's parameters require gradients: less to compute and to average.
 
         Raises:
             LifecycleError: outside of manual optimisation.
@@ -104,16 +241,67 @@ class ManualModule:
         gradient_clip_val: float,
         gradient_clip_algorithm: str = "norm",
     ) -> None:
-        """Clip an optimizer's gradients, in true size, by `"norm"` or `"value"`.
+        """Clip an optimizer's unscaled gradients by `"norm"` or `"value"`.
 
         Raises:
             InvalidArgumentError: for another algorithm.
         """
         precision = self.trainer.strategy.precision
-        if check_choice("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")) == "norm":
+        check_choice("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
+        if gradient_clip_algorithm == "norm":
             precision.clip_gradients_norm(_plain(optimizer), gradient_clip_val)
         else:
             precision.clip_gradients_value(_plain(optimizer), gradient_clip_val)
+
+    # ------------------------------------------------------------------ trainer and process
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that last used this module."""
+        if self._trainer is None:
+            raise LifecycleError(
+                call=f"{type(self).__name__}.trainer",
+                state="no trainer",
+                needed="a Trainer",
+                remedy=f"Trainer(...).fit({type(self).__name__}(...), loader)",
+            )
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module's first parameter or buffer."""
+        return next(
+            (tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu")
+        )
+
+    @property
+    def global_rank(self) -> int:
+        """This process's id in the whole job."""
+        return self.trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's id on its node."""
+        return self.trainer.local_rank
+
+    @property
+    def current_epoch(self) -> int:
+        """The number of the current epoch."""
+        return self.trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Completed optimizer steps."""
+        return self.trainer.global_step
+
+    @property
+    def logger(self) -> Logger | None:
+        """The trainer's first logger."""
+        return self.trainer.logger
 
 
 @final
@@ -125,7 +313,7 @@ class ManualOptimizer:
         optimizer: torch's.
     """
 
-    def __init__(self, module: ManualModule, optimizer: Optimizer) -> None:
+    def __init__(self, module: TrainingModule, optimizer: Optimizer) -> None:
         self._module = module
         self.optimizer = optimizer
 
@@ -165,213 +353,13 @@ def _one_or_all(items: list[Any]) -> Any:
     return items[0] if len(items) == 1 else items
 
 
-class TrainingModule(ModuleHooks, ManualModule, nn.Module):
-    """What a `Trainer` trains; subclass it and define `training_step` and `configure_optimizers`.
-
-    Example:
-        >>> class Line(TrainingModule):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.layer = nn.Linear(1, 1)
-        ...
-        ...     def training_step(self, batch, batch_idx):
-        ...         x, y = batch
-        ...         return nn.functional.mse_loss(self.layer(x), y)
-        ...
-        ...     def configure_optimizers(self):
-        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    Attributes:
-        hparams: hyper parameters, kept in checkpoints and given to loggers; plain types only.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hparams: dict[str, Any] = {}
-        self._trainer: Trainer | None = None
-        self._weight: Tensor | float | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Travel, and be copied, without the trainer."""
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
-        return {**state, "_trainer": None}
-
-    # ------------------------------------------------------------------ to define
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
-        """Return the loss of a batch, or a mapping with `"loss"` in it.
-
-        None skips the batch, which only one process alone can do. With `automatic_optimization = False` what
-        is returned does not matter: call `manual_backward` and step `self.optimizers()` here.
-        """
-        raise undefined(self, "training_step")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate a validation batch, and `log` what it says.
-
-        With several loaders a third argument, `dataloader_idx`, is given. So it is to the next two.
-        """
-        raise undefined(self, "validation_step")
-
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate a test batch, and `log` what it says."""
-        raise undefined(self, "test_step")
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the predictions for a batch, whatever they are; tensors are moved to the CPU."""
-        return self(batch)
-
-    def configure_optimizers(self) -> Any:
-        """Return an optimizer, `[optimizer]`, `([optimizer], [scheduler])` or a dictionary.
-
-        A dictionary has `"optimizer"` and perhaps `"lr_scheduler"`: a scheduler, or a dictionary with
-        `"scheduler"`, `"interval"` (`"epoch"` or `"step"`), `"frequency"` and `"monitor"`. None, the
-        default, trains nothing. With `automatic_optimization = False` there may be several optimizers.
-        """
-        return None
-
-    def train_dataloader(self) -> Any:
-        """Return the loader of training batches, where `fit` is given none."""
-        raise undefined(self, "train_dataloader")
-
-    def val_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, of validation batches."""
-        raise undefined(self, "val_dataloader")
-
-    def test_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, of test batches."""
-        raise undefined(self, "test_dataloader")
-
-    def predict_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, of batches to predict."""
-        raise undefined(self, "predict_dataloader")
-
-    # ------------------------------------------------------------------ to use
-
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: str = "mean",
-        sync_dist: bool | None = None,
-        batch_size: int | None = None,
-    ) -> None:
-        """Log a number.
-
-        Args:
-            name: what it is called, in `trainer.callback_metrics` and for loggers.
-            value: a number, a tensor with one element, or a metric object of torchmetrics, which is computed
-                at the end of the epoch, from what all ranks have seen, and reset.
-            prog_bar: whether the progress bar shows it.
-            logger: whether loggers get it.
-            on_step: whether each step's value is logged. By default, only in training batches. Evaluation
-                has no steps of its own.
-            on_epoch: whether the values are reduced over the epoch; by default, where `on_step` is not.
-            reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`.
-            sync_dist: whether values are reduced over the ranks too. By default only in evaluation, where
-                each rank sees other samples and the result is to count each once.
-            batch_size: the weight of this value; found in the batch by default.
-
-        Collective: with `sync_dist`, every rank must log the same names in the same epoch.
-
-        Raises:
-            InvalidTypeError, InvalidArgumentError: when it is not one number, or for another `reduce_fx`.
-            LifecycleError: outside of a stage of a trainer.
-        """
-        self.trainer.results.log(
-            name,
-            value,
-            prog_bar=prog_bar,
-            logger=logger,
-            on_step=on_step,
-            on_epoch=on_epoch,
-            reduce_fx=reduce_fx,
-            sync_dist=sync_dist,
-            batch_size=batch_size,
-        )
-
-    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """Log several numbers with the same options, which are those of `log`."""
-        for name, value in dictionary.items():
-            self.log(name, value, **kwargs)
-
-    def log_weight(self, weight: Tensor | float) -> None:
-        """Say how much this training batch counts, as with a mean loss over that many tokens.
-
-        Needs `DDPStrategy(gradient_weighting="logged")`: the gradients of an optimizer step are then the
-        average over all its batches on all ranks, each weighted by this number. Returning
-        `{"loss": loss, "weight": weight}` from `training_step` does the same.
-
-        Args:
-            weight: a number from 0 on, or a tensor with one.
-        """
-        self._weight = weight
-
-    def take_weight(self) -> Tensor | float | None:
-        """Return what `log_weight` was last told since this was asked; None for nothing."""
-        weight, self._weight = self._weight, None
-        return weight
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer that this module was given to last."""
-        if self._trainer is None:
-            raise LifecycleError(
-                call=f"{type(self).__name__}.trainer",
-                state="no trainer",
-                needed="a Trainer",
-                remedy=f"Trainer(...).fit({type(self).__name__}(...), loader)",
-            )
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the module's first parameter or buffer."""
-        return next(
-            (tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu")
-        )
-
-    @property
-    def global_rank(self) -> int:
-        """This process's id in the whole job."""
-        return self.trainer.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's id on its node."""
-        return self.trainer.local_rank
-
-    @property
-    def current_epoch(self) -> int:
-        """The number of the current epoch."""
-        return self.trainer.current_epoch
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps made."""
-        return self.trainer.global_step
-
-    @property
-    def logger(self) -> Logger | None:
-        """The trainer's first logger."""
-        return self.trainer.logger
-
-
 def is_defined(module: TrainingModule, method: str) -> bool:
-    """Return whether a subclass defines what `TrainingModule` leaves undefined."""
+    """Return whether a subclass defines a method of `TrainingModule`."""
     return getattr(type(module), method) is not getattr(TrainingModule, method)
 
 
 def undefined(module: TrainingModule, method: str) -> ConfigurationError:
-    """Return the error that says what a module lacks."""
+    """Return the error for a missing method."""
     name, is_loader = type(module).__name__, method.endswith("dataloader")
     remedy = f"pass a loader, or define {name}.{method}(self)."
     return ConfigurationError(

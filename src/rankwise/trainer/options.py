@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = ["Limit", "TrainerOptions", "check_choice", "check_is_a", "check_whole"]
+__all__ = ["Limit", "TrainerOptions", "check_choice", "check_is_a"]
 
 Limit = int | float
 _DEFAULT_MAX_EPOCHS = 1000
@@ -35,115 +35,81 @@ def check_is_a(name: str, value: Any, kinds: Any, expected: str) -> None:
     )
 
 
-def check_whole(name: str, value: Any, minimum: int, *, also: int | None = None) -> int:
-    """Return `value` if it is a whole number from `minimum` on, or equal to `also`."""
-    check_is_a(name, value, int, "a whole number")
-    if value < minimum and value != also:
-        extra = "" if also is None else f", or {also} for no limit"
-        raise InvalidArgumentError(argument=name, value=value, expected=f"{minimum} or more{extra}")
-    return int(value)
-
-
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """Return `value` if it is one of `choices`."""
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise InvalidArgumentError unless `value` is one of `choices`."""
     if value not in choices:
         raise InvalidArgumentError(argument=name, value=value, expected=" or ".join(map(repr, choices)))
-    return value
 
 
-def _check_clip_value(name: str, value: Any) -> float:
-    if value is None:
-        return 0.0
+def _check_whole(name: str, value: Any, minimum: int, *, is_endless: bool = False) -> None:
+    """Refuse what is not a whole number from `minimum` on; with `is_endless`, -1 is allowed too."""
+    check_is_a(name, value, int, "a whole number")
+    if value < minimum and not (is_endless and value == -1):
+        extra = ", or -1 for no limit" if is_endless else ""
+        raise InvalidArgumentError(argument=name, value=value, expected=f"{minimum} or more{extra}")
+
+
+def _check_max_epochs(name: str, value: Any) -> None:
+    if value is not None:
+        _check_whole(name, value, 0, is_endless=True)
+
+
+def _check_positive_or_zero(name: str, value: Any) -> None:
     check_is_a(name, value, (int, float), "a number")
     if not value >= 0:
         raise InvalidArgumentError(argument=name, value=value, expected="0 or more")
-    return float(value)
 
 
-def _check_limit(name: str, value: Any) -> Limit:
+def _check_limit(name: str, value: Any, *, is_zero_allowed: bool = True) -> None:
     check_is_a(name, value, (int, float), "a number of batches, or a fraction of them as a float")
     if isinstance(value, float) and not 0.0 <= value <= 1.0:
-        raise InvalidArgumentError(
-            argument=name, value=value, expected="a fraction from 0.0 to 1.0, or a whole number of batches"
-        )
-    if value < 0:
-        raise InvalidArgumentError(argument=name, value=value, expected="0 or more batches")
-    limit: Limit = value
-    return limit
+        expected = "a fraction from 0.0 to 1.0, or a whole number of batches"
+        raise InvalidArgumentError(argument=name, value=value, expected=expected)
+    if value < 0 or not (value or is_zero_allowed):
+        expected = "0 or more batches" if is_zero_allowed else "more than 0"
+        raise InvalidArgumentError(argument=name, value=value, expected=expected)
 
 
-def _check_interval(name: str, value: Any) -> Limit:
-    limit = _check_limit(name, value)
-    if not limit:
-        raise InvalidArgumentError(argument=name, value=value, expected="more than 0")
-    return limit
-
-
-def _check_no_sanity_steps(name: str, value: Any) -> int:
+def _check_no_sanity_steps(name: str, value: Any) -> None:
     if value != 0:
         raise InvalidArgumentError(argument=name, value=value, expected="0: there are none")
-    return 0
 
 
-def _check_max_epochs(name: str, value: Any) -> int | None:
-    return None if value is None else check_whole(name, value, 0, also=-1)
-
-
-_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "max_epochs": _check_max_epochs,
-    "max_steps": partial(check_whole, minimum=0, also=-1),
-    "min_epochs": lambda name, value: check_whole(name, value or 0, 0),
-    "limit_train_batches": _check_limit,
-    "limit_val_batches": _check_limit,
-    "limit_test_batches": _check_limit,
-    "limit_predict_batches": _check_limit,
-    "fast_dev_run": lambda name, value: check_whole(name, int(value), 0),
-    "val_check_interval": _check_interval,
-    "check_val_every_n_epoch": partial(check_whole, minimum=1),
-    "num_sanity_val_steps": _check_no_sanity_steps,
-    "accumulate_grad_batches": partial(check_whole, minimum=1),
-    "gradient_clip_val": _check_clip_value,
-    "gradient_clip_algorithm": partial(check_choice, choices=("norm", "value")),
-    "on_nonfinite": partial(check_choice, choices=("raise", "skip", None)),
-    "deterministic": partial(check_choice, choices=(True, False, "warn")),
-    "benchmark": partial(check_choice, choices=(True, False, None)),
-    "sync_batchnorm": partial(check_choice, choices=(True, False)),
-    "uneven_inputs": partial(check_choice, choices=("error", "truncate", "join")),
-    "log_every_n_steps": partial(check_whole, minimum=1),
-}
+def _by(check: Callable[..., None], **arguments: Any) -> Mapping[str, Any]:
+    return {"check": partial(check, **arguments)}
 
 
 @final
 @dataclass
 class TrainerOptions:
-    """The plain options of a Trainer; see `Trainer` for what each means. Every assignment is checked.
+    """The plain options of a Trainer, which documents them. Every assignment is checked.
 
     Raises:
         InvalidArgumentError, InvalidTypeError: for a wrong value, here or in an assignment.
     """
 
-    max_epochs: int | None
-    max_steps: int
-    min_epochs: int
-    limit_train_batches: Limit
-    limit_val_batches: Limit
-    limit_test_batches: Limit
-    limit_predict_batches: Limit
-    val_check_interval: Limit
-    check_val_every_n_epoch: int
-    num_sanity_val_steps: int
-    accumulate_grad_batches: int
-    gradient_clip_val: float
-    gradient_clip_algorithm: str
-    on_nonfinite: str | None
-    sync_batchnorm: bool
-    deterministic: bool | str
-    benchmark: bool | None
+    max_epochs: int | None = field(metadata=_by(_check_max_epochs))
+    max_steps: int = field(metadata=_by(_check_whole, minimum=0, is_endless=True))
+    min_epochs: int = field(metadata=_by(_check_whole, minimum=0))
+    limit_train_batches: Limit = field(metadata=_by(_check_limit))
+    limit_val_batches: Limit = field(metadata=_by(_check_limit))
+    limit_test_batches: Limit = field(metadata=_by(_check_limit))
+    limit_predict_batches: Limit = field(metadata=_by(_check_limit))
+    val_check_interval: Limit = field(metadata=_by(_check_limit, is_zero_allowed=False))
+    check_val_every_n_epoch: int = field(metadata=_by(_check_whole, minimum=1))
+    num_sanity_val_steps: int = field(metadata=_by(_check_no_sanity_steps))
+    accumulate_grad_batches: int = field(metadata=_by(_check_whole, minimum=1))
+    gradient_clip_val: float = field(metadata=_by(_check_positive_or_zero))
+    gradient_clip_algorithm: str = field(metadata=_by(check_choice, choices=("norm", "value")))
+    on_nonfinite: str | None = field(metadata=_by(check_choice, choices=("raise", "skip", None)))
+    sync_batchnorm: bool = field(metadata=_by(check_choice, choices=(True, False)))
+    deterministic: bool | str = field(metadata=_by(check_choice, choices=(True, False, "warn")))
+    benchmark: bool | None = field(metadata=_by(check_choice, choices=(True, False, None)))
     use_distributed_sampler: bool
-    uneven_inputs: str
-    log_every_n_steps: int
+    uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
+    log_every_n_steps: int = field(metadata=_by(_check_whole, minimum=1))
     default_root_dir: str
-    fast_dev_run: int
+    fast_dev_run: int = field(metadata=_by(_check_whole, minimum=0))
 
     def __post_init__(self) -> None:
         if self.fast_dev_run:
@@ -153,8 +119,9 @@ class TrainerOptions:
                 setattr(self, name, self.fast_dev_run)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check = _CHECKS.get(name)
-        super().__setattr__(name, value if check is None else check(name, value))
+        if check := self.__dataclass_fields__[name].metadata.get("check"):
+            check(name, value)
+        super().__setattr__(name, value)
 
     def limit(self, phase: str) -> Limit:
         """Return how many batches of a phase run (int), or which fraction of them (float)."""

@@ -105,26 +105,17 @@ def torch_flags_set(deterministic: bool | str, benchmark: bool | None) -> Iterat
     """
     with ExitStack() as stack:
         if deterministic:
-            stack.enter_context(_deterministic(warn_only=deterministic == "warn"))
+            was_on = torch.are_deterministic_algorithms_enabled()
+            was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+            stack.callback(torch.use_deterministic_algorithms, was_on, warn_only=was_warning)
+            torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
+            if _CUBLAS not in os.environ:
+                stack.callback(os.environ.pop, _CUBLAS, None)
+                os.environ[_CUBLAS] = ":4096:8"  # without it cuBLAS is not deterministic
         if benchmark is not None:
             stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             torch.backends.cudnn.benchmark = benchmark
         yield
-
-
-@contextmanager
-def _deterministic(*, warn_only: bool) -> Iterator[None]:
-    was_on = torch.are_deterministic_algorithms_enabled()
-    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
-    is_workspace_ours = _CUBLAS not in os.environ
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    os.environ.setdefault(_CUBLAS, ":4096:8")  # without it cuBLAS is not deterministic
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=was_warning)
-        if is_workspace_ours:
-            del os.environ[_CUBLAS]
 
 
 # ------------------------------------------------------------------ on each rank

@@ -37,32 +37,25 @@ if TYPE_CHECKING:
 __all__ = ["Trainer"]
 
 
-class _Forwarded:
-    """An attribute of the Trainer that is kept in one of its parts."""
-
-    def __init__(self, part: str, name: str | None = None) -> None:
-        self._part = part
-        self._name = name or ""
-
-    def __set_name__(self, owner: type[Any], name: str) -> None:
-        self._name = self._name or name
-
-    def __get__(self, trainer: Any, owner: type[Any]) -> Any:
-        return self if trainer is None else getattr(getattr(trainer, self._part), self._name)
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        setattr(getattr(trainer, self._part), self._name, value)
+def _forwarded(path: str) -> Any:
+    """Return a property that reads and sets `path`, an attribute of a part of the Trainer."""
+    part, _, name = path.partition(".")
+    return property(
+        lambda trainer: getattr(getattr(trainer, part), name),
+        lambda trainer, value: setattr(getattr(trainer, part), name, value),
+    )
 
 
-def _forwarded(part: str, name: str | None = None) -> Any:
-    return _Forwarded(part, name)
+def _in_phase(phase: str) -> Any:
+    """Return a property that tells whether batches of `phase` run."""
+    return property(lambda trainer: trainer._stage is not None and trainer._stage.phase == phase)
 
 
 @final
 class Trainer:
-    """Run a `TrainingModule` through its stages, on the processes that a strategy provides.
+    """Fit, validate, test and predict with a `TrainingModule`, on the processes of a strategy.
 
-    Names and defaults are Lightning's. Everything is checked here, before any process starts.
+    Names and defaults are Lightning's. All arguments are checked before any process starts.
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"cuda"` or `"gpu"`.
@@ -70,7 +63,7 @@ class Trainer:
         num_nodes: nodes; `"auto"` for as many as were started.
         strategy: a registered name, or an instance.
         precision: `"32-true"`, `"16-mixed"`, `"bf16-mixed"`, `"16-true"`, `"bf16-true"`, `"64-true"`, or with
-            32-bit master weights `"16-master"`, `"bf16-master"`; None leaves it to the strategy.
+            32-bit master weights `"16-master"`, `"bf16-master"`; None uses the strategy's.
         plugins: a cluster environment (or its name), a precision, a checkpoint IO, a strategy; one of each.
         callbacks: one, or a list.
         logger: one, or a list; None and True for a `CSVLogger`, False for none.
@@ -87,23 +80,23 @@ class Trainer:
         val_check_interval: validate after that many batches (int) or that fraction of an epoch (float), where
             their accumulation window ends.
         check_val_every_n_epoch: validate only in every n-th epoch.
-        num_sanity_val_steps: accepted for Lightning's sake; only 0, as no validation runs before training.
-        accumulate_grad_batches: how many batches an optimizer step is made of.
-        gradient_clip_val: clip gradients to that; None or 0 for no clipping.
+        num_sanity_val_steps: only 0 is accepted: no validation runs before training.
+        accumulate_grad_batches: how many batches there are in an optimizer step.
+        gradient_clip_val: the limit of gradients; None or 0 for no clipping.
         gradient_clip_algorithm: `"norm"` or `"value"`.
         on_nonfinite: what all ranks do when a loss is infinite or NaN on any: `"raise"`, `"skip"` the step,
-            or None to look at none.
+            or None for no check.
         deterministic: whether torch uses deterministic algorithms in this trainer's stages; `"warn"` only
-            warns of operations that have none.
-        benchmark: whether cuDNN measures which algorithm is fastest; None leaves that as it is.
+            warns of operations that have no such algorithm.
+        benchmark: whether cuDNN measures which algorithm is fastest; None does not change the setting.
         sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
         use_distributed_sampler: whether loaders are split over the ranks; without it they are used as given.
         uneven_inputs: what happens when ranks have different numbers of training batches: `"error"`,
-            `"truncate"` (all stop with the shortest) or `"join"` (a rank that ran out repeats its last batch
-            at weight 0 and steps like the others; shards are then left uneven instead of padded).
+            `"truncate"` (all stop with the shortest) or `"join"` (a rank without batches repeats its last one
+            with weight 0 and steps like the others; shards are then uneven instead of padded).
         log_every_n_steps: after how many optimizer steps loggers get the steps' metrics.
-        enable_progress_bar: None shows one where tqdm is installed.
-        enable_checkpointing: whether there is a `ModelCheckpoint` if none is among the callbacks.
+        enable_progress_bar: whether there is a progress bar; None for one if tqdm is installed.
+        enable_checkpointing: whether to add a `ModelCheckpoint` if `callbacks` has none.
         default_root_dir: where logs and checkpoints go; the working directory by default.
 
     Attributes:
@@ -111,18 +104,18 @@ class Trainer:
         callbacks: all callbacks, those that save checkpoints last.
         loggers: all loggers.
         progress: how far training has come.
-        seed: rank 0's, on which all random numbers of the run depend.
-        order_seed: what the order of shuffled training data depends on: its loader's generator, or `seed`.
+        seed: rank 0's, which determines all random numbers of the run.
+        order_seed: the seed of the order of training data: of its loader's generator, or `seed`.
         gradient_order: the trainable parameters' numbers, in the order in which a backward pass reaches them.
         epoch_results: what was logged in the current training epoch so far.
         callback_metrics: the last value of everything logged.
         logged_metrics: the last values that loggers got.
-        optimizers: the optimizers, once `fit` has made them; there also after a fit in other processes.
+        optimizers: the optimizers, once `fit` has created them; also after a fit in other processes.
         lr_scheduler_configs: the learning rate schedulers, and when they step.
         should_stop: set it, on one rank or on several, to end training on all after the same optimizer step.
 
     Raises:
-        UnknownArgumentError: for a keyword that there is not; says what another system's is called here.
+        UnknownArgumentError: for an unknown keyword; names the replacement of other libraries' keywords.
         InvalidArgumentError, InvalidTypeError, UnknownNameError, ConfigurationError: for wrong arguments.
         WorldSizeMismatchError: when other processes exist than were asked for.
         MissingExtraError: when a progress bar is asked for and tqdm is not installed.
@@ -229,16 +222,16 @@ class Trainer:
         val_dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Train a module; with the one of the last fit, go on where that ended.
+        """Train a module; with the module of the last fit, continue where that ended.
 
-        Afterwards module, optimizers, metrics and callbacks of this process are as training left them,
-        wherever it ran.
+        Afterwards module, optimizers, metrics and callbacks of this process have the state of the training,
+        also if it ran in other processes.
 
         Args:
             model: the module.
             train_dataloaders: the training loader; by default the module's own.
             val_dataloaders: one or several validation loaders; by default the module's own, if it has any.
-            ckpt_path: a checkpoint to go on from: a path, `"best"`, or `"last"` (which may not exist yet).
+            ckpt_path: a checkpoint to continue from: a path, `"best"`, or `"last"` (which may not exist yet).
 
         Raises:
             ConfigurationError: for a module or loaders that cannot be trained.
@@ -261,8 +254,8 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Evaluate a module (by default the one of the last stage) on validation data.
 
-        A loader that shuffles stays shuffled; with `drop_last`, or a limit on the number of batches, chance
-        then decides which samples are left out.
+        A loader that shuffles stays shuffled; with `drop_last`, or a limit on the number of batches, the
+        samples that are left out are then random.
 
         Returns:
             What was logged, for each loader; each sample counted once, the same on every rank.
@@ -293,22 +286,22 @@ class Trainer:
         """Run `predict_step` of a module (by default the one of the last stage) over data.
 
         Loaders are read in the order of the data set, also those with `shuffle=True` or a
-        `DistributedSampler`; any other sampler gives its own order. With `use_distributed_sampler=False`
-        they are read as they are, and the ranks' batches come in turn: the first of each, then the second.
+        `DistributedSampler`; any other sampler keeps its order. With `use_distributed_sampler=False`
+        they are read as they are, and the ranks' batches are interleaved: the first of each, then the second.
 
         Args:
             model: the module.
             dataloaders: one or several loaders; by default the module's own.
             ckpt_path: a checkpoint whose weights to use.
-            gather: who gets the outputs: `"all"` ranks, `"rank_zero"` alone (other ranks get an empty list,
-                and need no memory for them), or with None each rank its own.
+            gather: which ranks get the outputs: `"all"`, or `"rank_zero"` alone (others get an empty list);
+                with None each rank gets its own.
 
         Returns:
-            What it returned for each batch, in dataset order, whatever the number of ranks; with several
-            loaders a list of such lists.
+            The outputs of each batch, in dataset order, for any number of ranks; with several loaders a list
+            of such lists.
 
         Raises:
-            UnshardableLoaderError: for a loader that is split by samples, whose order nobody can restore.
+            UnshardableLoaderError: for a loader that is split by samples, whose order cannot be restored.
             Others: the same errors as `fit`.
         """
         check_choice("gather", gather, GATHERINGS)
@@ -436,46 +429,51 @@ class Trainer:
 
     # ------------------------------------------------------------------ state
 
-    max_epochs: int | None = _forwarded("options")
-    max_steps: int = _forwarded("options")
-    min_epochs: int = _forwarded("options")
-    val_check_interval: int | float = _forwarded("options")
-    check_val_every_n_epoch: int = _forwarded("options")
-    accumulate_grad_batches: int = _forwarded("options")
-    gradient_clip_val: float = _forwarded("options")
-    gradient_clip_algorithm: str = _forwarded("options")
-    on_nonfinite: str | None = _forwarded("options")
-    deterministic: bool | str = _forwarded("options")
-    benchmark: bool | None = _forwarded("options")
-    use_distributed_sampler: bool = _forwarded("options")
-    uneven_inputs: str = _forwarded("options")
-    log_every_n_steps: int = _forwarded("options")
-    default_root_dir: str = _forwarded("options")
-    fast_dev_run: int = _forwarded("options")
+    max_epochs: int | None = _forwarded("options.max_epochs")
+    max_steps: int = _forwarded("options.max_steps")
+    min_epochs: int = _forwarded("options.min_epochs")
+    val_check_interval: int | float = _forwarded("options.val_check_interval")
+    check_val_every_n_epoch: int = _forwarded("options.check_val_every_n_epoch")
+    accumulate_grad_batches: int = _forwarded("options.accumulate_grad_batches")
+    gradient_clip_val: float = _forwarded("options.gradient_clip_val")
+    gradient_clip_algorithm: str = _forwarded("options.gradient_clip_algorithm")
+    on_nonfinite: str | None = _forwarded("options.on_nonfinite")
+    deterministic: bool | str = _forwarded("options.deterministic")
+    benchmark: bool | None = _forwarded("options.benchmark")
+    use_distributed_sampler: bool = _forwarded("options.use_distributed_sampler")
+    uneven_inputs: str = _forwarded("options.uneven_inputs")
+    log_every_n_steps: int = _forwarded("options.log_every_n_steps")
+    default_root_dir: str = _forwarded("options.default_root_dir")
+    fast_dev_run: int = _forwarded("options.fast_dev_run")
 
-    progress: Progress = _forwarded("state")
-    seed: int = _forwarded("state")
-    order_seed: int = _forwarded("state")
-    gradient_order: list[int] = _forwarded("state")
-    should_stop: bool = _forwarded("state")
-    callback_metrics: dict[str, Tensor] = _forwarded("state")
-    logged_metrics: dict[str, Tensor] = _forwarded("state")
-    has_validation: bool = _forwarded("state")
-    num_training_batches: float = _forwarded("state")
-    num_val_batches: list[float] = _forwarded("state")
-    num_test_batches: list[float] = _forwarded("state")
-    num_predict_batches: list[float] = _forwarded("state")
+    progress: Progress = _forwarded("state.progress")
+    seed: int = _forwarded("state.seed")
+    order_seed: int = _forwarded("state.order_seed")
+    gradient_order: list[int] = _forwarded("state.gradient_order")
+    should_stop: bool = _forwarded("state.should_stop")
+    callback_metrics: dict[str, Tensor] = _forwarded("state.callback_metrics")
+    logged_metrics: dict[str, Tensor] = _forwarded("state.logged_metrics")
+    has_validation: bool = _forwarded("state.has_validation")
+    num_training_batches: float = _forwarded("state.num_training_batches")
+    num_val_batches: list[float] = _forwarded("state.num_val_batches")
+    num_test_batches: list[float] = _forwarded("state.num_test_batches")
+    num_predict_batches: list[float] = _forwarded("state.num_predict_batches")
 
-    optimizers: list[Optimizer] = _forwarded("_optimizers")
-    lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers", "schedulers")
+    optimizers: list[Optimizer] = _forwarded("_optimizers.optimizers")
+    lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers.schedulers")
 
-    current_epoch: int = _forwarded("progress")
-    global_step: int = _forwarded("progress")
+    current_epoch: int = _forwarded("progress.current_epoch")
+    global_step: int = _forwarded("progress.global_step")
 
-    world_size: int = _forwarded("strategy")
-    global_rank: int = _forwarded("strategy")
-    local_rank: int = _forwarded("strategy")
-    is_global_zero: bool = _forwarded("strategy")
+    training: bool = _in_phase("train")
+    validating: bool = _in_phase("validate")
+    testing: bool = _in_phase("test")
+    predicting: bool = _in_phase("predict")
+
+    world_size: int = _forwarded("strategy.world_size")
+    global_rank: int = _forwarded("strategy.global_rank")
+    local_rank: int = _forwarded("strategy.local_rank")
+    is_global_zero: bool = _forwarded("strategy.is_global_zero")
 
     @property
     def module(self) -> TrainingModule:
@@ -549,28 +547,5 @@ class Trainer:
 
     @property
     def is_fitting(self) -> bool:
-        """Whether `fit` runs, be it training or validating."""
+        """Whether `fit` runs, training or validating."""
         return self._stage is not None and self._stage.name == "fit"
-
-    @property
-    def training(self) -> bool:
-        """Whether training batches run."""
-        return self._is_in_phase("train")
-
-    @property
-    def validating(self) -> bool:
-        """Whether validation batches run, in `fit` or `validate`."""
-        return self._is_in_phase("validate")
-
-    @property
-    def testing(self) -> bool:
-        """Whether test batches run."""
-        return self._is_in_phase("test")
-
-    @property
-    def predicting(self) -> bool:
-        """Whether batches to predict run."""
-        return self._is_in_phase("predict")
-
-    def _is_in_phase(self, phase: str) -> bool:
-        return self._stage is not None and self._stage.phase == phase
