@@ -1,10 +1,10 @@
-"""Logged metrics: accumulated, reduced over batches and ranks."""
+"""The metrics that a module logs: accumulated over batches, reduced over ranks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -15,90 +15,10 @@ from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameErr
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
 
-__all__ = [
-    "LoggedObject",
-    "Reported",
-    "Results",
-    "batch_size_of",
-    "check_by_epoch",
-    "computed",
-    "is_metric_object",
-]
-
-
-def is_metric_object(value: object) -> bool:
-    """Return whether a value is a metric of torchmetrics; imports nothing."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
-
-
-@final
-@dataclass
-class LoggedObject:
-    """A metric object that was logged, and how it is to be shown."""
-
-    metric: Any
-    prog_bar: bool
-    logger: bool
-    on_step: bool = False
-    on_epoch: bool = True
-
-    def state(self) -> Any:
-        """Return a copy of the metric that can be sent to other ranks."""
-        return self.metric.clone().cpu()
-
-    def reset(self) -> None:
-        """Start anew for the next epoch."""
-        self.metric.reset()
-
-
-def check_by_epoch(name: str, on_step: bool | None, on_epoch: bool | None) -> None:
-    """Make sure that a metric object is logged by epoch, and only that.
-
-    Raises:
-        ConfigurationError: when it is not.
-    """
-    if on_step or on_epoch is False:
-        raise ConfigurationError(
-            message=f"log({name!r}) got a metric object, which is computed once for the whole epoch.",
-            facts=f"on_step={on_step}, on_epoch={on_epoch}.",
-            remedy="leave both out; for each step's value: value = metric(...), then self.log(name, value).",
-        )
-
-
-def computed(copies: Sequence[Any]) -> Tensor:
-    """Return the value of a metric over what all ranks have seen, from a copy of each rank's.
-
-    torchmetrics itself reduces the states, as it does for its own `sync`; a rank whose metric has seen
-    nothing adds nothing.
-    """
-    seen = [metric for metric in copies if metric.update_count > 0] or copies[:1]
-    states = [_states(metric.clone()) for metric in seen]
-    merged = seen[0].clone()
-    if len(seen) > 1:
-        by_state = iter(zip(*states, strict=True))
-        _sync(merged, lambda state, group=None: list(next(by_state)))
-    value: Tensor = type(merged).compute(merged)  # not the wrapper, which asks the ranks again
-    return value
-
-
-def _states(metric: Any) -> list[Tensor]:
-    """Return a metric's states in the order, and in the form, in which torchmetrics exchanges them."""
-    states: list[Tensor] = []
-
-    def note(state: Tensor, group: Any = None) -> list[Tensor]:
-        states.append(state)
-        return [state]
-
-    _sync(metric, note)
-    return states
-
-
-def _sync(metric: Any, exchange: Any) -> None:
-    metric.sync(dist_sync_fn=exchange, distributed_available=lambda: True)
-
+__all__ = ["Reported", "Results", "batch_size_of", "computed", "is_metric_object"]
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
+_EXTREMES = {"min": torch.minimum, "max": torch.maximum}
 
 
 class Reported(NamedTuple):
@@ -119,9 +39,21 @@ class _Part(NamedTuple):
     weight: float
 
 
+class _LoggedObject(NamedTuple):
+    """A logged metric object, which is computed once for the whole epoch."""
+
+    metric: Any
+    prog_bar: bool
+    logger: bool
+    on_step: bool = False
+    on_epoch: bool = True
+
+
 @final
 @dataclass
 class _Metric:
+    """A logged number: its last value, and its sum or extreme value in this epoch."""
+
     reduce_fx: str
     on_step: bool
     on_epoch: bool
@@ -135,29 +67,31 @@ class _Metric:
     is_fresh: bool = False
 
     def add(self, value: Tensor, weight: float) -> None:
-        """Take a value; nothing waits for the device."""
+        """Add a value. Does not wait for the device."""
         self.last, self.last_weight, self.is_fresh = value, weight, True
-        if self.reduce_fx in ("min", "max"):
-            extreme = torch.minimum if self.reduce_fx == "min" else torch.maximum
-            self.total = extreme(self.total.to(value.device), value) if self.weight else value
+        if self.reduce_fx in _EXTREMES:
+            self.total = self._extreme(value) if self.weight else value
             self.weight = 1.0
+        elif self.reduce_fx == "mean":
+            self.total = self.total.to(value.device) + value * weight
+            self.weight += weight
         else:
-            is_mean = self.reduce_fx == "mean"
-            self.total = self.total.to(value.device) + (value * weight if is_mean else value)
-            self.weight += weight if is_mean else 1.0
-
-    def state(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**state, "last": self.last.cpu(), "total": self.total.cpu(), "is_fresh": False}
+            self.total = self.total.to(value.device) + value
+            self.weight += 1.0
 
     def merge(self, other: _Metric) -> None:
-        """Add what another rank has logged under the same name."""
-        if self.reduce_fx in ("min", "max"):
-            extreme = torch.minimum if self.reduce_fx == "min" else torch.maximum
-            self.total = extreme(self.total, other.total)
+        """Add the values that another rank has logged under the same name."""
+        if self.reduce_fx in _EXTREMES:
+            self.total = self._extreme(other.total)
         else:
             self.total = self.total + other.total
             self.weight += other.weight
+
+    def _extreme(self, value: Tensor) -> Tensor:
+        return _EXTREMES[self.reduce_fx](self.total.to(value.device), value)
+
+    def state(self) -> dict[str, Any]:
+        return vars(replace(self, last=self.last.cpu(), total=self.total.cpu(), is_fresh=False))
 
     def part(self) -> _Part:
         return _Part(self.reduce_fx, self.total.item(), self.weight)
@@ -175,8 +109,8 @@ class Results:
         is_evaluation: whether values are reduced over ranks by default, and never logged by step.
 
     Attributes:
-        suffix: appended to every name that is logged; tells several loaders apart.
-        num_batches: how many batches this rank has run.
+        suffix: appended to every logged name, to distinguish several loaders.
+        num_batches: the number of batches that this rank has run.
     """
 
     def __init__(self, *, is_evaluation: bool) -> None:
@@ -188,17 +122,17 @@ class Results:
         self._batch: Any = None
         self._batch_size: int | None = None
         self._metrics: dict[str, _Metric] = {}
-        self._objects: dict[str, LoggedObject] = {}
+        self._objects: dict[str, _LoggedObject] = {}
 
     def begin_batch(self, batch: Any, *, is_muted: bool = False) -> None:
-        """Weigh what is logged from here on by the size of `batch`; muted, it does not count at all."""
+        """Weight the values logged from here on by the size of `batch`; with `is_muted`, ignore them."""
         self._is_muted = is_muted
         self.num_batches += 1
         self._is_in_batch = True
         self._batch, self._batch_size = batch, None
 
     def end_batch(self) -> None:
-        """Weigh what is logged from here on by 1."""
+        """Weight the values logged from here on by 1."""
         self._is_muted = False
         self._is_in_batch = False
         self._batch, self._batch_size = None, None
@@ -215,12 +149,12 @@ class Results:
         sync_dist: bool | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Take one value; see `TrainingModule.log`."""
+        """Add one value; see `TrainingModule.log`."""
         if reduce_fx not in _REDUCTIONS:
             raise UnknownNameError(kind="reduce_fx", name=str(reduce_fx), known=_REDUCTIONS)
         if is_metric_object(value):
-            check_by_epoch(name, on_step, on_epoch)
-            self._objects[name + self.suffix] = LoggedObject(value, prog_bar, logger)
+            _check_by_epoch(name, on_step, on_epoch)
+            self._objects[name + self.suffix] = _LoggedObject(value, prog_bar, logger)
             return
         number = _number(name, value)
         if self._is_muted:
@@ -228,26 +162,24 @@ class Results:
         metric = self._metrics.get(name + self.suffix)
         if metric is None:
             by_step = (self._is_in_batch if on_step is None else on_step) and not self._is_evaluation
-            by_epoch = not by_step if on_epoch is None else on_epoch
-            metric = _Metric(
-                reduce_fx=reduce_fx,
-                on_step=by_step,
-                on_epoch=by_epoch or self._is_evaluation,
-                sync_dist=self._is_evaluation if sync_dist is None else sync_dist,
-                prog_bar=prog_bar,
-                logger=logger,
-                last=number,
-                total=torch.zeros_like(number),
-            )
+            by_epoch = (not by_step if on_epoch is None else on_epoch) or self._is_evaluation
+            is_synced = self._is_evaluation if sync_dist is None else sync_dist
+            total = torch.zeros_like(number)
+            metric = _Metric(reduce_fx, by_step, by_epoch, is_synced, prog_bar, logger, number, total)
             self._metrics[name + self.suffix] = metric
-        metric.add(number, self._weight(batch_size))
+        metric.add(number, self._weight() if batch_size is None else batch_size)
+
+    def _weight(self) -> int:
+        if self._batch_size is None:
+            self._batch_size = 1 if self._batch is None else batch_size_of(self._batch)
+        return self._batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that was logged so far, as plain types and CPU tensors."""
         return {name: metric.state() for name, metric in self._metrics.items()}
 
     def add_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what another instance's `state_dict` returned, beside what is here."""
+        """Add what another instance's `state_dict` returned."""
         for name, state in state_dict.items():
             added = _Metric(**state)
             if name in self._metrics:
@@ -270,27 +202,27 @@ class Results:
         return self._reported(values, "_step")
 
     def epoch_values(self, strategy: Strategy) -> list[Reported]:
-        """Return what was logged by epoch, reduced over the ranks where `sync_dist` says so.
+        """Return what was logged by epoch, reduced over the ranks with `sync_dist=True`.
 
         Collective: every rank must call this.
 
         Raises:
-            ConfigurationError: on every rank, when some logged names that others did not.
+            ConfigurationError: on every rank, when the ranks logged different names.
         """
         chosen = {name: metric for name, metric in self._metrics.items() if metric.on_epoch}
-        synced: dict[str, Any] = {name: logged.state() for name, logged in self._objects.items()}
+        synced: dict[str, Any] = {name: logged.metric.clone().cpu() for name, logged in self._objects.items()}
         synced |= {name: metric.part() for name, metric in chosen.items() if metric.sync_dist}
         values = {name: _reduced([metric.part()]) for name, metric in chosen.items() if not metric.sync_dist}
         values.update(self._over_ranks(strategy, synced))
         for logged in self._objects.values():
-            logged.reset()
+            logged.metric.reset()
         return self._reported(values, "_epoch")
 
     def _over_ranks(self, strategy: Strategy, parts: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Reduce all metrics with one collective, which also tells whether the ranks mean the same ones."""
+        """Reduce all metrics with one collective, which also compares the ranks' names."""
         gathered = strategy.all_gather_object((self.num_batches > 0 and not self._is_muted, parts))
         _check_same_names(
-            {rank: tuple(part) for rank, (has_batches, part) in enumerate(gathered) if has_batches}
+            {rank: set(part) for rank, (has_batches, part) in enumerate(gathered) if has_batches}
         )
         names = dict.fromkeys(name for _, part in gathered for name in part)
         return {name: _combined(name, [part[name] for _, part in gathered if name in part]) for name in names}
@@ -304,12 +236,8 @@ class Results:
             reported.append(Reported(name, name + ending if is_both else name, value, prog_bar, logger))
         return reported
 
-    def _weight(self, batch_size: int | None) -> int:
-        if batch_size is not None:
-            return batch_size
-        if self._batch_size is None:
-            self._batch_size = 1 if self._batch is None else batch_size_of(self._batch)
-        return self._batch_size
+
+# -------------------------------------------------------------------- numbers
 
 
 def batch_size_of(batch: Any) -> int:
@@ -344,36 +272,83 @@ def _number(name: str, value: Any) -> Tensor:
 
 
 def _combined(name: str, parts: list[Any]) -> Tensor:
-    """Combine what the ranks have of a value, or of a metric object."""
+    """Combine the ranks' parts of a number, or copies of a metric object."""
     return _reduced(parts) if isinstance(parts[0], _Part) else _number(name, computed(parts))
 
 
 def _reduced(parts: list[_Part]) -> Tensor:
     """Combine the ranks' parts, in the order of the ranks."""
-    reduce_fx, totals, weight = (
-        parts[0].reduce_fx,
-        [part.total for part in parts],
-        sum(p.weight for p in parts),
-    )
-    if reduce_fx == "mean":
-        value = sum(totals) / weight if weight else float("nan")
-    else:
-        value = sum(totals) if reduce_fx == "sum" else min(totals) if reduce_fx == "min" else max(totals)
+    totals = [part.total for part in parts]
+    match parts[0].reduce_fx:
+        case "mean":
+            weight = sum(part.weight for part in parts)
+            value = sum(totals) / weight if weight else float("nan")
+        case "sum":
+            value = sum(totals)
+        case "min":
+            value = min(totals)
+        case _:
+            value = max(totals)
     return torch.tensor(value, dtype=torch.double)
 
 
-def _check_same_names(names_by_rank: dict[int, tuple[str, ...]]) -> None:
-    everywhere = set.intersection(*map(set, names_by_rank.values())) if names_by_rank else set()
-    somewhere = set().union(*names_by_rank.values())
+def _check_same_names(logged_by: Mapping[int, set[str]]) -> None:
+    everywhere = set.intersection(*logged_by.values()) if logged_by else set()
+    somewhere = set().union(*logged_by.values())
     if odd := sorted(somewhere - everywhere):
+        ranks = {name: ", ".join(str(rank) for rank in logged_by if name in logged_by[rank]) for name in odd}
+        only = [f"{name!r} on global_rank {ranks[name]} only" for name in odd]
         raise ConfigurationError(
             message=f"The ranks logged different metrics with sync_dist=True: not all logged {odd}.",
-            facts="; ".join([f"logged by all: {sorted(everywhere)}", *_who_logged(odd, names_by_rank)]),
+            facts="; ".join([f"logged by all: {sorted(everywhere)}", *only]),
             remedy="log these on every rank, or with sync_dist=False.",
         )
 
 
-def _who_logged(names: list[str], names_by_rank: dict[int, tuple[str, ...]]) -> Iterator[str]:
-    for name in names:
-        ranks = ", ".join(str(rank) for rank, logged in names_by_rank.items() if name in logged)
-        yield f"{name!r} on global_rank {ranks} only"
+# -------------------------------------------------------------------- metric objects of torchmetrics
+
+
+def is_metric_object(value: object) -> bool:
+    """Return whether a value is a metric of torchmetrics. Does not import torchmetrics."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def _check_by_epoch(name: str, on_step: bool | None, on_epoch: bool | None) -> None:
+    if on_step or on_epoch is False:
+        raise ConfigurationError(
+            message=f"log({name!r}) got a metric object, which is computed once for the whole epoch.",
+            facts=f"on_step={on_step}, on_epoch={on_epoch}.",
+            remedy="leave both out; for each step's value: value = metric(...), then self.log(name, value).",
+        )
+
+
+def computed(copies: Sequence[Any]) -> Tensor:
+    """Return the value of a metric over all ranks' updates, from a copy of each rank's metric.
+
+    torchmetrics itself reduces the states, as in its own `sync`. Metrics without an update are left out.
+    """
+    updated = [metric for metric in copies if metric.update_count > 0] or copies[:1]
+    states = [_states(metric.clone()) for metric in updated]
+    merged = updated[0].clone()
+    if len(updated) > 1:
+        by_state = iter(zip(*states, strict=True))
+        _sync(merged, lambda state, group=None: list(next(by_state)))
+    value: Tensor = type(merged).compute(merged)  # not the instance's wrapper, which synchronises again
+    return value
+
+
+def _states(metric: Any) -> list[Tensor]:
+    """Return a metric's states in the order and form in which torchmetrics exchanges them."""
+    states: list[Tensor] = []
+
+    def record(state: Tensor, group: Any = None) -> list[Tensor]:
+        states.append(state)
+        return [state]
+
+    _sync(metric, record)
+    return states
+
+
+def _sync(metric: Any, exchange: Any) -> None:
+    metric.sync(dist_sync_fn=exchange, distributed_available=lambda: True)
