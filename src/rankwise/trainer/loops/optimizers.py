@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, put into one form."""
+"""A fit's optimizers and learning rate schedulers, as `configure_optimizers` returns them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["OptimizerSet", "SchedulerConfig", "configure"]
 
 _METHOD = "configure_optimizers()"
-_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict")
+_KEYS = ("optimizer", "lr_scheduler", "monitor")
+_SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict")
 
 
 @final
@@ -30,10 +31,10 @@ class SchedulerConfig:
     Attributes:
         scheduler: torch's.
         interval: `"epoch"` or `"step"`.
-        frequency: after how many of them.
-        monitor: the metric that `ReduceLROnPlateau` looks at.
-        name: what it is called.
-        strict: whether a metric that was not logged is an error.
+        frequency: the number of epochs or steps between two scheduler steps.
+        monitor: the metric that `ReduceLROnPlateau` monitors.
+        name: the scheduler's name.
+        strict: whether it is an error if that metric was not logged.
     """
 
     scheduler: Any
@@ -56,7 +57,7 @@ class SchedulerConfig:
             raise InvalidArgumentError(argument="frequency", value=self.frequency, expected="1 or more")
         if self.needs_metric and self.monitor is None:
             raise ConfigurationError(
-                message="ReduceLROnPlateau needs a metric to look at.",
+                message="ReduceLROnPlateau needs a metric to monitor.",
                 remedy='return {"optimizer": ..., "lr_scheduler": scheduler, "monitor": "val_loss"}.',
             )
 
@@ -67,10 +68,10 @@ class SchedulerConfig:
 
 
 def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Call `configure_optimizers` and return what it means.
+    """Call `configure_optimizers`, and return its optimizers and schedulers.
 
     Raises:
-        InvalidTypeError: when it returned something else than it may.
+        InvalidTypeError: when it returned something else.
         ConfigurationError: when it returned more than one optimizer, with automatic optimisation.
     """
     optimizers, schedulers = _split(module.configure_optimizers())
@@ -96,18 +97,15 @@ def _split(returned: Any) -> tuple[list[Any], list[Any]]:
         case None:
             return [], []
         case Mapping():
-            if unknown := set(returned) - {"optimizer", "lr_scheduler", "monitor"}:
-                raise UnknownArgumentError(
-                    target=f"the dictionary of {_METHOD}",
-                    name=str(unknown.pop()),
-                    known=("optimizer", "lr_scheduler", "monitor"),
-                )
+            _check_keys(f"the dictionary of {_METHOD}", returned, _KEYS)
             scheduler = returned.get("lr_scheduler")
             if "monitor" in returned and not isinstance(scheduler, Mapping):
                 scheduler = {"scheduler": scheduler, "monitor": returned["monitor"]}
             return [returned.get("optimizer")], [] if scheduler is None else [scheduler]
-        case [[*optimizers], [*schedulers]] | [[*optimizers], Mapping() as schedulers]:
-            return optimizers, [schedulers] if isinstance(schedulers, Mapping) else schedulers
+        case [[*optimizers], [*schedulers]]:
+            return optimizers, schedulers
+        case [[*optimizers], Mapping() as scheduler]:
+            return optimizers, [scheduler]
         case [*optimizers]:
             return optimizers, []
         case _:
@@ -117,10 +115,14 @@ def _split(returned: Any) -> tuple[list[Any], list[Any]]:
 def _scheduler_config(given: Any) -> SchedulerConfig:
     if not isinstance(given, Mapping):
         return SchedulerConfig(given)
-    for key in given:
-        if key not in _KEYS:
-            raise UnknownArgumentError(target=f"lr_scheduler in {_METHOD}", name=str(key), known=_KEYS)
+    _check_keys(f"lr_scheduler in {_METHOD}", given, _SCHEDULER_KEYS)
     return SchedulerConfig(**{"scheduler": None, **given})
+
+
+def _check_keys(target: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> None:
+    for key in given:
+        if key not in known:
+            raise UnknownArgumentError(target=target, name=str(key), known=known)
 
 
 @final
