@@ -1,10 +1,13 @@
-"""Ranks as threads: they leave the process as it was."""
+"""Ranks as threads: they leave the process as it was, also after a failure."""
 
 from __future__ import annotations
 
+import signal
 import threading
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,3 +40,36 @@ def test_forwards_that_overlap_leave_no_wrapper_active() -> None:
 
     run_ranks(2, forward)
     assert getattr(DistributedDataParallel, "_active_ddp_module") is None  # noqa: B009 -- untyped
+
+
+def total(rank: int) -> float:
+    value = torch.tensor(float(rank + 1))
+    dist.all_reduce(value)
+    return value.item()
+
+
+def test_ranks_that_wait_for_ever_end_with_the_test() -> None:
+    """What cuts the main thread's wait, such as a time limit, ends all ranks; the next ones start anew."""
+
+    def wait_in_vain(rank: int) -> None:
+        if rank == 0:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        else:
+            dist.barrier()  # rank 0 never comes
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(3, wait_in_vain)
+    assert run_ranks(3, total) == [6.0] * 3
+
+
+def test_a_failure_ends_all_ranks() -> None:
+    """The first error is raised while the others wait for that rank; the next ranks start anew."""
+
+    def fail_on_one(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("no more")
+        dist.barrier()
+
+    with pytest.raises(ValueError, match="no more"):
+        run_ranks(3, fail_on_one)
+    assert run_ranks(3, total) == [6.0] * 3

@@ -22,6 +22,7 @@ from rankwise.strategies.job import variables_set
 
 T = TypeVar("T")
 _private: Any = multi_threaded_pg  # untyped
+_END_S = 20.0
 
 
 def run_ranks(world_size: int, function: Callable[[int], T]) -> list[T]:
@@ -42,8 +43,7 @@ def run_ranks(world_size: int, function: Callable[[int], T]) -> list[T]:
                 dist.destroy_process_group()
         except BaseException as error:
             errors.append(error)
-            with _private.ProcessLocalGroup._coll_lock:  # it goes through what others add to, and take from
-                _private.ProcessLocalGroup.exception_handle(error)
+            _end_ranks(error)
 
     with variables_set({}), _kept_what_threads_share():  # torch sets a variable
         _run_threads(world_size, run)
@@ -77,12 +77,28 @@ def _run_threads(world_size: int, run: Callable[[int], None]) -> None:
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        _join(threads)
     finally:
         _private.ProcessLocalGroup.reset()
         _private._uninstall_threaded_pg()
         isolate(False)
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # a time limit of pytest: a rank waits in a collective for ever
+        _end_ranks(error)
+        for thread in threads:
+            thread.join(_END_S)
+        raise
+
+
+def _end_ranks(error: BaseException) -> None:
+    """Make every rank that is in a collective, or comes to one, leave by SystemExit."""
+    with _private.ProcessLocalGroup._coll_lock:  # it iterates over what the ranks add to and take from
+        _private.ProcessLocalGroup.exception_handle(error)
 
 
 @contextmanager
