@@ -55,7 +55,6 @@ TABLES = {
     "rankwise": "_HOMES",
     "rankwise.launchers.multiprocess": "PRELOAD",
     "rankwise.process_group.interception": "_ON_THE_WAY",
-    "rankwise.ranks": "_ENTRY",
     # groups of entry points, which are called like the package that reads them
     "rankwise.environments.detect": "_ENTRY_POINTS",
     "rankwise.registry": "_ENTRY_POINTS",

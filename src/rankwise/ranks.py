@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
+from typing import ParamSpec, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -14,8 +15,10 @@ from rankwise.errors import InvalidArgumentError
 
 __all__ = ["RankInfo", "rank_zero_only"]
 
-# The module in which a rank's part of a job starts. Frames outside it (around a fork) belong to no rank.
-_ENTRY = "rankwise.strategies.job"
+# The code of functions that run a rank. Frames further out, as those around a fork, are not the rank's own.
+_entries: set[CodeType] = set()
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Used until a strategy is bound. mpirun's variables come before those of the batch job around it.
 _RANK_VARIABLES = (
@@ -105,10 +108,16 @@ if getattr(rank_zero_only, "rank", None) is None:
     rank_zero_only.rank = _rank_from(os.environ)  # type: ignore[attr-defined]  # its documented place
 
 
+def job_entry(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function that runs a rank: `is_in_rank_zero_section` looks no further out."""
+    _entries.add(function.__code__)
+    return function
+
+
 def is_in_rank_zero_section() -> bool:
     """Return whether the caller is inside a `rank_zero_only` function of the same job."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != _ENTRY:
+    while frame is not None and frame.f_code not in _entries:
         if (
             frame.f_code.co_name == "wrapped_fn"
             and frame.f_globals.get("__name__") == rank_zero_only.__module__

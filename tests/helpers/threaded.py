@@ -19,6 +19,7 @@ from rankwise.launchers.inline import InlineLauncher
 from rankwise.ranks import RankInfo
 from rankwise.strategies import DDPStrategy
 from rankwise.strategies.job import variables_set
+from rankwise.strategies.placement import Placement
 
 T = TypeVar("T")
 _private: Any = multi_threaded_pg  # untyped
@@ -128,13 +129,15 @@ class ThreadedStrategy(DDPStrategy):
 
     def __init__(self, rank: int, world_size: int, **arguments: Any) -> None:
         super().__init__(accelerator="cpu", devices=world_size, start_method="fork", **arguments)
-        self._seat_of_thread = RankInfo(rank, rank, 0, world_size, world_size, 1)
+        self._ranks_of_thread = RankInfo(rank, rank, 0, world_size, world_size, 1)
 
-    def _place_locally(self, local_world_size: int, num_nodes: int | None) -> RankInfo:
-        return self._seat_of_thread
+    def _place_locally(
+        self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
+    ) -> RankInfo:
+        return self._ranks_of_thread
 
-    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
-        return InlineLauncher(self.ranks)
+    def _create_launcher(self, placement: Placement) -> Launcher:
+        return InlineLauncher(placement.ranks)
 
     def setup_environment(self) -> None:
-        self._job.callback(self._drop_wrappers)
+        self._release_modules_after(self.job)

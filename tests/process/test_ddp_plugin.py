@@ -62,7 +62,7 @@ class Notes(TrainingModule):
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
         assert isinstance(strategy, MyDDP)
-        [wrapper] = strategy._wrappers
+        [wrapper] = strategy.job.modules.wrappers
         dist.all_reduce(self.counts)
         self.hparams = {
             "counts": self.counts.tolist(),

@@ -1,68 +1,84 @@
-"""`Strategy`: how training is distributed. Configuration until it is bound, then a job's life."""
+"""`Strategy`: how training is distributed. Arguments first, then a placement, then a job for each launch."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import copy
+import dataclasses
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import nn
+from torch import Tensor, nn
+from typing_extensions import Self
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.environments import ClusterEnvironment
-from rankwise.errors import LifecycleError
+from rankwise.errors import LifecycleError, UnknownArgumentError
 from rankwise.gradient_sync import GradientSync
+from rankwise.gradient_sync.parameters import share_buffers
+from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
-from rankwise.monitoring.heartbeat import report_phase
+from rankwise.monitoring.heartbeat import blocked_in, report_phase
 from rankwise.precision import Precision
+from rankwise.process_group import rank_zero_first
 from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, set_rank_zero_only
-from rankwise.strategies._around_module import AroundModule
-from rankwise.strategies._gradient_sync import Gradients
-from rankwise.strategies._saving import Saving
-from rankwise.strategies._state import State
-from rankwise.strategies.config import check_instance
-from rankwise.strategies.job import RankEntry, rank_zero_set, variables_set
-from rankwise.strategies.module_wrapping import forward_redirect, uncompiled
-from rankwise.strategies.placement import (
-    check_devices,
-    check_environment,
-    check_num_nodes,
-    check_world,
-    device_type,
-    find_environment,
-    local_devices,
+from rankwise.strategies.collectives import Collectives
+from rankwise.strategies.config import (
+    Devices,
+    GradientConfig,
+    GroupConfig,
+    ProcessConfig,
+    check_instance,
+    take_changes,
 )
+from rankwise.strategies.job import Job, RankEntry, rank_zero_set, variables_set
+from rankwise.strategies.module_wrapping import forward_redirect, uncompiled
+from rankwise.strategies.placement import Placement, find_placement
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
 __all__ = ["Strategy"]
 
 T = TypeVar("T")
-Devices = int | str | list[int] | tuple[int, ...]
+_PLUGINS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": CheckpointIO}
 
 
-class Strategy(AroundModule, Gradients, Saving):
+class Strategy(ABC):
     """Start the processes, connect them, wrap the model, synchronise, clean up.
 
-    A strategy is plain configuration until `bind` gives it devices, nodes and an environment, once. Then
-    `launch` runs a function on every rank, again and again; within it the rest of the methods work.
+    A strategy is only a configuration until `bind` gives it a placement (ranks, devices, environment and
+    launcher), once. Then `launch` runs a function on every rank, as often as needed. Within it, the
+    strategy has a `job`, and all other methods work.
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"cuda"` or `"gpu"`.
-        devices: processes on this node: a number, `"auto"` (or -1) for all that fit, or device indices.
-        num_nodes: how many nodes, `"auto"` for as many as the environment has.
+        devices: processes on this node: a number, `"auto"` (or -1) for all devices, or device indices.
+        num_nodes: the number of nodes, `"auto"` for that of the environment.
         cluster_environment: an instance or a name; detected where it is None.
         precision: the precision plug-in.
-        checkpoint_io: where checkpoints go.
+        checkpoint_io: reads and writes checkpoints.
+        process_config: replaces the first four, for subclasses with more arguments.
+        group_config: how the ranks communicate, for such subclasses.
+        gradient_config: how gradients are averaged, for such subclasses.
+
+    Attributes:
+        gradients: when gradients are averaged, through which hook and with which weights. The states of
+            communication hooks are kept in it from launch to launch.
+        results: after a launch, each local rank's value by global rank.
 
     Raises:
-        InvalidArgumentError, InvalidTypeError, UnknownNameError: for arguments that cannot work.
+        InvalidArgumentError, InvalidTypeError, UnknownNameError: for impossible arguments.
     """
 
     def __init__(
@@ -74,29 +90,48 @@ class Strategy(AroundModule, Gradients, Saving):
         cluster_environment: ClusterEnvironment | str | None = None,
         precision: Precision | None = None,
         checkpoint_io: CheckpointIO | None = None,
+        process_config: ProcessConfig | None = None,
+        group_config: GroupConfig | None = None,
+        gradient_config: GradientConfig | None = None,
     ) -> None:
-        check_devices(devices)
-        check_num_nodes(num_nodes)
-        self.precision = Precision() if precision is None else precision
-        self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
-        check_instance("precision", self.precision, Precision)
-        check_instance("checkpoint_io", self.checkpoint_io, CheckpointIO)
-        self.gradients = GradientSync()
+        self.process_config = process_config or ProcessConfig(
+            accelerator, devices, num_nodes, cluster_environment
+        )
+        self.group_config = group_config or GroupConfig()
+        self.gradients = GradientSync(**vars(gradient_config or GradientConfig()))
+        own_precision = Precision() if precision is None else precision
+        self.precision: Precision = check_instance("precision", own_precision, Precision)
+        own_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        self.checkpoint_io: CheckpointIO = check_instance("checkpoint_io", own_io, CheckpointIO)
         self.results: dict[int, Any] = {}
-        self._accelerator = accelerator
-        self._devices = devices
-        self._num_nodes = num_nodes
-        self._wanted_environment = check_environment(cluster_environment)
-        self._state = State.CONFIGURED
-        self._environment: ClusterEnvironment | None = None
-        self._ranks: RankInfo | None = None
-        self._local_devices: list[torch.device] = []
-        self._launcher: Launcher | None = None
-        self._worker: WorkerContext | None = None
-        self._job = ExitStack()
-        self._is_group_wanted = True
+        self._placement: Placement | None = None
+        self._job: Job | None = None
 
-    # ------------------------------------------------------------------ binding
+    def with_(self, **changes: Any) -> Self:
+        """Return another strategy, not bound, with some arguments changed; this one stays as it is.
+
+        Args:
+            changes: `precision`, `checkpoint_io`, and the fields of `ProcessConfig` and `GroupConfig`.
+
+        Raises:
+            LifecycleError: in a job of this strategy.
+            UnknownArgumentError: for any other argument.
+            InvalidArgumentError, InvalidTypeError, UnknownNameError: as the constructor.
+        """
+        self._check_not_in_job("with_()")
+        derived = copy.copy(self)
+        derived.gradients = copy.copy(self.gradients)
+        derived._placement, derived.results = None, {}
+        for name in changes.keys() & _PLUGINS.keys():
+            setattr(derived, name, check_instance(name, changes.pop(name), _PLUGINS[name]))
+        derived.process_config = take_changes(self.process_config, changes)
+        derived.group_config = take_changes(self.group_config, changes)
+        for name in changes:
+            known = (*_PLUGINS, *vars(self.process_config), *vars(self.group_config))
+            raise UnknownArgumentError(target="with_()", name=name, known=known)
+        return derived
+
+    # ------------------------------------------------------------------ placement
 
     def bind(
         self,
@@ -106,79 +141,83 @@ class Strategy(AroundModule, Gradients, Saving):
         num_nodes: int | Literal["auto"] = "auto",
         environment: ClusterEnvironment | str | None = None,
     ) -> RankInfo:
-        """Fix devices, nodes and environment, once. What is left at its default comes from the constructor.
+        """Fix ranks, devices, environment and launcher, once. Defaults stand for the constructor's arguments.
 
         Runs on: every process of the job; starts none.
 
         Returns:
-            This process's ranks. A main process that is no rank itself has those of local rank 0.
+            This process's ranks. A main process that is not a rank has those of local rank 0.
 
         Raises:
             LifecycleError: when the strategy is bound already.
-            InvalidArgumentError, InvalidTypeError, UnknownNameError: for arguments that cannot work.
+            InvalidArgumentError, InvalidTypeError, UnknownNameError: for impossible arguments.
             EnvironmentVariableError: when a launcher's variables are wrong.
             WorldSizeMismatchError: when other processes exist than were asked for.
         """
-        if self.is_bound:
-            raise LifecycleError(
-                call="bind()",
-                state=self._state.value,
-                needed="'configured'",
-                remedy="create another strategy.",
-            )
-        kind = device_type(self._accelerator if accelerator == "auto" else accelerator)
-        wanted_devices = check_devices(self._devices if devices == "auto" else devices)
-        wanted_nodes = check_num_nodes(self._num_nodes if num_nodes == "auto" else num_nodes)
-        found, how = find_environment(check_environment(environment) or self._wanted_environment)
-        self._local_devices = local_devices(kind, wanted_devices, found.processes_per_node)
-        self._environment = found
-        if not found.creates_processes_externally:
-            self._ranks = self._place_locally(len(self._local_devices), wanted_nodes)
-        else:
-            self._ranks = found.ranks
-            check_world(
-                found, how, None if wanted_devices is None else len(self._local_devices), wanted_nodes
-            )
-        found.validate_settings(self._ranks.local_world_size, self._ranks.num_nodes)
-        self._launcher = self._create_launcher(found)
-        if found.creates_processes_externally or self._ranks.node_rank > 0:
-            set_rank_zero_only(self._ranks.global_rank)  # this process is that rank as long as it lives
-        self._state = State.BOUND
-        return self._ranks
+        if self._placement is not None:
+            raise self._wrong_state("bind()", "'configured'", "create another strategy, as with_() does.")
+        given = {"accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
+        changed: dict[str, Any] = {name: value for name, value in given.items() if value != "auto"}
+        if environment is not None:
+            changed["cluster_environment"] = environment
+        config = dataclasses.replace(self.process_config, **changed)
+        placement = find_placement(config, self._place_locally)
+        self._placement = dataclasses.replace(placement, launcher=self._create_launcher(placement))
+        if placement.environment.creates_processes_externally or placement.ranks.node_rank > 0:
+            set_rank_zero_only(placement.ranks.global_rank)  # for the life of this process
+        return placement.ranks
 
     @abstractmethod
-    def _place_locally(self, local_world_size: int, num_nodes: int | None) -> RankInfo:
-        """Return this process's ranks where no outer launcher has given it any; refuse what cannot be."""
+    def _place_locally(
+        self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
+    ) -> RankInfo:
+        """Return this process's ranks where no outer launcher gives it any; refuse impossible numbers."""
 
     @abstractmethod
-    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
-        """Return the launcher that fits this strategy here."""
+    def _create_launcher(self, placement: Placement) -> Launcher:
+        """Return the launcher for a placement that has none yet."""
 
     @property
     def is_bound(self) -> bool:
         """Whether `bind` was called."""
-        return self._state is not State.CONFIGURED
+        return self._placement is not None
 
     @property
-    def environment(self) -> ClusterEnvironment:
-        """Who started this process."""
-        if self._environment is None:
-            raise self._not_yet("environment")
-        return self._environment
+    def placement(self) -> Placement:
+        """What `bind` has fixed; a `LifecycleError` before that."""
+        if self._placement is None:
+            raise self._wrong_state("placement", "'bound'")
+        return self._placement
 
     @property
-    def ranks(self) -> RankInfo:
-        """Who this process is; in a main process that is no rank itself, local rank 0's."""
-        if self._ranks is None:
-            raise self._not_yet("ranks")
-        return self._ranks
+    def job(self) -> Job:
+        """This rank's part of the launch that runs now; a `LifecycleError` outside of a launched function."""
+        if self._job is None:
+            raise self._wrong_state("job", "'in a job'")
+        return self._job
 
     @property
     def launcher(self) -> Launcher:
-        """What starts the processes."""
-        if self._launcher is None:
-            raise self._not_yet("launcher")
-        return self._launcher
+        """Starts the processes."""
+        launcher = self.placement.launcher
+        if launcher is None:
+            raise self._wrong_state("launcher", "the process that launches")
+        return launcher
+
+    @property
+    def environment(self) -> ClusterEnvironment:
+        """Which launcher started this process."""
+        return self.placement.environment
+
+    @property
+    def ranks(self) -> RankInfo:
+        """The ranks of this process; in a main process that is not a rank, those of local rank 0."""
+        return self.placement.ranks
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        return self.placement.root_device
 
     @property
     def global_rank(self) -> int:
@@ -216,34 +255,27 @@ class Strategy(AroundModule, Gradients, Saving):
         return self.ranks.is_global_zero
 
     @property
-    def root_device(self) -> torch.device:
-        """This process's device."""
-        return self._local_devices[self.ranks.local_rank]
-
-    @property
     def runs_in_caller(self) -> bool:
         """Whether the calling process is a rank itself, so that training changes its own objects."""
         return self.launcher.runs_in_caller
 
     @property
     def needs_pickling(self) -> bool:
-        """Whether what is launched travels as a pickle."""
+        """Whether the launched function and its arguments are pickled."""
         return self.launcher.pickles_entry
 
-    # ------------------------------------------------------------------ a job
+    # ------------------------------------------------------------------ job
 
     def launch(
         self, function: Callable[..., T], *args: Any, init_process_group: bool = True, **kwargs: Any
     ) -> T:
-        """Run `function(strategy, *args, **kwargs)` once per rank.
-
-        Binds the strategy first if nobody has.
+        """Run `function(strategy, *args, **kwargs)` once per rank, after `bind` if that was not called.
 
         Args:
             function: what to run.
             args: its further arguments.
-            init_process_group: False leaves the process group to the function: every rank sees torchrun's
-                variables, and `torch.distributed.init_process_group("env://")` works.
+            init_process_group: False leaves the process group to the function: every rank has torchrun's
+                environment variables, and `torch.distributed.init_process_group("env://")` works.
             kwargs: its keyword arguments.
 
         Returns:
@@ -251,70 +283,78 @@ class Strategy(AroundModule, Gradients, Saving):
             rank's, by global rank.
 
         Raises:
-            WorkerError: when a rank failed; every other one is gone by then.
-            LifecycleError: from within a job of the same strategy.
+            WorkerError: when a rank failed; all other ranks have ended by then.
+            LifecycleError: in a job of the same strategy.
             LaunchRefusedError, NotPicklableError: when nothing could be started.
         """
+        self._check_not_in_job("launch()")
         if not self.is_bound:
             self.bind()
-        if self._state is State.IN_JOB:
-            raise LifecycleError(
-                call="launch()",
-                state=self._state.value,
-                needed="'bound'",
-                remedy="a launched function calls what it needs directly: it runs on every rank already.",
-            )
         self.results = {}
-        self._is_group_wanted = init_process_group
-        entry = RankEntry(self, function, args, kwargs)
+        rendezvous = self._choose_rendezvous(init_process_group)
+        entry = RankEntry(self, function, args, kwargs, init_process_group)
         with exit_code_kept():
-            self.results = self.launcher.launch(entry, entry.described(), self._rendezvous_of_launch())
+            self.results = self.launcher.launch(entry, entry.described(), rendezvous)
         value: T = self.results[min(self.results)]
         return value
 
-    def _rendezvous_of_launch(self) -> str:
+    def _choose_rendezvous(self, init_process_group: bool) -> str:
+        """Return `"private"` or `"tcp"`, for a launch."""
         return "private"
 
-    def attach(self, worker: WorkerContext) -> None:
-        """Become the rank that `worker` says; called by the launcher's side."""
-        self._worker = worker
-        self._ranks = worker.ranks
-        self._state = State.IN_JOB
+    def attach(self, worker: WorkerContext, init_process_group: bool = True) -> None:
+        """Start a job as the rank of `worker`; the launched entry calls this."""
+        self._placement = dataclasses.replace(self.placement, ranks=worker.ranks)
+        own = Collectives(worker.ranks, lambda: self.data_parallel_group)
+        self._job = Job(worker, self.root_device, own, init_process_group)
 
     def setup_environment(self) -> None:
         """Prepare this process: its variables, `rank_zero_only`. Subclasses connect to the others here.
 
         Mutates: `os.environ`, until `teardown`.
         """
-        self._job.enter_context(variables_set(self.worker.variables))
-        self._job.enter_context(rank_zero_set(self.ranks.global_rank))
-        self.precision.device_type = self.root_device.type
-        if self.root_device.type == "cuda":
-            torch.cuda.set_device(self.root_device)
+        job = self.job
+        job.cleanup.enter_context(variables_set(job.worker.variables))
+        job.cleanup.enter_context(rank_zero_set(job.ranks.global_rank))
+        self.precision.device_type = job.device.type
+        if job.device.type == "cuda":
+            torch.cuda.set_device(job.device)
 
     def teardown(self) -> None:
         """Leave this process as it was before `setup_environment`."""
         try:
-            self._job.close()
+            self.job.close()
         finally:
-            self._job = ExitStack()
-            self._worker = None
-            self._state = State.BOUND
+            self._job = None
 
     @property
     def worker(self) -> WorkerContext:
-        """This rank's context in the current job."""
-        if self._worker is None:
-            raise self._not_yet("worker", "'in a job'")
-        return self._worker
+        """What the launcher gives to this rank."""
+        return self.job.worker
 
-    # ------------------------------------------------------------------ the model
+    def before_finish(self) -> None:
+        """Do what all ranks do together when the launched function has returned; compares collectives.
+
+        Collective: every rank must call this.
+        """
+        if (check := self.job.collectives.check) is not None:
+            check.finish()
+
+    # ------------------------------------------------------------------ module
+
+    @property
+    def sync_batchnorm(self) -> bool:
+        """Whether batch normalisation uses the batches of all ranks in training."""
+        return self.group_config.sync_batchnorm
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Move a module to this rank's device and make it ready to train; return what to call."""
+        """Move a module to this rank's device and prepare it for training; return the module to call."""
         module = self.module_to_device(self.precision.convert_module(module))
         self.gradients.prepare(module)
         return module
+
+    def restore_module(self, module: nn.Module) -> None:
+        """Undo what `setup_module` replaced within a module for training, in place; may be called twice."""
 
     def module_to_device(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device, in place."""
@@ -329,30 +369,104 @@ class Strategy(AroundModule, Gradients, Saving):
         return forward_redirect(wrapped, self.unwrap_module(wrapped), method, *args)
 
     def batch_to_device(self, batch: T) -> T:
-        """Move every tensor of a batch (nested as it may be) to this rank's device."""
+        """Move every tensor of a batch, also in nested containers, to this rank's device."""
         device = self.root_device
         moved: T = apply_to_collection(
             batch, torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), allow_frozen=True
         )
         return moved
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+    # ------------------------------------------------------------------ gradients
+
+    @property
+    def gradient_weighting(self) -> str | None:
+        """`"samples"`, `"logged"`, or None where each rank and microbatch has the same weight."""
+        return self.gradients.weighting
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients; `options` are those of `Tensor.backward`."""
         report_phase("backward", waits=True)
         self.precision.backward(loss, **options)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Let an optimizer step once; return what its `step` returns."""
+        """Run one step of an optimizer; return what its `step` returns."""
         report_phase("optimizer")
         return self.precision.optimizer_step(optimizer, closure)
 
     def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Do something with the optimizers once they exist; for overriding."""
 
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes leave gradients on this rank as they are."""
+        return nullcontext()
+
+    def gradient_sync_context(
+        self, module: nn.Module, optimizers: Iterable[Optimizer] = (), is_final_microbatch: bool = True
+    ) -> AbstractContextManager[None]:
+        """Return the block for a microbatch's forward and backward pass, in the strategy's `sync_mode`.
+
+        Collective: every rank must enter it; see `rankwise.gradient_sync.gradient_sync_context`.
+
+        Args:
+            module: what `setup_module` returned.
+            optimizers: those that step after the window.
+            is_final_microbatch: whether they step next.
+
+        Raises:
+            UnusedParametersError: when the loss does not depend on some parameters that DDP expects.
+        """
+        return self.gradients.context(
+            module, optimizers, is_final_microbatch, self.no_backward_sync, self.precision.model_parameters
+        )
+
+    def gradients_may_differ(self, module: nn.Module) -> bool:
+        """Return whether ranks may have different gradients after a synchronised backward pass.
+
+        If so, decisions that depend on gradients take a collective. Override it for a hook that averages
+        over some ranks only.
+        """
+        return False
+
+    def weighted_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """Return the tensor to call `backward` on, for a loss of this weight.
+
+        With `gradient_weighting="logged"` the gradients are then the weighted average over all microbatches
+        of all ranks, once a `gradient_sync_context` has ended their window.
+
+        Args:
+            loss: a mean, over tokens for example.
+            weight: the number of items of that mean; it may be 0.
+
+        Raises:
+            ConfigurationError: with another `gradient_weighting`.
+            InvalidArgumentError: for a weight that is negative or not finite.
+        """
+        return self.gradients.weighted(loss, weight)
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Copy rank 0's buffers of a wrapped module to all ranks, where DDP does that before it trains.
+
+        Collective: every rank must call this.
+        """
+        with blocked_in("share_buffers"):
+            share_buffers(module)
+
+    def end_training(self) -> None:
+        """Average the model over the ranks if a communication hook has let them diverge.
+
+        Collective: every rank must call this.
+        """
+        self.gradients.finish()
+
+    def translate_error(self, error: BaseException) -> BaseException:
+        """Return DDP's error about unused parameters with their names in it, and any other as it is."""
+        explained = explain_unused(error)
+        return error if explained is None else explained.with_traceback(error.__traceback__)
+
     # ------------------------------------------------------------------ state
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return a module's state; its keys never carry a wrapper's prefix."""
+        """Return a module's state; its keys never have a wrapper's prefix."""
         return self.unwrap_module(module).state_dict()
 
     def load_module_state_dict(
@@ -361,24 +475,125 @@ class Strategy(AroundModule, Gradients, Saving):
         """Load what `get_module_state_dict` returned, in place."""
         self.unwrap_module(module).load_state_dict(state_dict, strict=strict)
 
+    def is_sharded(self, optimizer: Optimizer) -> bool:
+        """Return whether each rank has only a part of the optimizer's state."""
+        sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        return sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer)
+
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state."""
         return optimizer.state_dict()
 
+    def comm_hook_states(self) -> list[list[dict[str, Any]]]:
+        """Return the states of communication hooks, by rank and wrapped module; on rank 0, elsewhere [].
+
+        Collective: every rank must call this.
+        """
+        return self.gradients.gathered_states()
+
+    def load_comm_hook_states(self, states: list[list[dict[str, Any]]]) -> None:
+        """Load what `comm_hook_states` returned on rank 0; [] resets the states."""
+        self.gradients.load_states(states)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint on global rank 0; all ranks continue when it is written, or all raise.
+
+        Collective: every rank must call this, in the same order.
+
+        Raises:
+            CheckpointError: on every rank, when it could not be written.
+        """
+        self._collectives.save_on_rank_zero(lambda: self.checkpoint_io.save_checkpoint(checkpoint, path))
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read a checkpoint, to the CPU."""
+        return self.checkpoint_io.load_checkpoint(path, map_location="cpu")
+
+    # ------------------------------------------------------------------ collectives
+    # Every rank must call each of them, in the same order. Without a group, `data_parallel_group` is meant;
+    # `torch.distributed.group.WORLD` is all ranks.
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective may take."""
+        return self.group_config.timeout
+
+    @property
+    def data_parallel_group(self) -> ProcessGroup | None:
+        """The ranks that share the data; None for all. Wrapping, reducing and sampling use it."""
+        return None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """How samplers split the data: `num_replicas` and `rank`. Override it to split it in another way."""
+        group = self.data_parallel_group
+        if group is None:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": dist.get_world_size(group), "rank": dist.get_rank(group)}
+
+    @property
+    def _collectives(self) -> Collectives:
+        if self._job is not None:
+            return self._job.collectives
+        return Collectives(self.ranks, lambda: self.data_parallel_group)
+
+    def all_reduce(self, tensor: T, group: ProcessGroup | None = None, reduce_op: str = "mean") -> T:
+        """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
+        return self._collectives.all_reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: T, group: ProcessGroup | None = None, sync_grads: bool = False) -> T:
+        """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
+        return self._collectives.all_gather(tensor, group, sync_grads)
+
+    def gather_all_tensors(self, tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
+        """Gather tensors of different sizes; see `rankwise.process_group.gather_all_tensors`."""
+        return self._collectives.gather_all_tensors(tensor, group)
+
+    def all_gather_object(self, obj: T, group: ProcessGroup | None = None) -> list[T]:
+        """Gather anything picklable from every rank, in rank order."""
+        return self._collectives.all_gather_object(obj, group)
+
+    def gather_object(self, obj: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
+        """Gather anything picklable from the group (by default all ranks) on rank `dst`; None elsewhere."""
+        return self._collectives.gather_object(obj, dst, group)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every rank of the job has called this; `name` is for error messages."""
+        self._collectives.barrier(name)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return rank `src`'s value on every rank of the job."""
+        return self._collectives.broadcast(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
+        """Return whether all ranks (or, with `all=False`, any) of the job decided yes; the same on each."""
+        count = self._collectives.count(decision, self.root_device)
+        return count == self.world_size if all else count > 0
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Return a context whose block rank zero (with `local`, that of each node) runs before the others.
+
+        See `rankwise.process_group.rank_zero_first`.
+        """
+        return rank_zero_first(local, ranks=self.ranks)
+
     # ------------------------------------------------------------------ internals
 
-    def _not_yet(self, what: str, needed: str = "'bound'") -> LifecycleError:
-        return LifecycleError(
-            call=what, state=self._state.value, needed=needed, remedy="call bind() or launch() first."
-        )
+    def _check_not_in_job(self, call: str) -> None:
+        if self._job is not None:
+            remedy = "a launched function calls what it needs directly: it runs on every rank already."
+            raise self._wrong_state(call, "'bound'", remedy)
+
+    def _wrong_state(
+        self, call: str, needed: str, remedy: str = "call bind() or launch() first."
+    ) -> LifecycleError:
+        before_job = "configured" if self._placement is None else "bound"
+        state = before_job if self._job is None else "in a job"
+        return LifecycleError(call=call, state=state, needed=needed, remedy=remedy)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel without what belongs to the launching process alone."""
-        return {**self.__dict__, "_launcher": None, "_worker": None, "_job": None, "results": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._job = ExitStack()
+        """Leave out the job: it belongs to this process."""
+        return {**self.__dict__, "_job": None}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._ranks if self.is_bound else self._state.value})"
+        return f"{type(self).__name__}({'configured' if self._placement is None else self.ranks})"

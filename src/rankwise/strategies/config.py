@@ -1,16 +1,23 @@
-"""Check what a strategy is constructed with, before any process starts."""
+"""`ProcessConfig`, `GroupConfig` and `GradientConfig`: the arguments of a strategy, validated.
+
+The fields have the names of the strategies' keywords. Validation happens when a config is made, before any
+process starts.
+"""
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.environments import ClusterEnvironment
 from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
@@ -18,21 +25,120 @@ from rankwise.errors import (
     UnknownArgumentError,
     UnknownNameError,
 )
+from rankwise.process_group import check_backend
 
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
-_LONGEST = timedelta(days=365)
-RENDEZVOUS = ("auto", "private", "tcp")
+Devices = int | str | list[int] | tuple[int, ...]
+Config = TypeVar("Config", "ProcessConfig", "GroupConfig", "GradientConfig")
 
-# What a strategy passes to the wrapper itself.
-_OWN_DDP_ARGUMENTS = ("self", "module", "device_ids", "output_device", "dim", "process_group")
+_ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_RENDEZVOUS = ("auto", "private", "tcp")
+_MAX_DURATION = timedelta(days=365)
+_CHECK_VARIABLE = "RANKWISE_CHECK_COLLECTIVES"
+_CHECK_VALUES = {"": False, "0": False, "1": True}
+_DEVICES = 'a number of devices from 1 up, "auto" (or -1: all), or a list of different device indices'
+_NODES = 'a number from 1 up, or "auto"'
+# Strategy names that Lightning before 1.5 took as accelerators.
+_NOT_ACCELERATORS = ("ddp", "ddp_spawn", "ddp_cpu", "ddp2", "dp", "horovod")
+# Arguments of DistributedDataParallel that the strategy itself passes.
+_PASSED_BY_STRATEGY = ("self", "module", "device_ids", "output_device", "dim", "process_group")
+
+
+@final
+@dataclass(frozen=True)
+class ProcessConfig:
+    """Which processes a job has, how they are started and how they are stopped."""
+
+    accelerator: str = "auto"
+    devices: Devices = "auto"
+    num_nodes: int | Literal["auto"] = "auto"
+    cluster_environment: ClusterEnvironment | str | None = None
+    start_method: str = "popen"
+    rendezvous: str = "auto"
+    grace_period_s: float = 1.0
+    stall_warning: timedelta = timedelta(minutes=1)
+    command: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_devices(self.devices)
+        check_num_nodes(self.num_nodes)
+        check_environment(self.cluster_environment)
+        _normalize(
+            self,
+            start_method=_check_start_method(self.start_method),
+            rendezvous=check_choice("rendezvous", self.rendezvous, _RENDEZVOUS),
+            grace_period_s=_check_grace_period(self.grace_period_s),
+            stall_warning=_check_timeout("stall_warning", self.stall_warning),
+            command=_check_command(self.command),
+        )
+
+
+@final
+@dataclass(frozen=True)
+class GroupConfig:
+    """How the ranks communicate.
+
+    Attributes:
+        process_group_backend: None for the default of the device.
+        check_collectives: given as None, it is what `RANKWISE_CHECK_COLLECTIVES` says.
+    """
+
+    process_group_backend: str | None = None
+    timeout: timedelta = timedelta(minutes=10)
+    init_timeout: timedelta = timedelta(minutes=2)
+    check_collectives: bool = False
+    sync_batchnorm: bool = False
+
+    def __post_init__(self) -> None:
+        backend = self.process_group_backend
+        _normalize(
+            self,
+            process_group_backend=None if backend is None else check_backend(backend),
+            timeout=_check_timeout("timeout", self.timeout),
+            init_timeout=_check_timeout("init_timeout", self.init_timeout),
+            check_collectives=_check_collectives(self.check_collectives),
+        )
+
+
+@final
+@dataclass(frozen=True)
+class GradientConfig:
+    """How gradients are averaged; the arguments of `GradientSync`, which validates and keeps them."""
+
+    sync_mode: Any = "auto"
+    comm_hook: Any = None
+    comm_state: Any = None
+    comm_wrapper: Any = None
+    model_averaging_period: int | None = None
+    gradient_weighting: str | None = None
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def config_from(kind: type[Config], arguments: Mapping[str, Any]) -> Config:
+    """Return a config whose fields have the values of the arguments with the same names."""
+    return kind(**{each.name: arguments[each.name] for each in fields(kind) if each.name in arguments})
+
+
+def take_changes(config: Config, changes: dict[str, Any]) -> Config:
+    """Return a config with those of the changes that are its fields, and remove them from `changes`."""
+    names = [each.name for each in fields(config) if each.name in changes]
+    return replace(config, **{name: changes.pop(name) for name in names})
+
+
+def _normalize(config: Any, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(config, name, value)  # the dataclass is frozen
+
+
+# ------------------------------------------------------------------------------------- processes
 
 
 def check_choice(kind: str, value: object, choices: tuple[str, ...]) -> str:
     """Return a name in lower case.
 
     Raises:
-        InvalidTypeError: when it is no string.
-        UnknownNameError: when it is none of the choices.
+        InvalidTypeError: when it is not a string.
+        UnknownNameError: when it is not one of the choices.
     """
     if not isinstance(value, str):
         raise InvalidTypeError(argument=kind, value=value, expected=f"one of {', '.join(map(repr, choices))}")
@@ -41,67 +147,142 @@ def check_choice(kind: str, value: object, choices: tuple[str, ...]) -> str:
     return value.lower()
 
 
-def check_timeout(name: str, value: object) -> timedelta:
-    """Return a duration given as a `timedelta` or in seconds.
+def device_type(accelerator: object) -> str:
+    """Return `"cpu"` or `"cuda"`.
 
     Raises:
-        InvalidTypeError: when it is neither.
-        InvalidArgumentError: when it is not positive.
+        UnknownNameError: for an unknown accelerator.
+        ConfigurationError: when this machine does not have it.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, timedelta)):
-        raise InvalidTypeError(
-            argument=name,
-            value=value,
-            expected="a number of seconds or a datetime.timedelta",
-            remedy=f"{name}=timedelta(seconds=...)",
+    if accelerator in _NOT_ACCELERATORS:
+        raise UnknownNameError(
+            kind="accelerator",
+            name=str(accelerator),
+            known=_ACCELERATORS,
+            remedy='a strategy is meant: Trainer(strategy="ddp").',
         )
-    try:
-        duration = value if isinstance(value, timedelta) else timedelta(seconds=value)
-    except (ValueError, OverflowError):  # not a number, or infinite
-        duration = timedelta(0)
-    if not timedelta(0) < duration <= _LONGEST:
-        raise InvalidArgumentError(argument=name, value=value, expected=f"a duration from 0 to {_LONGEST}")
-    return duration
+    name = check_choice("accelerator", accelerator, _ACCELERATORS)
+    has_cuda = torch.cuda.device_count() > 0
+    if name == "cpu" or (name == "auto" and not has_cuda):
+        return "cpu"
+    if not has_cuda:
+        raise ConfigurationError(
+            message=f"accelerator={accelerator!r} is not possible: torch sees no CUDA device.",
+            facts=f"torch {torch.__version__}, torch.cuda.device_count() is 0.",
+            remedy='use accelerator="cpu" or "auto".',
+        )
+    return "cuda"
 
 
-def check_grace_period(value: object) -> float:
-    """Return a number of seconds, which may be 0.
+def check_devices(devices: object) -> int | tuple[int, ...] | None:
+    """Return a number of devices, their indices, or None for all that are available.
 
     Raises:
-        InvalidTypeError: when it is no number.
-        InvalidArgumentError: when it is negative.
+        InvalidTypeError: for a value of another type, such as a float.
+        InvalidArgumentError: for an impossible number or index.
     """
+    if isinstance(devices, str):
+        return _parse_devices(devices)
+    if isinstance(devices, bool) or not isinstance(devices, (int, list, tuple)):
+        raise InvalidTypeError(argument="devices", value=devices, expected=_DEVICES)
+    return _check_count(devices) if isinstance(devices, int) else _check_indices(devices)
+
+
+def _parse_devices(text: str) -> int | tuple[int, ...] | None:
+    if text == "auto":
+        return None
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    if not numbers:
+        raise InvalidArgumentError(argument="devices", value=text, expected=_DEVICES)
+    return _check_indices(numbers) if "," in text else _check_count(numbers[0])
+
+
+def _check_count(count: int) -> int | None:
+    if count == -1:
+        return None
+    if count < 1:
+        raise InvalidArgumentError(argument="devices", value=count, expected=_DEVICES)
+    return count
+
+
+def _check_indices(given: Sequence[object]) -> tuple[int, ...]:
+    indices = tuple(index for index in given if isinstance(index, int) and not isinstance(index, bool))
+    are_integers = len(indices) == len(given) > 0
+    if not are_integers or min(indices) < 0 or len(set(indices)) < len(indices):
+        raise InvalidArgumentError(argument="devices", value=list(given), expected=_DEVICES)
+    return indices
+
+
+def check_num_nodes(num_nodes: object) -> int | None:
+    """Return the number of nodes, or None for as many as the environment has.
+
+    Raises:
+        InvalidTypeError, InvalidArgumentError: as `check_devices`.
+    """
+    if num_nodes == "auto":
+        return None
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int):
+        raise InvalidTypeError(argument="num_nodes", value=num_nodes, expected=_NODES)
+    if num_nodes < 1:
+        raise InvalidArgumentError(argument="num_nodes", value=num_nodes, expected=_NODES)
+    return num_nodes
+
+
+def check_environment(given: object) -> ClusterEnvironment | str | None:
+    """Return an environment, its name, or None.
+
+    Raises:
+        InvalidTypeError: for anything else.
+    """
+    if given is None or isinstance(given, (str, ClusterEnvironment)):
+        return given
+    raise InvalidTypeError(
+        argument="cluster_environment", value=given, expected="a ClusterEnvironment instance or a name"
+    )
+
+
+def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
+    """Return the accelerator and devices that a list of devices stands for.
+
+    Raises:
+        InvalidTypeError: when it is not a list of devices of one type.
+    """
+    is_list = isinstance(given, (list, tuple))
+    if not is_list or not given or not all(isinstance(device, torch.device) for device in given):
+        raise InvalidTypeError(argument="parallel_devices", value=given, expected="a list of torch.device")
+    kinds = {device.type for device in given}
+    if len(kinds) != 1:
+        raise InvalidTypeError(argument="parallel_devices", value=given, expected="devices of one type")
+    if kinds == {"cpu"}:
+        return "cpu", len(given)
+    return kinds.pop(), [device.index or 0 for device in given]
+
+
+def _check_start_method(value: object) -> str:
+    start_method = check_choice("start_method", value, _START_METHODS)
+    if start_method in ("fork", "forkserver") and sys.platform == "win32":
+        raise ConfigurationError(
+            message=f"start_method={start_method!r} does not exist on Windows.",
+            remedy='use strategy="ddp" or "ddp_spawn".',
+        )
+    return start_method
+
+
+def _check_grace_period(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidTypeError(argument="grace_period_s", value=value, expected="a number of seconds")
-    longest = _LONGEST.total_seconds()
-    if not 0 <= value <= longest:  # false for what is not a number
+    longest = _MAX_DURATION.total_seconds()
+    if not 0 <= value <= longest:  # false for NaN
         raise InvalidArgumentError(
             argument="grace_period_s", value=value, expected=f"0 to {longest:g} seconds"
         )
     return float(value)
 
 
-def check_instance(name: str, value: object, kind: type) -> None:
-    """Make sure that a plug-in is an instance.
-
-    Raises:
-        InvalidTypeError: when it is not, a class included.
-    """
-    if not isinstance(value, kind):
-        raise InvalidTypeError(
-            argument=name,
-            value=value,
-            expected=f"an instance of {kind.__name__}",
-            remedy=f"make an instance of it: {value.__name__}()" if isinstance(value, type) else "",
-        )
-
-
-def check_command(value: object) -> tuple[str, ...] | None:
-    """Return a command as its words, or None.
-
-    Raises:
-        InvalidTypeError: for anything but a list of at least one string.
-    """
+def _check_command(value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     words = tuple(value) if isinstance(value, (list, tuple)) else ()
@@ -115,45 +296,75 @@ def check_command(value: object) -> tuple[str, ...] | None:
     return words
 
 
-def check_ddp_arguments(target: str, own: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+# ------------------------------------------------------------------------------------- group
+
+
+def _check_timeout(name: str, value: object) -> timedelta:
+    if isinstance(value, bool) or not isinstance(value, (int, float, timedelta)):
+        raise InvalidTypeError(
+            argument=name,
+            value=value,
+            expected="a number of seconds or a datetime.timedelta",
+            remedy=f"{name}=timedelta(seconds=...)",
+        )
+    try:
+        duration = value if isinstance(value, timedelta) else timedelta(seconds=value)
+    except (ValueError, OverflowError):  # NaN or infinite
+        duration = timedelta(0)
+    if not timedelta(0) < duration <= _MAX_DURATION:
+        raise InvalidArgumentError(
+            argument=name, value=value, expected=f"a duration from 0 to {_MAX_DURATION}"
+        )
+    return duration
+
+
+def _check_collectives(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value is not None:
+        raise InvalidTypeError(argument="check_collectives", value=value, expected="True, False or None")
+    given = os.environ.get(_CHECK_VARIABLE, "")
+    if given not in _CHECK_VALUES:
+        raise InvalidArgumentError(argument=_CHECK_VARIABLE, value=given, expected="1 or 0")
+    return _CHECK_VALUES[given]
+
+
+# ------------------------------------------------------------------------------------- others
+
+
+def check_instance(name: str, value: Any, kind: type) -> Any:
+    """Return a plug-in if it is an instance of `kind`.
+
+    Raises:
+        InvalidTypeError: when it is not, as when it is the class itself.
+    """
+    if not isinstance(value, kind):
+        raise InvalidTypeError(
+            argument=name,
+            value=value,
+            expected=f"an instance of {kind.__name__}",
+            remedy=f"make an instance of it: {value.__name__}()" if isinstance(value, type) else "",
+        )
+    return value
+
+
+def check_ddp_arguments(
+    strategy: str, constructor: Callable[..., Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the keywords for `DistributedDataParallel`, as this version of torch takes them.
 
     Raises:
-        UnknownArgumentError: for a keyword that neither the strategy nor the wrapper takes.
+        UnknownArgumentError: for a keyword that neither the wrapper nor the strategy's constructor takes.
     """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    known = tuple(name for name in parameters if name not in _OWN_DDP_ARGUMENTS)
+    known = tuple(name for name in parameters if name not in _PASSED_BY_STRATEGY)
     for name in given:
         if name not in known:
-            raise UnknownArgumentError(target=target, name=name, known=(*known, *own))
+            raise UnknownArgumentError(target=strategy, name=name, known=(*known, *keywords_of(constructor)))
     return {"find_unused_parameters": False, **given}
 
 
-def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
-    """Return the accelerator and devices that a list of devices stands for.
-
-    Raises:
-        InvalidTypeError: when it is no list of devices of one type.
-    """
-    is_list = isinstance(given, (list, tuple))
-    if not is_list or not given or not all(isinstance(device, torch.device) for device in given):
-        raise InvalidTypeError(argument="parallel_devices", value=given, expected="a list of torch.device")
-    kinds = {device.type for device in given}
-    if len(kinds) != 1:
-        raise InvalidTypeError(argument="parallel_devices", value=given, expected="devices of one type")
-    if kinds == {"cpu"}:
-        return "cpu", len(given)
-    return kinds.pop(), [device.index or 0 for device in given]
-
-
-def check_platform(start_method: str) -> None:
-    """Make sure that a start method exists here.
-
-    Raises:
-        ConfigurationError: when it does not.
-    """
-    if start_method in ("fork", "forkserver") and sys.platform == "win32":
-        raise ConfigurationError(
-            message=f"start_method={start_method!r} does not exist on Windows.",
-            remedy='use strategy="ddp" or "ddp_spawn".',
-        )
+def keywords_of(constructor: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the keyword-only arguments of a constructor."""
+    parameters = inspect.signature(constructor).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY)

@@ -1,9 +1,8 @@
-"""`DDPStrategy` and its kin: one process per device, gradients averaged by `DistributedDataParallel`."""
+"""`DDPStrategy`: one process per device, gradients averaged by `DistributedDataParallel`."""
 
 from __future__ import annotations
 
 import signal
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -17,78 +16,49 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import InvalidTypeError, LaunchRefusedError
-from rankwise.gradient_sync import GradientSync, GradientSyncMode
+from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
 from rankwise.launchers import Launcher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
 from rankwise.launchers.script import ScriptLauncher, script_ranks
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.process_group import check_backend, default_backend, gloo_on_interface, process_group
+from rankwise.process_group import default_backend, gloo_on_interface, process_group
 from rankwise.ranks import RankInfo
-from rankwise.strategies._compared_collectives import ComparedCollectives, is_check_wanted
+from rankwise.strategies.base import Strategy
 from rankwise.strategies.config import (
-    RENDEZVOUS,
-    START_METHODS,
-    check_choice,
-    check_command,
+    GradientConfig,
+    GroupConfig,
+    ProcessConfig,
     check_ddp_arguments,
-    check_grace_period,
-    check_platform,
-    check_timeout,
+    config_from,
     from_parallel_devices,
 )
-from rankwise.strategies.job import threads_shared_by
+from rankwise.strategies.job import Job, threads_shared_by
 from rankwise.strategies.module_wrapping import (
-    SyncedBatchNorms,
     averages_everywhere,
+    check_collectives_of,
     check_sync_batchnorm,
     checked_wrapper,
     compile_within,
     uncompiled,
 )
 from rankwise.strategies.placement import (
+    Placement,
+    check_private_rendezvous,
     inline_launcher,
     interface_of,
     place_on_node,
     ranks_on_node,
-    refuse_private_elsewhere,
     rendezvous_endpoint,
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
 __all__ = ["DDPStrategy"]
 
-_OWN_ARGUMENTS = (
-    "accelerator",
-    "devices",
-    "num_nodes",
-    "parallel_devices",
-    "cluster_environment",
-    "precision",
-    "checkpoint_io",
-    "process_group_backend",
-    "timeout",
-    "init_timeout",
-    "start_method",
-    "rendezvous",
-    "grace_period_s",
-    "stall_warning",
-    "command",
-    "sync_batchnorm",
-    "sync_mode",
-    "comm_hook",
-    "comm_state",
-    "comm_wrapper",
-    "model_averaging_period",
-    "gradient_weighting",
-    "check_collectives",
-)
 
-
-class DDPStrategy(ComparedCollectives):
+class DDPStrategy(Strategy):
     """Train on several processes with `DistributedDataParallel`.
 
     Override `configure_ddp` for a wrapper of your own.
@@ -97,36 +67,38 @@ class DDPStrategy(ComparedCollectives):
         parallel_devices: the device of each local rank, instead of `accelerator` and `devices`.
         process_group_backend: `"gloo"`, `"nccl"`, ...; NCCL on CUDA and gloo on the CPU by default.
         timeout: how long a collective may take, in seconds or as a `timedelta`.
-        init_timeout: how long the ranks may take to meet.
+        init_timeout: how long the rendezvous of the ranks may take.
         start_method: `"popen"` (re-run the script), `"spawn"`, `"fork"` or `"forkserver"`. Where an outer
-            launcher (torchrun) has started the processes, none is started.
-        rendezvous: the store through which a job on one node meets: `"private"` (it listens nowhere;
-            refused where others have started the ranks), `"tcp"` (torch's, on loopback), or `"auto"`: private
-            with gloo, where it can be.
-        grace_period_s: how long a rank that is told to stop has before it is killed.
-        stall_warning: after how long in one phase a rank is reported on stderr that others wait for.
-        command: with `"popen"`, what to run instead of this process's own command line; its first launch must
+            launcher (torchrun) has started the processes, the strategy starts none.
+        rendezvous: the store of a job on one node: `"private"` (no port; refused where an outer launcher has
+            started the ranks), `"tcp"` (torch's, on loopback), or `"auto"`: private with gloo, if possible.
+        grace_period_s: the time between a rank's stop request and SIGKILL.
+        stall_warning: after how long in one phase a rank that others wait for is reported on stderr.
+        command: with `"popen"`, the command to run instead of this process's own; its first launch must
             be this one.
-        sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
+        sync_batchnorm: whether batch normalisation uses the batches of all ranks in training; CUDA only.
         sync_mode: when the gradients of accumulated batches are averaged: `"single_auto_sync"` (in the last
             backward pass), `"multi_auto_sync"` (in each), `"forced_sync"` (after the last, also where ranks
             lack some gradients), or `"auto"`: the first, but the second with `find_unused_parameters`.
         comm_hook: how DDP averages a bucket of gradients: a name in `CommHookRegistry`, with options as in
             `"powersgd:matrix_approximation_rank=2"`, or a function `hook(state, bucket)`.
-        comm_state: the hook's state; by default what its name stands for, or the process group.
+        comm_state: the hook's state; by default that of a named hook, or the process group.
         comm_wrapper: `"fp16"` or `"bf16"` around the hook, or a function from a hook to a hook.
         model_averaging_period: with `"post_localsgd"`, after how many steps the models are averaged.
-        gradient_weighting: how batches of different sizes count. None: alike. `"samples"`: by their number of
-            samples, which the samplers know beforehand. `"logged"`: by what `self.log_weight()` says.
+        gradient_weighting: how batches of different sizes are weighted. None: equally. `"samples"`: by their
+            number of samples, which the samplers know in advance. `"logged"`: by `self.log_weight()`.
         check_collectives: whether ranks compare each collective before it runs, so that a mismatch is an
             error on all of them; by default what `RANKWISE_CHECK_COLLECTIVES` says (1 or 0).
         ddp_kwargs: for `DistributedDataParallel`, as this version of torch takes them.
 
     The other arguments are `Strategy`'s.
 
+    Attributes:
+        ddp_kwargs: the keywords for `DistributedDataParallel`.
+
     Raises:
         UnknownArgumentError: for a keyword that neither this class nor the wrapper takes.
-        UnknownNameError, InvalidArgumentError, InvalidTypeError: for values that cannot work.
+        UnknownNameError, InvalidArgumentError, InvalidTypeError: for impossible values.
     """
 
     default_start_method: ClassVar[str] = "popen"
@@ -159,94 +131,108 @@ class DDPStrategy(ComparedCollectives):
         check_collectives: bool | None = None,
         **ddp_kwargs: Any,
     ) -> None:
+        arguments = dict(locals())
         if parallel_devices is not None:
-            accelerator, devices = from_parallel_devices(parallel_devices)
+            arguments["accelerator"], arguments["devices"] = from_parallel_devices(parallel_devices)
+        if start_method is None:
+            arguments["start_method"] = self.default_start_method
+        ddp_options = check_ddp_arguments(type(self).__name__, DDPStrategy.__init__, ddp_kwargs)
+        arguments["ddp_kwargs"] = ddp_options
         super().__init__(
-            accelerator=accelerator,
-            devices=devices,
-            num_nodes=num_nodes,
-            cluster_environment=cluster_environment,
             precision=precision,
             checkpoint_io=checkpoint_io,
-        )
-        self.start_method = check_choice(
-            "start_method", self.default_start_method if start_method is None else start_method, START_METHODS
-        )
-        check_platform(self.start_method)
-        self.rendezvous = check_choice("rendezvous", rendezvous, RENDEZVOUS)
-        self.timeout = check_timeout("timeout", timeout)
-        self.init_timeout = check_timeout("init_timeout", init_timeout)
-        self.grace_period_s = check_grace_period(grace_period_s)
-        self.stall_warning = check_timeout("stall_warning", stall_warning)
-        ddp_options = check_ddp_arguments(type(self).__name__, _OWN_ARGUMENTS, ddp_kwargs)
-        self.gradients = GradientSync(
-            sync_mode=sync_mode,
-            comm_hook=comm_hook,
-            comm_state=comm_state,
-            comm_wrapper=comm_wrapper,
-            model_averaging_period=model_averaging_period,
-            gradient_weighting=gradient_weighting,
-            ddp_kwargs=ddp_options,
+            process_config=config_from(ProcessConfig, arguments),
+            group_config=config_from(GroupConfig, arguments),
+            gradient_config=config_from(GradientConfig, arguments),
         )
         self.ddp_kwargs = {**self.gradients.ddp_defaults, **ddp_options}
-        self.check_collectives = is_check_wanted(check_collectives)
-        self._command = check_command(command)
-        self.sync_batchnorm = sync_batchnorm
-        self._synced_batchnorms = SyncedBatchNorms()
-        is_default = process_group_backend is None
-        self._wanted_backend = None if is_default else check_backend(process_group_backend)
-        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._plain_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    # ------------------------------------------------------------------ places and processes
+    # ------------------------------------------------------------------ arguments
 
     @property
     def process_group_backend(self) -> str:
-        """What carries the collectives."""
-        return self._wanted_backend or default_backend(self.root_device.type)
+        """The back end of the collectives."""
+        return self._backend_of(self.placement)
+
+    def _backend_of(self, placement: Placement) -> str:
+        return self.group_config.process_group_backend or default_backend(placement.root_device.type)
 
     @property
-    def data_parallel_group(self) -> ProcessGroup | None:
-        """The ranks over which gradients are averaged; None for all of them. Override for a subgroup."""
-        return None
+    def init_timeout(self) -> timedelta:
+        """How long the rendezvous of the ranks may take."""
+        return self.group_config.init_timeout
 
-    def _place_locally(self, local_world_size: int, num_nodes: int | None) -> RankInfo:
-        return place_on_node(self.environment, local_world_size, num_nodes)
+    @property
+    def check_collectives(self) -> bool:
+        """Whether ranks compare each collective before it runs."""
+        return self.group_config.check_collectives
 
-    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
-        if self.sync_batchnorm and self.world_size > 1:
-            check_sync_batchnorm(self.root_device)
+    @property
+    def start_method(self) -> str:
+        """How processes are started: `"popen"`, `"spawn"`, `"fork"` or `"forkserver"`."""
+        return self.process_config.start_method
+
+    @property
+    def rendezvous(self) -> str:
+        """The store of a job on one node: `"private"`, `"tcp"` or `"auto"`."""
+        return self.process_config.rendezvous
+
+    @property
+    def grace_period_s(self) -> float:
+        """The time between a rank's stop request and SIGKILL, in seconds."""
+        return self.process_config.grace_period_s
+
+    @property
+    def stall_warning(self) -> timedelta:
+        """After how long in one phase a rank that others wait for is reported."""
+        return self.process_config.stall_warning
+
+    # ------------------------------------------------------------------ placement
+
+    def _place_locally(
+        self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
+    ) -> RankInfo:
+        return place_on_node(environment, local_world_size, num_nodes)
+
+    def _create_launcher(self, placement: Placement) -> Launcher:
+        ranks = placement.ranks
+        if self.sync_batchnorm and ranks.world_size > 1:
+            check_sync_batchnorm(placement.root_device)
         if self.rendezvous == "private":
-            refuse_private_elsewhere(environment, self.ranks)
-        is_alone_here = self.local_world_size == 1 and not self.ranks.is_one_node
-        if environment.creates_processes_externally or (is_alone_here and self.start_method == "popen"):
-            return inline_launcher(environment, self.ranks)
-        local_ranks = ranks_on_node(self.ranks)
+            check_private_rendezvous(placement)
+        start_method = self._choose_start_method()
+        is_alone_here = ranks.local_world_size == 1 and not ranks.is_one_node
+        if placement.environment.creates_processes_externally or (is_alone_here and start_method == "popen"):
+            return inline_launcher(placement)
+        requeue_signal = placement.environment.requeue_signal
         options: dict[str, Any] = {
             "grace_period_s": self.grace_period_s,
             "init_timeout": self.init_timeout,
             "stall_warning_s": self.stall_warning.total_seconds(),
             "teardown_timeout_s": self.timeout.total_seconds(),
-            "stop_signals": [signal.SIGTERM, *filter(None, [environment.requeue_signal])],
-            "endpoint": rendezvous_endpoint(environment, self.ranks),
+            "stop_signals": [signal.SIGTERM, *filter(None, [requeue_signal])],
+            "endpoint": rendezvous_endpoint(placement),
         }
-        if self.start_method == "popen" or script_ranks() is not None:
-            return ScriptLauncher(local_ranks, command=self._command, **options)
-        return MultiprocessLauncher(self.start_method, local_ranks, **options)
+        if start_method == "popen" or script_ranks() is not None:
+            return ScriptLauncher(ranks_on_node(ranks), command=self.process_config.command, **options)
+        return MultiprocessLauncher(start_method, ranks_on_node(ranks), **options)
 
-    def _rendezvous_of_launch(self) -> str:
-        if self.rendezvous == "private" and not self._is_group_wanted:
+    def _choose_start_method(self) -> str:
+        return self.start_method
+
+    def _choose_rendezvous(self, init_process_group: bool) -> str:
+        if self.rendezvous == "private" and not init_process_group:
             raise LaunchRefusedError(
                 message="init_process_group=False cannot work with a private rendezvous: there is no port.",
                 remedy='leave rendezvous at "auto", or use "tcp".',
             )
         if self.rendezvous == "auto":
-            # NCCL calls the store from its own C++ threads, and so does what users bring along.
-            is_private = self._is_group_wanted and self.process_group_backend == "gloo"
+            # NCCL, and process groups that users create, call the store from C++ threads of their own.
+            is_private = init_process_group and self.process_group_backend == "gloo"
             return "private" if is_private else "tcp"
         return self.rendezvous
 
-    # ------------------------------------------------------------------ a job
+    # ------------------------------------------------------------------ job
 
     def setup_environment(self) -> None:
         """Prepare this process and connect it to the others.
@@ -254,33 +240,45 @@ class DDPStrategy(ComparedCollectives):
         Collective: every rank must call this.
         """
         super().setup_environment()
-        self._job.enter_context(threads_shared_by(self.local_world_size))
-        self._job.enter_context(gloo_on_interface(interface_of(self.ranks, self.worker.address)))
-        if self._is_group_wanted:
-            report_phase("connecting", waits=True)
-            store = self.worker.open_store(self.init_timeout)
-            options: dict[str, Any] = {"timeout": self.timeout, "init_timeout": self.init_timeout}
-            options["on_rendezvous"] = lambda places: self._job.enter_context(
-                self.worker.start_monitors(places, self.init_timeout, self.stall_warning)
-            )
-            group = process_group(store, self.ranks, self.process_group_backend, self.root_device, **options)
-            self._job.enter_context(group)
-            self.worker.limit_store(self.timeout)
-            self._job.enter_context(self.collectives_compared(store))
+        job = self.job
+        job.cleanup.enter_context(threads_shared_by(job.ranks.local_world_size))
+        job.cleanup.enter_context(gloo_on_interface(interface_of(job.ranks, job.worker.address)))
+        if job.has_group:
+            self._join_group(job)
         report_phase("running")
-        self._job.callback(self._drop_wrappers)
+        self._release_modules_after(job)
 
-    def _drop_wrappers(self) -> None:
-        self._synced_batchnorms.revert()
-        self.precision.agree = None
-        # torch aborts now and then when a group is destroyed under a live wrapper: its reducer goes first.
-        for wrapper in list(self._wrappers):
-            for part in ("reducer", "logger"):
-                wrapper.__dict__.pop(part, None)
-        self._wrappers.clear()
-        self.gradients.detach()
+    def _join_group(self, job: Job) -> None:
+        report_phase("connecting", waits=True)
+        store = job.worker.open_store(self.init_timeout)
+        enter = job.cleanup.enter_context
+        group = process_group(
+            store,
+            job.ranks,
+            self.process_group_backend,
+            job.device,
+            timeout=self.timeout,
+            init_timeout=self.init_timeout,
+            on_rendezvous=lambda places: enter(
+                job.worker.start_monitors(places, self.init_timeout, self.stall_warning)
+            ),
+        )
+        enter(group)
+        job.worker.limit_store(self.timeout)
+        if self.check_collectives and job.ranks.world_size > 1:
+            enter(job.collectives.checked(job.worker, store, self.timeout, self.init_timeout))
 
-    # ------------------------------------------------------------------ the model
+    def _release_modules_after(self, job: Job) -> None:
+        """Release the prepared modules at the end of a job, before the process group is destroyed."""
+
+        def release() -> None:
+            self.precision.agree = None
+            job.modules.close()
+            self.gradients.detach()
+
+        job.cleanup.callback(release)
+
+    # ------------------------------------------------------------------ module
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and wrap it; one with nothing to train is not wrapped.
@@ -291,29 +289,34 @@ class DDPStrategy(ComparedCollectives):
         is_compiled = given is not module
         check_parameters(module)
         if self.sync_batchnorm and self.world_size > 1:
-            self._synced_batchnorms.convert(module, self.data_parallel_group)
+            self.job.modules.batchnorms.convert(module, self.data_parallel_group)
         module = super().setup_module(module)
         if not trained_parameters(module):
-            self._plain_modules.update((given, module))
+            self.job.modules.plain.update((given, module))
             return given if is_compiled else module
         if not dist.is_initialized():
-            raise self._not_yet("setup_module()", "a process group")
+            raise self._wrong_state("setup_module()", "a process group")
         with self._wrapping_stream():
             configured = self.gradients.wrapped(
                 module, lambda: self.configure_ddp(module, self.determine_ddp_device_ids())
             )
         wrapped = checked_wrapper(configured, type(self).__name__, self.data_parallel_group)
-        self._wrappers.add(wrapped)
-        self.gradients.attach(wrapped, self.local_world_size)
-        self.compare_collectives_of(wrapped)
-        if self.gradients_may_differ(wrapped):
-            self.precision.agree = partial(self.reduce_boolean_decision, all=False)
+        self._attach_wrapper(wrapped)
         if is_compiled:
-            self._job.callback(compile_within(module, given))
+            self.job.cleanup.callback(compile_within(module, given))
         return wrapped
 
+    def _attach_wrapper(self, wrapped: DistributedDataParallel) -> None:
+        job = self.job
+        job.modules.wrappers.add(wrapped)
+        self.gradients.attach(wrapped, self.local_world_size)
+        if job.collectives.check is not None:
+            check_collectives_of(wrapped, job.collectives.check)
+        if self.gradients_may_differ(wrapped):
+            self.precision.agree = partial(self.reduce_boolean_decision, all=False)
+
     def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
-        """Wrap a module; the place for a wrapper of your own.
+        """Wrap a module; override it for a wrapper of your own.
 
         Args:
             module: on this rank's device already.
@@ -329,18 +332,19 @@ class DDPStrategy(ComparedCollectives):
         return None if self.root_device.type == "cpu" or index is None else [index]
 
     def _wrapping_stream(self) -> AbstractContextManager[Any]:
-        # A side stream, so that DDP's hooks order themselves behind it; torch's notes on CUDA graphs and DDP.
+        # A side stream, as torch's notes on CUDA graphs and DDP require.
         return torch.cuda.stream(torch.cuda.Stream()) if self.root_device.type == "cuda" else nullcontext()
 
     def gradients_may_differ(self, module: nn.Module) -> bool:
-        """Return whether ranks may hold different gradients: with subgroups, or hooks that are not known."""
+        """Return whether ranks may have different gradients: with subgroups, or hooks of the user's own."""
         if not isinstance(module, DistributedDataParallel):
             return False
         return self.data_parallel_group is not None or not averages_everywhere(module)
 
     def restore_module(self, module: nn.Module) -> None:
-        """Turn `SyncBatchNorm` back into what it was, in place."""
-        self._synced_batchnorms.revert()
+        """Replace `SyncBatchNorm` by the original layers, in place; the end of the job does that too."""
+        if self._job is not None:
+            self._job.modules.batchnorms.revert()
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:
         """Return the user's module from its wrapper."""
@@ -354,7 +358,7 @@ class DDPStrategy(ComparedCollectives):
         """
         if isinstance(module, DistributedDataParallel):
             return module.no_sync() if enabled else nullcontext()
-        if module in self._plain_modules:
+        if self._job is not None and module in self._job.modules.plain:
             return nullcontext()
         raise InvalidTypeError(
             argument="module",
@@ -363,12 +367,14 @@ class DDPStrategy(ComparedCollectives):
             remedy="module = strategy.setup_module(module)",
         )
 
+    # ------------------------------------------------------------------ optimizers
+
     def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Refuse what cannot work with averaged models; an override should call this."""
+        """Refuse optimizers that cannot work with averaged models; an override should call this."""
         self.gradients.check_optimizers(optimizers)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Let an optimizer step once, and average the model where it is time; return what `step` returns."""
+        """Run one step of an optimizer, then average the model if it is due; return what `step` returns."""
         returned = super().optimizer_step(optimizer, closure)
         self.gradients.after_step(optimizer)
         return returned
@@ -376,26 +382,10 @@ class DDPStrategy(ComparedCollectives):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state; torch's `ZeroRedundancyOptimizer` is consolidated first.
 
-        Collective: where the optimizer is sharded, every rank must call this. Other ranks than 0 get {} then.
+        Collective: if the optimizer is sharded, every rank must call this. Ranks other than 0 get {} then.
         """
         if not self.is_sharded(optimizer):
             return super().get_optimizer_state(optimizer)
         sharded: Any = optimizer
         sharded.consolidate_state_dict(to=0)
         return sharded.state_dict() if self.is_global_zero else {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Travel without wrappers, which belong to a process group."""
-        return {
-            **super().__getstate__(),
-            "_wrappers": None,
-            "_plain_modules": None,
-            "_synced_batchnorms": None,
-            "_check": None,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._wrappers = weakref.WeakSet()
-        self._plain_modules = weakref.WeakSet()
-        self._synced_batchnorms = SyncedBatchNorms()

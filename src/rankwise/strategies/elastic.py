@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidArgumentError, LaunchRefusedError
 from rankwise.launchers import Launcher
 from rankwise.launchers.elastic import ElasticLauncher, Nodes
 from rankwise.launchers.script import script_ranks
 from rankwise.strategies.ddp import DDPStrategy
-from rankwise.strategies.placement import own_address
+from rankwise.strategies.placement import Placement, own_address
 
 __all__ = ["DDPElasticStrategy"]
 
@@ -68,26 +67,26 @@ class DDPElasticStrategy(DDPStrategy):
         self.max_restarts = max_restarts
         self._nodes = Nodes(fewest, most, endpoint, run_id, own_address)
 
-    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
-        if environment.creates_processes_externally:
-            return super()._create_launcher(environment)
+    def _create_launcher(self, placement: Placement) -> Launcher:
+        if placement.environment.creates_processes_externally:
+            return super()._create_launcher(placement)
         if (existing := script_ranks()) is not None:
             raise LaunchRefusedError(
-                message=f"ddp_elastic cannot start anybody: this script runs as {existing} processes "
+                message=f"ddp_elastic cannot start processes: this script runs as {existing} processes "
                 'already, under strategy "ddp", and each of them would start ranks of its own.',
                 remedy='use "ddp_spawn" or "ddp_fork" before it; for a script as a whole: '
                 "torchrun --max-restarts=3 train.py",
             )
         return ElasticLauncher(
             self.start_method,
-            self.local_world_size,
+            placement.ranks.local_world_size,
             self._nodes,
             max_restarts=self.max_restarts,
             grace_period_s=self.grace_period_s,
             init_timeout=self.init_timeout,
         )
 
-    def _rendezvous_of_launch(self) -> str:
+    def _choose_rendezvous(self, init_process_group: bool) -> str:
         return "tcp"
 
 

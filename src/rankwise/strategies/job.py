@@ -1,33 +1,145 @@
-"""A rank's part in a job: the process state around it, its failures, its end."""
+"""`Job`: what a rank has for the duration of one launch; and the entry that runs a rank."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
 
 import torch
 
+from rankwise.checkpoint import CheckpointIO
 from rankwise.failures.classify import start_exception_chain
 from rankwise.failures.exchange import resolve_cause, wait_for_other_nodes
 from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
-from rankwise.ranks import set_rank_zero_only
+from rankwise.ranks import RankInfo, job_entry, set_rank_zero_only
+from rankwise.strategies.collectives import Collectives
 from rankwise.strategies.deferred_sigterm import sigterm_deferred
+from rankwise.strategies.module_wrapping import WrappedModules
 
-if TYPE_CHECKING:
-    from rankwise.strategies.base import Strategy
-
-# torch sets this one when the first optimizer or wrapper imports its compiler.
+_log = logging.getLogger(__name__)
+# torch sets this variable when the first optimizer or wrapper imports its compiler.
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@final
+@dataclass(eq=False)
+class Job:
+    """One rank of one launch. The worker creates it and closes it; it is never pickled.
+
+    Attributes:
+        worker: what the launcher gives to this rank.
+        device: of this rank.
+        collectives: the collectives of the job's ranks.
+        has_group: whether the strategy creates the process group, not the launched function.
+        modules: what `setup_module` returned, and how to undo it.
+        cleanup: what `close` undoes, last first.
+    """
+
+    worker: WorkerContext
+    device: torch.device
+    collectives: Collectives
+    has_group: bool = True
+    modules: WrappedModules = field(default_factory=WrappedModules)
+    cleanup: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def ranks(self) -> RankInfo:
+        """The ranks of this process."""
+        return self.worker.ranks
+
+    def close(self) -> None:
+        """Restore the process as it was when the job was created."""
+        self.cleanup.close()
+
+
+class RankStrategy(Protocol):
+    """The methods of a strategy that run a rank."""
+
+    checkpoint_io: CheckpointIO
+
+    @property
+    def ranks(self) -> RankInfo: ...
+
+    def attach(self, worker: WorkerContext, init_process_group: bool) -> None: ...
+
+    def setup_environment(self) -> None: ...
+
+    def before_finish(self) -> None: ...
+
+    def translate_error(self, error: BaseException) -> BaseException: ...
+
+    def teardown(self) -> None: ...
+
+
+@final
+@dataclass
+class RankEntry:
+    """The function that a launcher runs as each rank; picklable if the strategy and the arguments are."""
+
+    strategy: RankStrategy
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    init_process_group: bool = True
+
+    @start_exception_chain()
+    def __call__(self, worker: WorkerContext) -> Any:
+        """Run the launched function as the rank of `worker`; return its value."""
+        self.strategy.attach(worker, self.init_process_group)
+        with sigterm_deferred(self.strategy.checkpoint_io):
+            return self._run(worker)
+
+    @job_entry
+    def _run(self, worker: WorkerContext) -> Any:
+        try:
+            self.strategy.setup_environment()
+            value = self.function(self.strategy, *self.args, **self.kwargs)
+            self.strategy.before_finish()
+            self.strategy.checkpoint_io.teardown()
+            wait_for_other_nodes(worker.failure_exchange)
+            return value
+        except BaseException as error:
+            translated = self.strategy.translate_error(error)
+            cause, record = resolve_cause(translated, self.strategy.ranks, worker.failure_exchange)
+            worker.report_failure(cause, record)  # before the teardown, which may take long
+            self._finish_checkpoints()
+            if cause is error:
+                raise
+            raise cause from None
+        finally:
+            report_phase(TEARDOWN)
+            self.strategy.teardown()
+            worker.close_monitor()
+            report_phase("finished", waits=True)
+
+    def _finish_checkpoints(self) -> None:
+        try:
+            self.strategy.checkpoint_io.teardown()
+        except Exception:  # noqa: BLE001  the failure that ended the job is raised
+            _log.exception("A checkpoint could not be finished.")
+
+    def described(self) -> dict[str, object]:
+        """Return the parts of the entry by the names that error messages use for them."""
+        arguments = {f"argument {index} ({type(arg).__name__})": arg for index, arg in enumerate(self.args)}
+        return {
+            "the launched function": self.function,
+            "the strategy": self.strategy,
+            **arguments,
+            **{f"argument {name!r}": value for name, value in self.kwargs.items()},
+        }
+
+
+# ------------------------------------------------------------------------------------- process state
 
 
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have these environment variables in the block, and those of before after it."""
+    """Set environment variables in the block."""
     before = {name: os.environ.get(name) for name in (*variables, _SET_BY_TORCH)}
     os.environ.update(variables)
     try:
@@ -42,7 +154,7 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def rank_zero_set(global_rank: int) -> Iterator[None]:
-    """Have `rank_zero_only` know this rank in the block."""
+    """Set the rank of `rank_zero_only` in the block."""
     before = set_rank_zero_only(global_rank)
     try:
         yield
@@ -52,14 +164,14 @@ def rank_zero_set(global_rank: int) -> Iterator[None]:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
-    if "sched_getaffinity" in os.__dict__:  # Linux; elsewhere a process cannot be kept to some of the cores
+    if "sched_getaffinity" in os.__dict__:  # Linux only
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 @contextmanager
 def threads_shared_by(local_world_size: int) -> Iterator[None]:
-    """Share this machine's cores between the local ranks, unless `OMP_NUM_THREADS` says otherwise."""
+    """Divide this machine's cores among the local ranks in the block, unless `OMP_NUM_THREADS` is set."""
     before = torch.get_num_threads()
     if local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(before, usable_cores() // local_world_size)))
@@ -67,64 +179,3 @@ def threads_shared_by(local_world_size: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-_log = logging.getLogger(__name__)
-
-
-@final
-@dataclass
-class RankEntry:
-    """What a strategy gives to its launcher; picklable where the strategy and the arguments are."""
-
-    strategy: Strategy
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @start_exception_chain()
-    def __call__(self, worker: WorkerContext) -> Any:
-        """Run as the rank that `worker` says."""
-        self.strategy.attach(worker)
-        with sigterm_deferred(self.strategy.checkpoint_io):
-            return self._run(worker)
-
-    def _run(self, worker: WorkerContext) -> Any:
-        try:
-            self.strategy.setup_environment()
-            value = self.function(self.strategy, *self.args, **self.kwargs)
-            self.strategy.before_finish()
-            self.strategy.checkpoint_io.teardown()
-            wait_for_other_nodes(worker.failure_exchange)
-            return value
-        except BaseException as error:
-            translate_error = self.strategy.translate_error(error)
-            translate_error, record = resolve_cause(
-                translate_error, self.strategy.ranks, worker.failure_exchange
-            )
-            worker.report_failure(translate_error, record)  # before the clean-up, which takes its time
-            self._finish_checkpoints()
-            if translate_error is error:
-                raise
-            raise translate_error from None
-        finally:
-            report_phase(TEARDOWN)
-            self.strategy.teardown()
-            worker.close_monitor()
-            report_phase("finished", waits=True)
-
-    def _finish_checkpoints(self) -> None:
-        try:
-            self.strategy.checkpoint_io.teardown()
-        except Exception:  # noqa: BLE001  what ended the job is raised
-            _log.exception("A checkpoint could not be finished.")
-
-    def described(self) -> dict[str, object]:
-        """Return the parts by the names that the user knows them by."""
-        arguments = {f"argument {index} ({type(arg).__name__})": arg for index, arg in enumerate(self.args)}
-        return {
-            "the launched function": self.function,
-            "the strategy": self.strategy,
-            **arguments,
-            **{f"argument {name!r}": value for name, value in self.kwargs.items()},
-        }

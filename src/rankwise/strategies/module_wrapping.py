@@ -1,32 +1,65 @@
-"""What `setup_module` does to a module: wrap, compile, convert, check."""
+"""What `setup_module` does to a module: wrap, compile, convert, check; and how it is undone."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
-from rankwise.gradient_sync.comm_hook import is_averaging
+from rankwise.gradient_sync.comm_hook import is_averaging, register_ddp_comm_hook
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from rankwise.process_group.collective_check import CollectiveCheck
+
 __all__ = [
     "SyncedBatchNorms",
+    "WrappedModules",
     "averages_everywhere",
+    "check_collectives_of",
     "check_sync_batchnorm",
     "checked_wrapper",
     "compile_within",
+    "forward_redirect",
     "uncompiled",
 ]
+
+# Where torch keeps what module.compile() made.
+_COMPILED = "_compiled_call_impl"
+
+
+@final
+class WrappedModules:
+    """The modules that `setup_module` has prepared in a job.
+
+    Attributes:
+        wrappers: the wrapped ones.
+        plain: those that need no wrapper, as nothing in them is trained.
+        batchnorms: the layers that were replaced by `SyncBatchNorm`.
+    """
+
+    def __init__(self) -> None:
+        self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.batchnorms = SyncedBatchNorms()
+
+    def close(self) -> None:
+        """Restore batch normalisation, and separate the wrappers from their process group."""
+        self.batchnorms.revert()
+        # torch sometimes aborts when a group is destroyed before the reducer of a wrapper.
+        for wrapper in list(self.wrappers):
+            for part in ("reducer", "logger"):
+                wrapper.__dict__.pop(part, None)
+        self.wrappers.clear()
 
 
 def checked_wrapper(wrapped: object, strategy: str, group: ProcessGroup | None) -> DistributedDataParallel:
@@ -38,8 +71,8 @@ def checked_wrapper(wrapped: object, strategy: str, group: ProcessGroup | None) 
         group: the strategy's `data_parallel_group`.
 
     Raises:
-        InvalidTypeError: when it is no wrapper.
-        ConfigurationError: when it averages over other ranks than those that share out the data.
+        InvalidTypeError: when it is not a `DistributedDataParallel`.
+        ConfigurationError: when it averages over other ranks than those that share the data.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         raise InvalidTypeError(
@@ -62,12 +95,31 @@ def _ranks_of(group: ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
-_COMPILED = "_compiled_call_impl"  # where torch keeps what module.compile() made
+def check_collectives_of(wrapped: DistributedDataParallel, check: CollectiveCheck) -> None:
+    """Compare the collectives that a wrapper runs in C++, too.
+
+    Buckets are averaged in a hook instead of C++. The forward pass after the first step, in which C++
+    rebuilds the buckets, is compared as a whole.
+    """
+    if not wrapped._comm_hooks:
+        register_ddp_comm_hook(wrapped, hook="allreduce")
+    has_stepped = False
+
+    def before_forward(module: Any, args: Any) -> None:
+        nonlocal has_stepped
+        if not torch.is_grad_enabled():
+            return
+        if has_stepped:
+            handle.remove()
+            check.compare(module.process_group, "forward pass of DistributedDataParallel")
+        has_stepped |= module.require_backward_grad_sync
+
+    handle = wrapped.register_forward_pre_hook(before_forward)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` was given; any other as it is."""
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # without it nobody has compiled anything
+    """Return the module that was passed to `torch.compile`; any other module as it is."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing is compiled
     if frames is None or not isinstance(module, frames.OptimizedModule):
         return module
     inner: Any = module._orig_mod
@@ -75,28 +127,25 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def compile_within(module: nn.Module, compiled: nn.Module) -> Callable[[], None]:
-    """Compile calls of `module`, in place, with the options of `compiled`; return what undoes it.
+    """Compile calls of `module`, in place, with the options of `compiled`; return a function that undoes it.
 
-    Names of parameters stay as they are, and within a wrapper's forward pass torch cuts the graph where its
-    buckets end, so that gradients travel while others are computed.
+    Names of parameters stay as they are. Within a wrapper's forward pass torch splits the graph at bucket
+    boundaries, so that communication overlaps with the backward pass.
     """
     before = module.__dict__.get(_COMPILED)
-    context: Any = getattr(compiled, "dynamo_ctx")  # noqa: B009  nn.Module knows parameters and modules only
+    context: Any = getattr(compiled, "dynamo_ctx")  # noqa: B009  nn.Module declares parameters and modules only
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    module.__dict__[_COMPILED] = context(call)  # a frame of ours: torch compiles none of its own containers'
+    module.__dict__[_COMPILED] = context(call)  # our own frame: torch does not compile its containers' frames
     return lambda: module.__dict__.update({_COMPILED: before})
 
 
-_COMPILED = "_compiled_call_impl"  # where torch keeps what module.compile() made
-
-
 def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, *args: Any) -> Any:
-    """Return `module.<method>(*args)`, called where `wrapper` calls the module's `forward`.
+    """Call `wrapper(*args)` so that it runs `module.<method>` instead of `module.forward`; return the result.
 
-    Inside the method `self(...)` and `self.forward(...)` are the module's own again, compiled where
+    Inside the method `self(...)` and `self.forward(...)` are the module's own again, compiled if
     `module.compile()` was called.
     """
     if wrapper is module:
@@ -113,7 +162,7 @@ def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, *args: 
         restore()
         return getattr(module, method)(*inner)
 
-    # Instance attributes hide the class's; written past nn.Module's slow __setattr__.
+    # An instance attribute hides the class's method. Written to __dict__: nn.Module.__setattr__ is slow.
     own["forward"] = run
     for each, _ in hidden:
         each[_COMPILED] = None
@@ -125,7 +174,7 @@ def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, *args: 
 
 @final
 class SyncedBatchNorms:
-    """The layers of one module that were replaced, with what they replaced."""
+    """The batch normalisation layers that were replaced by `SyncBatchNorm`, to be put back."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
@@ -140,7 +189,7 @@ class SyncedBatchNorms:
                     self._replaced.append((owner, name, layer, synced))
 
     def revert(self) -> None:
-        """Put the layers back, with what training has made of their parameters and buffers."""
+        """Put the original layers back, with the trained parameters and buffers."""
         for owner, name, layer, synced in self._replaced:
             if owner._modules.get(name) is synced:
                 layer._parameters.update(synced._parameters)
@@ -154,7 +203,7 @@ def check_sync_batchnorm(device: torch.device) -> None:
     """Make sure that torch has `SyncBatchNorm` for a device.
 
     Raises:
-        ConfigurationError: when it has not.
+        ConfigurationError: when it does not.
     """
     if device.type == "cpu":
         raise ConfigurationError(
@@ -164,6 +213,6 @@ def check_sync_batchnorm(device: torch.device) -> None:
 
 
 def averages_everywhere(wrapper: DistributedDataParallel) -> bool:
-    """Return whether every gradient is averaged over the wrapper's group, as far as can be known."""
+    """Return whether every gradient is known to be averaged over the wrapper's group."""
     hooks: list[Any] = [hook for hook, _ in wrapper._comm_hooks]
     return not wrapper.parameters_to_ignore and all(is_averaging(hook) for hook in hooks)

@@ -1,10 +1,12 @@
-"""Placement: the environment, the devices and the ranks that a strategy is bound to."""
+"""`Placement`: the ranks, devices, environment and launcher that a strategy is bound to."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 
@@ -17,138 +19,98 @@ from rankwise.environments import (
 )
 from rankwise.environments.local import LocalEnvironment
 from rankwise.environments.network import interface_toward, listening_address, meeting_address
-from rankwise.errors import (
-    ConfigurationError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    UnknownNameError,
-    WorldSizeMismatchError,
-)
+from rankwise.errors import ConfigurationError, InvalidArgumentError, WorldSizeMismatchError
+from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script import script_place, script_ranks
 from rankwise.ranks import RankInfo
 from rankwise.stores.endpoint import RendezvousEndpoint
-from rankwise.strategies.config import check_choice
+from rankwise.strategies.config import ProcessConfig, check_devices, check_num_nodes, device_type
+
+PlaceLocally = Callable[[ClusterEnvironment, int, int | None], RankInfo]
+
+# The address of a job on one node, whatever address the environment has, unless a launcher hosts the store.
+LOOPBACK = "127.0.0.1"
 
 
-def check_environment(given: object) -> ClusterEnvironment | str | None:
-    """Return what may name an environment.
+@final
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks of a job run.
 
-    Raises:
-        InvalidTypeError: for anything else.
+    Attributes:
+        ranks: of this process; in a main process that is not a rank, those of local rank 0.
+        devices: the device of each local rank.
+        environment: which launcher started this process.
+        launcher: starts the local ranks; None in a process to which the strategy was sent as a pickle.
     """
-    if given is None or isinstance(given, (str, ClusterEnvironment)):
-        return given
-    raise InvalidTypeError(
-        argument="cluster_environment", value=given, expected="a ClusterEnvironment instance or a name"
-    )
+
+    ranks: RankInfo
+    devices: tuple[torch.device, ...]
+    environment: ClusterEnvironment
+    launcher: Launcher | None = None
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.devices[self.ranks.local_rank]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the launcher: its processes and sockets belong to the launching process."""
+        return {**self.__dict__, "launcher": None}
 
 
-def find_environment(wanted: ClusterEnvironment | str | None) -> tuple[ClusterEnvironment, str]:
-    """Return the environment, and why it is that one.
+def find_placement(config: ProcessConfig, place_locally: PlaceLocally) -> Placement:
+    """Return the placement that a config has in this process, without a launcher.
+
+    Args:
+        config: the processes that are asked for.
+        place_locally: returns this process's ranks where no outer launcher gives it any, from the
+            environment, the number of local ranks and the number of nodes (None if not given).
 
     Raises:
-        UnknownNameError: for a name that is none.
+        InvalidArgumentError, InvalidTypeError, UnknownNameError: for an impossible config.
         EnvironmentVariableError: when a launcher's variables are wrong.
+        WorldSizeMismatchError: when the outer launcher has started other processes than the config has.
     """
-    if isinstance(wanted, ClusterEnvironment):
-        return wanted, "it was given"
-    if isinstance(wanted, str):
-        return create_environment(wanted), "it was named"
+    kind = device_type(config.accelerator)
+    devices, num_nodes = check_devices(config.devices), check_num_nodes(config.num_nodes)
+    environment, reason = _find_environment(config.cluster_environment)
+    found = local_devices(kind, devices, environment.processes_per_node)
+    if environment.creates_processes_externally:
+        ranks = environment.ranks
+        _check_world(environment, reason, None if devices is None else len(found), num_nodes)
+    else:
+        ranks = place_locally(environment, len(found), num_nodes)
+    environment.validate_settings(ranks.local_world_size, ranks.num_nodes)
+    return Placement(ranks, tuple(found), environment)
+
+
+def _find_environment(given: ClusterEnvironment | str | None) -> tuple[ClusterEnvironment, str]:
+    """Return the environment and the reason for choosing it."""
+    if isinstance(given, ClusterEnvironment):
+        return given, "it was given"
+    if isinstance(given, str):
+        return create_environment(given), "it was named"
     if script_ranks() is not None:
         return LocalEnvironment(), "this script runs under strategy 'ddp' already"
     detection = detect_environment()
     return detection.environment, str(detection)
 
 
-def check_world(
-    environment: ClusterEnvironment, how: str, devices: int | None, num_nodes: int | None
+def _check_world(
+    environment: ClusterEnvironment, reason: str, devices: int | None, num_nodes: int | None
 ) -> None:
-    """Refuse numbers that are not those of the processes that exist.
-
-    Raises:
-        WorldSizeMismatchError: says both.
-    """
     ranks = environment.ranks
-    is_right = devices in (None, ranks.local_world_size) and num_nodes in (None, ranks.num_nodes)
-    if not is_right:
+    if devices not in (None, ranks.local_world_size) or num_nodes not in (None, ranks.num_nodes):
         raise WorldSizeMismatchError(
             devices=devices or ranks.local_world_size,
             num_nodes=num_nodes or ranks.num_nodes,
             launched_by=environment.name,
             world_size=ranks.world_size,
             variables=environment.seen(),
-            detection=how,
+            detection=reason,
         )
-
-
-ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
-_STRATEGIES = ("ddp", "ddp_spawn", "ddp_cpu", "ddp2", "dp", "horovod")  # accelerators in Lightning before 1.5
-_EXPECTED = 'a number of devices from 1 up, "auto" (or -1: all), or a list of different device indices'
-
-
-def device_type(accelerator: object) -> str:
-    """Return `"cpu"` or `"cuda"`.
-
-    Raises:
-        UnknownNameError: for an accelerator that is not known.
-        ConfigurationError: when it is not there.
-    """
-    if accelerator in _STRATEGIES:
-        raise UnknownNameError(
-            kind="accelerator",
-            name=str(accelerator),
-            known=ACCELERATORS,
-            remedy='a strategy is meant: Trainer(strategy="ddp").',
-        )
-    wanted = check_choice("accelerator", accelerator, ACCELERATORS)
-    has_cuda = torch.cuda.device_count() > 0
-    if wanted == "auto":
-        return "cuda" if has_cuda else "cpu"
-    if wanted == "cpu":
-        return "cpu"
-    if not has_cuda:
-        raise ConfigurationError(
-            message=f"accelerator={accelerator!r} is not possible: torch sees no CUDA device.",
-            facts=f"torch {torch.__version__}, torch.cuda.device_count() is 0.",
-            remedy='use accelerator="cpu" or "auto".',
-        )
-    return "cuda"
-
-
-def check_devices(devices: object) -> int | tuple[int, ...] | None:
-    """Return a count, a tuple of indices, or None for "as many as there are".
-
-    Raises:
-        InvalidTypeError: for a value of another kind, such as a float.
-        InvalidArgumentError: for a count or an index that cannot be.
-    """
-    if isinstance(devices, str):
-        return _parse(devices)
-    if isinstance(devices, bool) or not isinstance(devices, (int, list, tuple)):
-        raise InvalidTypeError(argument="devices", value=devices, expected=_EXPECTED)
-    if isinstance(devices, int):
-        return _check_count(devices)
-    return _check_indices(devices)
-
-
-def check_num_nodes(num_nodes: object) -> int | None:
-    """Return a count, or None for "as many as there are".
-
-    Raises:
-        InvalidTypeError, InvalidArgumentError: as `check_devices`.
-    """
-    if num_nodes == "auto":
-        return None
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int):
-        raise InvalidTypeError(
-            argument="num_nodes", value=num_nodes, expected='a number from 1 up, or "auto"'
-        )
-    if num_nodes < 1:
-        raise InvalidArgumentError(
-            argument="num_nodes", value=num_nodes, expected='a number from 1 up, or "auto"'
-        )
-    return num_nodes
 
 
 def local_devices(
@@ -159,10 +121,10 @@ def local_devices(
     Args:
         kind: `"cpu"` or `"cuda"`.
         devices: what `check_devices` returned.
-        started: how many local ranks an outer launcher has started, None where nobody has.
+        started: how many local ranks an outer launcher has started; None without one.
 
     Raises:
-        InvalidArgumentError: when more are asked for than there are.
+        InvalidArgumentError: when there are fewer devices than that.
     """
     if kind == "cpu":
         count = len(devices) if isinstance(devices, tuple) else devices
@@ -171,7 +133,7 @@ def local_devices(
     if isinstance(devices, tuple):
         indices = devices
     elif started is not None and available < started:
-        indices = (0,) * (devices or started)  # each rank was given one visible device of its own
+        indices = (0,) * (devices or started)  # each rank sees one device of its own
     else:
         indices = tuple(range(devices or started or available))
     if max(indices) >= available:
@@ -180,59 +142,27 @@ def local_devices(
     return [torch.device("cuda", index) for index in indices]
 
 
-def _parse(text: str) -> int | tuple[int, ...] | None:
-    if text == "auto":
-        return None
-    try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise InvalidArgumentError(argument="devices", value=text, expected=_EXPECTED) from None
-    if not numbers:
-        raise InvalidArgumentError(argument="devices", value=text, expected=_EXPECTED)
-    return _check_indices(numbers) if "," in text else _check_count(numbers[0])
-
-
-def _check_count(count: int) -> int | None:
-    if count == -1:
-        return None
-    if count < 1:
-        raise InvalidArgumentError(argument="devices", value=count, expected=_EXPECTED)
-    return count
-
-
-def _check_indices(indices: Sequence[object]) -> tuple[int, ...]:
-    numbers = tuple(index for index in indices if isinstance(index, int) and not isinstance(index, bool))
-    is_whole = len(numbers) == len(indices) > 0
-    if not is_whole or min(numbers) < 0 or len(set(numbers)) < len(numbers):
-        raise InvalidArgumentError(argument="devices", value=list(indices), expected=_EXPECTED)
-    return numbers
-
-
-# A job on one node keeps to it, whatever address it was given, unless somebody else hosts its store.
-LOOPBACK = "127.0.0.1"
-
-
 def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None) -> RankInfo:
-    """Return the ranks of this node's first process.
+    """Return the ranks of this node's first process, in an environment whose processes the strategy starts.
 
     Args:
-        environment: one whose processes the strategy starts.
+        environment: the environment.
         local_world_size: the number of processes on each node.
-        num_nodes: how many nodes were asked for, None where nobody did.
+        num_nodes: the number of nodes that the user gave, if any.
 
     Raises:
-        ConfigurationError: when several nodes are meant, but nobody says which one this is or how many.
+        ConfigurationError: for several nodes, when their number or this node's rank is unknown.
         WorldSizeMismatchError: when the environment has another number of nodes, or of processes on each.
     """
     running = script_place()
     if running is not None:
         node_rank, nodes = running.node_rank, running.num_nodes
     elif isinstance(environment, NodesEnvironment):
-        node_rank, nodes = environment.node_rank, _number_of(environment, local_world_size, num_nodes)
+        node_rank, nodes = environment.node_rank, _number_of_nodes(environment, local_world_size, num_nodes)
     elif num_nodes in (None, 1):
         node_rank, nodes = 0, 1
     else:
-        raise _nobody_started_the_others(environment, local_world_size, num_nodes)
+        raise _other_nodes_missing(environment, local_world_size, num_nodes)
     first = node_rank * local_world_size
     return RankInfo(first, 0, node_rank, nodes * local_world_size, local_world_size, nodes)
 
@@ -240,36 +170,30 @@ def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_no
 def ranks_on_node(first: RankInfo) -> tuple[RankInfo, ...]:
     """Return the ranks of all processes of this node, given those of its first one."""
     return tuple(
-        RankInfo(
-            first.global_rank + local_rank,
-            local_rank,
-            first.node_rank,
-            first.world_size,
-            first.local_world_size,
-            first.num_nodes,
-        )
+        replace(first, global_rank=first.global_rank + local_rank, local_rank=local_rank)
         for local_rank in range(first.local_world_size)
     )
 
 
-def rendezvous_endpoint(environment: ClusterEnvironment, ranks: RankInfo) -> RendezvousEndpoint | None:
-    """Return where the nodes of a job meet; None for a job on one node, which sees to that itself.
+def rendezvous_endpoint(placement: Placement) -> RendezvousEndpoint | None:
+    """Return the address of the store of several nodes; None on one node, where the launcher chooses it.
 
     Raises:
-        EnvironmentVariableError, ConfigurationError: when the address is not known, or leads nowhere.
+        EnvironmentVariableError, ConfigurationError: when the address is unknown or cannot be reached.
     """
-    if ranks.is_one_node or script_place() is not None:
+    if placement.ranks.is_one_node or script_place() is not None:
         return None
-    hosts = ranks.node_rank == 0
-    return RendezvousEndpoint((_address_of_store(environment, hosts), environment.main_port), hosts)
+    environment, hosts = placement.environment, placement.ranks.node_rank == 0
+    return RendezvousEndpoint((_store_address(environment, hosts), environment.main_port), hosts)
 
 
-def refuse_private_elsewhere(environment: ClusterEnvironment, ranks: RankInfo) -> None:
-    """Refuse a private rendezvous of ranks that this process does not start: they have no channel to it.
+def check_private_rendezvous(placement: Placement) -> None:
+    """Make sure that this process starts all ranks: others have no channel to a private store.
 
     Raises:
-        ConfigurationError: says so, before anything is started.
+        ConfigurationError: when it does not.
     """
+    environment, ranks = placement.environment, placement.ranks
     is_external = environment.creates_processes_externally
     if ranks.world_size > 1 and (is_external or not ranks.is_one_node):
         who = f"{environment.name} has started the ranks" if is_external else "the job has several nodes"
@@ -281,8 +205,9 @@ def refuse_private_elsewhere(environment: ClusterEnvironment, ranks: RankInfo) -
         )
 
 
-def inline_launcher(environment: ClusterEnvironment, ranks: RankInfo) -> InlineLauncher:
+def inline_launcher(placement: Placement) -> InlineLauncher:
     """Return the launcher of a process that is its rank already."""
+    environment, ranks = placement.environment, placement.ranks
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if ranks.world_size == 1 and not (is_hosted and isinstance(environment, TorchElasticEnvironment)):
         return InlineLauncher(ranks)
@@ -290,66 +215,62 @@ def inline_launcher(environment: ClusterEnvironment, ranks: RankInfo) -> InlineL
     if is_hosted:
         address = environment.main_address
     else:
-        address = LOOPBACK if ranks.is_one_node else _address_of_store(environment, hosts)
+        address = LOOPBACK if ranks.is_one_node else _store_address(environment, hosts)
     endpoint = (address, environment.main_port)
     return InlineLauncher(ranks, endpoint, hosts_store=hosts, store_outlives=is_hosted)
 
 
-def _address_of_store(environment: ClusterEnvironment, hosts: bool) -> str:
-    """Return at which address this process hosts the store of several nodes, or else finds it."""
-    address_here = listening_address if hosts else meeting_address
-    return address_here(environment.main_address, environment.other_node)
+def _store_address(environment: ClusterEnvironment, hosts: bool) -> str:
+    find_address = listening_address if hosts else meeting_address
+    return find_address(environment.main_address, environment.other_node)
 
 
 def own_address(endpoint_host: str) -> str:
-    """Return the address at which this node listens for those that meet at an endpoint.
+    """Return the address at which this node listens if the nodes meet at `endpoint_host`.
 
     Raises:
-        ConfigurationError: when that is not known, or leads nowhere.
+        ConfigurationError: when it is unknown or cannot be reached.
     """
     return listening_address(endpoint_host, None)
 
 
 def interface_of(ranks: RankInfo, address: tuple[str, int] | None) -> str | None:
-    """Return the interface that gloo is to use: loopback on one node, else the one toward rank 0's.
-
-    None where that is not known.
-    """
+    """Return the network interface for gloo: loopback on one node, else the one toward rank 0, if known."""
     if ranks.is_one_node:
         return interface_toward(LOOPBACK)
     return None if address is None else interface_toward(address[0])
 
 
-def _number_of(environment: NodesEnvironment, local_world_size: int, asked: int | None) -> int:
+def _number_of_nodes(environment: NodesEnvironment, local_world_size: int, given: int | None) -> int:
     per_node = environment.processes_per_node
-    is_other = environment.has_num_nodes and asked not in (None, environment.num_nodes)
+    is_other = environment.has_num_nodes and given not in (None, environment.num_nodes)
     if is_other or per_node not in (None, local_world_size):
         raise WorldSizeMismatchError(
             devices=local_world_size,
-            num_nodes=asked or environment.num_nodes,
+            num_nodes=given or environment.num_nodes,
             launched_by=environment.name,
             world_size=environment.num_nodes * (per_node or local_world_size),
             variables=environment.seen(),
         )
-    nodes = environment.num_nodes if environment.has_num_nodes else asked
+    nodes = environment.num_nodes if environment.has_num_nodes else given
     if nodes is None and environment.node_rank == 0:
-        return 1  # a preset; whoever means several nodes says so
+        return 1  # NODE_RANK=0 alone does not ask for several nodes
     if nodes is None or environment.node_rank >= nodes:
         raise ConfigurationError(
             message=f"This is node {environment.node_rank}, but "
-            + ("nobody says of how many." if nodes is None else f"there are only {nodes}, from 0 up."),
+            + ("the number of nodes is unknown." if nodes is None else f"there are only {nodes}, from 0 up."),
             facts=", ".join(f"{name}={value}" for name, value in environment.seen().items()),
             remedy="Trainer(num_nodes=...), or NNODES, with the number of nodes; NODE_RANK counts from 0.",
         )
     return nodes
 
 
-def _nobody_started_the_others(
+def _other_nodes_missing(
     environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
 ) -> ConfigurationError:
     missing = ", ".join(NodesEnvironment.missing(os.environ))
     return ConfigurationError(
-        message=f"num_nodes={num_nodes} is not possible here: nobody has started the other nodes.",
+        message=f"num_nodes={num_nodes} is not possible here: no launcher has started the other nodes.",
         facts=f"the environment is {environment.name!r}, which is one node; {missing or 'nothing'} not set "
         f"on {socket.gethostname()!r}.",
         remedy=f"start it on every node: torchrun --nnodes={num_nodes} --nproc-per-node={local_world_size} "

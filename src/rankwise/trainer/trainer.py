@@ -100,7 +100,8 @@ class Trainer:
         default_root_dir: where logs and checkpoints go; the working directory by default.
 
     Attributes:
-        strategy: the strategy, bound.
+        strategy: the strategy, bound: the given one, or a copy of it if the trainer has a precision, a
+            checkpoint IO or `sync_batchnorm` for it, or if the given one is bound already.
         callbacks: all callbacks, those that save checkpoints last.
         loggers: all loggers.
         progress: how far training has come.
@@ -194,11 +195,14 @@ class Trainer:
             self.callbacks = arguments.without_side_effects(self.callbacks)
             self.loggers = []
         found = arguments.Plugins(plugins)
-        self.strategy = arguments.collect_strategy(strategy, found)
-        self.strategy.precision = arguments.collect_precision(precision, found) or self.strategy.precision
-        if sync_batchnorm:
-            self.strategy.sync_batchnorm = True
-        self.strategy.checkpoint_io = found.checkpoint_io or self.strategy.checkpoint_io
+        given = arguments.collect_strategy(strategy, found)
+        changes = {
+            "precision": arguments.collect_precision(precision, found),
+            "checkpoint_io": found.checkpoint_io,
+            "sync_batchnorm": sync_batchnorm or None,
+        }
+        changes = {name: value for name, value in changes.items() if value is not None}
+        self.strategy = given.with_(**changes) if changes or given.is_bound else given
         self.strategy.bind(
             accelerator=accelerator, devices=devices, num_nodes=num_nodes, environment=found.environment
         )

@@ -16,6 +16,7 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.ranks import RankInfo
 from rankwise.strategies import Strategy
+from rankwise.strategies.placement import Placement
 from rankwise.trainer import Trainer, TrainingModule
 
 
@@ -92,12 +93,14 @@ class WithSecondRank(Strategy):
         self.other = other
 
     @override
-    def _place_locally(self, local_world_size: int, num_nodes: int | None) -> RankInfo:
+    def _place_locally(
+        self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
+    ) -> RankInfo:
         return RankInfo(0, 0, 0, 2, 2, 1)
 
     @override
-    def _create_launcher(self, environment: ClusterEnvironment) -> Launcher:
-        return InlineLauncher(self.ranks)
+    def _create_launcher(self, placement: Placement) -> Launcher:
+        return InlineLauncher(placement.ranks)
 
     @override
     def all_gather_object(self, obj: Any, group: Any = None) -> list[Any]:

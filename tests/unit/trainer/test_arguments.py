@@ -108,10 +108,12 @@ def test_plugins_by_kind(tmp_path: Path) -> None:
     strategy = SingleDeviceStrategy()
     plugins = [precision, checkpoint_io, environment, strategy]
     train = trainer(tmp_path, strategy="auto", plugins=plugins)
-    assert train.strategy is strategy
-    assert strategy.precision is precision
-    assert strategy.checkpoint_io is checkpoint_io
-    assert strategy.environment is environment
+    assert type(train.strategy) is SingleDeviceStrategy
+    assert train.strategy.precision is precision
+    assert train.strategy.checkpoint_io is checkpoint_io
+    assert train.strategy.environment is environment
+    assert not strategy.is_bound
+    assert strategy.precision is not precision
 
 
 def test_environment_by_name(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 
 from rankwise.data import sharded_sampler_of
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnevenInputsError
+from rankwise.launchers.context import WorkerContext
+from rankwise.ranks import RankInfo
 from rankwise.trainer.data_loaders import LoaderShard, TrainDataShard, shard_for_phase
 from rankwise.trainer.loops.batch_schedule import BatchSchedule
 from rankwise.trainer.loops.join import preserve_state
@@ -139,7 +141,7 @@ def test_shards_for_joining_are_not_padded(policy: str, count: int, tmp_path: Pa
     """With join every sample is seen once; otherwise shards are padded."""
     train = trainer(tmp_path, uneven_inputs=policy)
     train.strategy = with_second_rank(lambda fact: fact)
-    train.strategy._ranks = type(train.strategy.ranks)(1, 1, 0, 2, 2, 1)
+    train.strategy.attach(WorkerContext(RankInfo(1, 1, 0, 2, 2, 1)))
     shard = shard_for_phase("train", loader(7, batch_size=1), 0, train.options, train.strategy)
     assert shard.num_batches == count
 
