@@ -6,7 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any, final
 
-from rankwise.callbacks.monitoring import MonitoringCallback
+from rankwise.callbacks.base import MonitoringCallback
 from rankwise.errors import InvalidArgumentError
 from rankwise.ranks import rank_zero_only
 

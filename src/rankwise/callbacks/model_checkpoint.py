@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from rankwise.callbacks.monitoring import MonitoringCallback
+from rankwise.callbacks.base import MonitoringCallback
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 
 if TYPE_CHECKING:

@@ -9,11 +9,15 @@ from typing import Any, final
 import torch
 
 from rankwise.doctor.environment import examine_environment
-from rankwise.doctor.machine import examine_backends, examine_devices, examine_versions
+from rankwise.doctor.machine import (
+    examine_backends,
+    examine_devices,
+    examine_start_methods,
+    examine_versions,
+)
 from rankwise.doctor.measure import JobFacts, describe_measurements, describe_ranks, measure
 from rankwise.doctor.network import examine_network, lookup_seconds
 from rankwise.doctor.report import Finding, Report, Section
-from rankwise.doctor.start_methods import examine_start_methods
 from rankwise.environments import Detection, NodesEnvironment
 from rankwise.errors import RankwiseError
 from rankwise.ranks import rank_zero_only

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +13,7 @@ from rankwise.doctor.report import Finding, Section
 from rankwise.environments.network import (
     address_toward,
     interface_toward,
+    interfaces_by_address,
     is_own_loopback_name,
     listening_address,
 )
@@ -22,7 +21,6 @@ from rankwise.errors import ConfigurationError
 
 _LONGEST_LOOKUP_S = 6.0  # a resolver's own limit is 5 s
 _SLOW_LOOKUP_S = 1.0
-_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -46,22 +44,8 @@ def _seconds(look_up: Callable[[], object]) -> float:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one."""
-    found = {}
-    if sys.platform == "linux":
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                found[name] = _address_of(name)
-    return found
-
-
-def _address_of(interface: str) -> str:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        answer = fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)
-    return socket.inet_ntoa(answer[20:24])
+    """Return the first IPv4 address of each interface; empty off Linux."""
+    return {name: address for address, name in reversed(interfaces_by_address().items())}
 
 
 def examine_network(
@@ -117,29 +101,23 @@ def _lookup_findings(slowest: Mapping[str, float]) -> list[Finding]:
     slow = [host for host, seconds in slowest.items() if seconds > _SLOW_LOOKUP_S]
     if not slow:
         return []
-    return [
-        Finding(
-            f"Looking up host names took {max(slowest.values()):.1f} s on {', '.join(slow)}. torch looks up "
-            "names for every connection to its TCP store, so the rendezvous may time out.",
-            "add the host and its address to /etc/hosts, or correct /etc/resolv.conf.",
-            is_error=False,
-        )
-    ]
+    what = (
+        f"Looking up host names took {max(slowest.values()):.1f} s on {', '.join(slow)}. torch looks up "
+        "names for every connection to its TCP store, so the rendezvous may time out."
+    )
+    fix = "add the host and its address to /etc/hosts, or correct /etc/resolv.conf."
+    return [Finding(what, fix, is_error=False)]
 
 
-def _interface_findings(environ: Mapping[str, str], there: Mapping[str, str]) -> list[Finding]:
+def _interface_findings(environ: Mapping[str, str], known: Mapping[str, str]) -> list[Finding]:
     findings = []
     for variable in _INTERFACE_VARIABLES:
         # NCCL's may be a list, prefixes or an exclusion: check plain names only
         wanted = environ.get(variable, "")
-        is_known = any(name.startswith(wanted.lstrip("=")) for name in there)
-        if wanted and there and not is_known and wanted.replace("=", "").isalnum():
-            findings.append(
-                Finding(
-                    f"{variable}={wanted} names an interface that this machine does not have.",
-                    f"use one of {', '.join(there)}, or unset it.",
-                )
-            )
+        is_known = any(name.startswith(wanted.lstrip("=")) for name in known)
+        if wanted and known and not is_known and wanted.replace("=", "").isalnum():
+            what = f"{variable}={wanted} names an interface that this machine does not have."
+            findings.append(Finding(what, f"use one of {', '.join(known)}, or unset it."))
     return findings
 
 
@@ -151,30 +129,26 @@ def _address_findings(main_address: str | None, other_node: str | None) -> list[
     except ConfigurationError as error:
         return [Finding(error.summary(), error.fix())]
     if is_own_loopback_name(main_address):
-        return _own_name_findings(main_address, other_node)
+        return [_own_name_finding(main_address, other_node)]
     # Unlike the host's own name, these are loopback on every node.
-    if main_address in ("localhost", "::1") or main_address.startswith("127."):
-        return [
-            Finding(
-                f"The main address {main_address!r} is loopback, but the job has several nodes.",
-                "set MASTER_ADDR to an address of rank 0's node that the other nodes can reach. (Nothing, if "
-                "all nodes are on this machine.)",
-                is_error=False,
-            )
-        ]
-    return []
+    if main_address not in ("localhost", "::1") and not main_address.startswith("127."):
+        return []
+    what = f"The main address {main_address!r} is loopback, but the job has several nodes."
+    fix = (
+        "set MASTER_ADDR to an address of rank 0's node that the other nodes can reach. (Nothing, if all "
+        "nodes are on this machine.)"
+    )
+    return [Finding(what, fix, is_error=False)]
 
 
-def _own_name_findings(main_address: str, other_node: str | None) -> list[Finding]:
+def _own_name_finding(main_address: str, other_node: str | None) -> Finding:
     try:
         address = listening_address(main_address, other_node)
     except ConfigurationError as error:
-        return [Finding(f"{error.summary()} {error.seen()}", error.fix(), is_error=False)]
-    return [
-        Finding(
-            f"This host resolves its own name {main_address!r} to loopback (as Debian's /etc/hosts does). "
-            f"The ranks meet at {address}: the other nodes must resolve the name to that address.",
-            f"nothing, if they do; otherwise set MASTER_ADDR={address} (or the right one) on every node.",
-            is_error=False,
-        )
-    ]
+        return Finding(f"{error.summary()} {error.seen()}", error.fix(), is_error=False)
+    what = (
+        f"This host resolves its own name {main_address!r} to loopback (as Debian's /etc/hosts does). "
+        f"The ranks meet at {address}: the other nodes must resolve the name to that address."
+    )
+    fix = f"nothing, if they do; otherwise set MASTER_ADDR={address} (or the right one) on every node."
+    return Finding(what, fix, is_error=False)

@@ -15,6 +15,7 @@ from rankwise.errors import ConfigurationError
 __all__ = [
     "address_toward",
     "interface_toward",
+    "interfaces_by_address",
     "is_own_loopback_name",
     "listening_address",
     "meeting_address",
@@ -57,10 +58,10 @@ def interface_toward(host: str) -> str | None:
     address = address_toward(host)
     if _is_loopback(address) and _is_name(host):
         choice = _addresses_for_others()
-        return _interfaces().get(choice[0]) if len(choice) == 1 else None
+        return interfaces_by_address().get(choice[0]) if len(choice) == 1 else None
     if _is_loopback(address):
         return "lo" if sys.platform == "linux" else "lo0"
-    return _interfaces().get(address)
+    return interfaces_by_address().get(address)
 
 
 def listening_address(main_address: str, other_node: str | None) -> str:
@@ -106,7 +107,7 @@ def is_own_loopback_name(host: str) -> bool:
 
 def _addresses_for_others() -> list[str]:
     """Return this host's own addresses that are not loopback; off Linux, the default route's."""
-    if known := _interfaces():
+    if known := interfaces_by_address():
         return [address for address, name in known.items() if not _is_loopback(address) and _carries(name)]
     try:
         return [address_toward(_SOMEWHERE)]
@@ -115,7 +116,7 @@ def _addresses_for_others() -> list[str]:
 
 
 def _which_of_them(main_address: str, address: str, choice: Sequence[str]) -> ConfigurationError:
-    names = _interfaces()
+    names = interfaces_by_address()
     return ConfigurationError(
         message=f"Other nodes cannot reach {main_address!r}: {socket.gethostname()!r} knows that name as "
         f"{address}, which is loopback.",
@@ -139,7 +140,7 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _interfaces() -> dict[str, str]:
+def interfaces_by_address() -> dict[str, str]:
     """Return IPv4 address to interface, further addresses of one interface included; empty off Linux."""
     if sys.platform != "linux":
         return {}

@@ -150,7 +150,7 @@ def test_a_host_that_is_loopback_to_itself(
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda _, *more, **options: look_up("127.0.1.1", *more, **options)
     )
-    monkeypatch.setattr(network, "_interfaces", lambda: addresses)
+    monkeypatch.setattr(network, "interfaces_by_address", lambda: addresses)
     monkeypatch.setattr(network, "_carries", lambda name: True)
     [note] = examine_network({}, "gpu01", {}).findings
     assert not note.is_error

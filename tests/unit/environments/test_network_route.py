@@ -33,7 +33,9 @@ def etc_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def have(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str], down: str = "") -> None:
     """Let this host have these addresses, by interface."""
-    monkeypatch.setattr(network, "_interfaces", lambda: {each: name for name, each in addresses.items()})
+    monkeypatch.setattr(
+        network, "interfaces_by_address", lambda: {each: name for name, each in addresses.items()}
+    )
     monkeypatch.setattr(network, "_carries", lambda name: name != down)
 
 
