@@ -1,54 +1,78 @@
-"""Exceptions: their text and chain, when they were raised, and which ones another failure caused."""
+"""Classify exceptions by type, text and chain: which ones another rank's failure or delay has caused."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-__all__ = ["chain_of", "mark_propagated", "is_propagated", "text_of", "start_exception_chain"]
+from rankwise.errors import RankwiseError
+
+__all__ = [
+    "chain_of",
+    "has_consequence_in_chain",
+    "has_timeout_in_chain",
+    "is_consequence",
+    "is_timeout",
+    "mark_propagated",
+    "start_exception_chain",
+    "text_of",
+]
+
+# The types of torch's errors from gloo, NCCL and the stores; not the types that derive from them.
+_TORCH_TYPES = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+# Torch's texts for a rank that is gone. An error of another type with the same words is the user's own: a web
+# service may refuse a connection, too.
+_TORCH_CONSEQUENCE = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited|socket closed"
+    r"|store: \w+ of .* had no answer in|rank_zero_first\(\) failed on",
+    re.IGNORECASE | re.DOTALL,
+)
+_CONSEQUENCES = {
+    **dict.fromkeys((*_TORCH_TYPES, "RankZeroFailedError"), _TORCH_CONSEQUENCE),
+    "JobStopped": re.compile(""),
+}
+# Torch's texts, and this package's, for a rank that did not come in time.
+_TORCH_TIMEOUT = re.compile(
+    r"timed out waiting \d+ ?ms for|wait timeout after \d+ ?ms|store: \w+ of .* had no answer in"
+    r"|timed out after \d+ seconds waiting for clients|failed to pass monitoredBarrier in \d+ ms"
+    r"|ran for \d+ milliseconds before timing out",
+    re.IGNORECASE | re.DOTALL,
+)
+_TIMEOUTS = {
+    **dict.fromkeys(_TORCH_TYPES, _TORCH_TIMEOUT),
+    "RendezvousTimeoutError": re.compile(r"^Waited [\d.e+]+ s for "),
+    "CollectiveMismatchError": re.compile(r"^Waited [\d.e+]+ s for "),
+    "StopAgreementError": re.compile(r"did not say when"),
+}
+
+E = TypeVar("E", bound=BaseException)
+_MARK = "_rankwise_propagated"
 
 _handled_before: ContextVar[BaseException | None] = ContextVar("handled_before", default=None)
 
 
-@contextmanager
-def start_exception_chain() -> Iterator[None]:
-    """Run a rank's work in the block: what its caller is handling has led to none of its failures.
-
-    Python links whatever is raised within to that, in a forked process, too.
-    """
-    token = _handled_before.set(sys.exc_info()[1])
-    try:
-        yield
-    finally:
-        _handled_before.reset(token)
+def is_consequence(type_name: str, text: str) -> bool:
+    """Return whether an exception of this type and text says that another rank has failed or was stopped."""
+    return _matches(_CONSEQUENCES, type_name, text)
 
 
-def text_of(error: BaseException) -> str:
-    """Return an exception's text, or that it has none: `__str__` is anybody's code."""
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001  whatever that code raises
-        return "(its text could not be had)"
+def is_timeout(type_name: str, text: str) -> bool:
+    """Return whether an exception of this type and text says that other ranks did not come in time."""
+    return _matches(_TIMEOUTS, type_name, text)
 
 
-def chain_of(error: BaseException) -> list[BaseException]:
-    """Return an exception, what it was raised from or in handling what, and so on: a traceback's parts."""
-    chain: dict[int, BaseException] = {}
-    link: BaseException | None = error
-    handled_before = _handled_before.get()
-    while link is not None and id(link) not in chain:  # which may lead in a circle
-        chain[id(link)] = link
-        is_apart = link.__suppress_context__ or link.__context__ is handled_before
-        context = None if is_apart else link.__context__
-        link = context if link.__cause__ is None else link.__cause__
-    return list(chain.values())
+def has_consequence_in_chain(error: BaseException) -> bool:
+    """Return whether an exception, or one that led to it, comes from another rank's failure."""
+    return any(_is_marked(link) or _link_matches(_CONSEQUENCES, link) for link in _what_led_to(error))
 
 
-E = TypeVar("E", bound=BaseException)
-_MARK = "_rankwise_echo"
+def has_timeout_in_chain(error: BaseException) -> bool:
+    """Return whether an exception, or one that led to it, says that other ranks did not come in time."""
+    return any(_link_matches(_TIMEOUTS, link) for link in _what_led_to(error))
 
 
 def mark_propagated(error: E) -> E:
@@ -57,6 +81,55 @@ def mark_propagated(error: E) -> E:
     return error
 
 
-def is_propagated(error: BaseException) -> bool:
-    """Return whether another rank raised this first."""
-    return bool(vars(error).get(_MARK, False))  # and not by an attribute, which may be anybody's code
+def _is_marked(error: BaseException) -> bool:
+    return bool(vars(error).get(_MARK, False))  # attribute access may run the user's code
+
+
+def _what_led_to(error: BaseException) -> list[BaseException]:
+    """Return an exception's chain up to the first error of this package, whose type says enough."""
+    chain = chain_of(error)
+    ours = [index for index, link in enumerate(chain) if isinstance(link, RankwiseError)]
+    return chain[: ours[0] + 1] if ours else chain
+
+
+def _link_matches(patterns: Mapping[str, re.Pattern[str]], error: BaseException) -> bool:
+    name = type(error).__name__
+    return name in patterns and _matches(patterns, name, text_of(error))
+
+
+def _matches(patterns: Mapping[str, re.Pattern[str]], type_name: str, text: str) -> bool:
+    return type_name in patterns and bool(patterns[type_name].search(text))
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's text; a note where the user's `__str__` fails."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  whatever the user's code raises
+        return "(its text could not be had)"
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """Return an exception and those that a traceback shows before it, by `__cause__` or `__context__`."""
+    chain: dict[int, BaseException] = {}
+    link: BaseException | None = error
+    handled_before = _handled_before.get()
+    while link is not None and id(link) not in chain:  # a chain may be circular
+        chain[id(link)] = link
+        is_apart = link.__suppress_context__ or link.__context__ is handled_before
+        context = None if is_apart else link.__context__
+        link = context if link.__cause__ is None else link.__cause__
+    return list(chain.values())
+
+
+@contextmanager
+def start_exception_chain() -> Iterator[None]:
+    """Leave out of `chain_of`, in the block, the exception that the caller is handling.
+
+    Python makes it the context of whatever is raised in the block, in a forked process, too.
+    """
+    token = _handled_before.set(sys.exc_info()[1])
+    try:
+        yield
+    finally:
+        _handled_before.reset(token)

@@ -1,4 +1,4 @@
-"""The failures of a job, and the exception that tells them."""
+"""Collect the failures of a job, and build the exception for the caller."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rankwise.failures.record import FailureRecord, first_cause
 from rankwise.monitoring.heartbeat import Heartbeat
 from rankwise.monitoring.monitored_rank import MonitoredRank
 
-# How soon a rank in a collective without a phase of its own notices that another rank has failed.
+# How soon a rank in a collective that has no phase of its own fails after another rank has.
 _AT_ONCE_S = 0.2
 
 
 @final
 class FailureCollector:
-    """What the ranks of a job have reported, or were seen to end with.
+    """The failures that ranks have reported, and the ends of processes that the supervisor has seen.
 
     Args:
-        members: all local ranks; the list is the supervisor's.
-        on_failure: called with each.
+        workers: all local ranks; the list is the supervisor's.
+        on_failure: called with each record.
 
     Attributes:
-        stopped: the global ranks that were told to stop after the first failure.
+        stopped: the global ranks that the supervisor stopped after the first failure.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class FailureCollector:
         return bool(self._records)
 
     def add(self, record: FailureRecord) -> None:
-        """Take one more; at the first that is a timeout, note where everybody is."""
+        """Add a record; at the first timeout, read all heartbeats."""
         if any(record.is_same_failure(other) for other in self._records):
-            return  # of another node, of which several ranks here have heard
+            return  # another node's failure, which several ranks here report
         self._records.append(record)
         if self._on_failure is not None:
             self._on_failure(record)
         if record.is_timeout and not self._heartbeats:
-            # Nobody has been told to stop yet; who has given up just as well brings its heartbeat along.
+            # No rank is stopped yet. The record of another rank that times out has its own heartbeat.
             self._heartbeats = {each: each.heartbeat.read() for each in self._workers if not each.has_ended}
 
     def add_late(self, record: FailureRecord) -> None:
-        """Add the end of a rank that left without a report while the ranks were told to stop.
+        """Add the end of a process that left without a report while the ranks were being stopped.
 
         It is the cause where the others have only noticed that a rank had gone: under load the end of a
         process is seen later than the end of its connections. Elsewhere it is a consequence, in a line.
@@ -65,7 +65,7 @@ class FailureCollector:
                 self.stopped.remove(record.global_rank)
 
     def reason(self) -> str:
-        """Return the first failure in a line; without one, why ranks are told to stop all the same."""
+        """Return in one line why the ranks are stopped."""
         return self._records[0].line() if self._records else "the main process was told to end"
 
     def error(self) -> WorkerError | None:
@@ -73,27 +73,27 @@ class FailureCollector:
         if not self._records:
             return None
         cause = first_cause(self._records)
-        if self._late and cause.is_felt:
+        if self._late and cause.is_caused_by_peer:
             cause = first_cause(self._late)
         others = [record for record in (*self._records, *self._late) if record is not cause]
         others = [record for record in others if record.exception_type != "JobStopped"]
         cause = self._of_timeout(cause) if cause.is_timeout else cause
-        stopped = [rank for rank in self.stopped if rank != cause.global_rank]  # the cause may be heard late
+        stopped = [rank for rank in self.stopped if rank != cause.global_rank]  # reported late
         return cause.to_error(self._started_s, stopped, others)
 
     def _of_timeout(self, cause: FailureRecord) -> FailureRecord:
-        """Return a timeout's record with who had not come by then, and where each of the others was.
+        """Return a timeout's record with the missing ranks, and where each of the other ranks was.
 
-        Where all of them were in a wait, it was for those that have not given up: one that hangs or is
-        suspended there. Where all have, it was for one another, in different collectives: nobody had come.
+        Where all ranks waited, the missing ones have not timed out: they hang or are suspended.
+        Where all have timed out, they waited for each other in different collectives: all are missing.
         """
-        own = {record.global_rank: record for record in self._records if record.is_timeout or record.is_felt}
+        own = {each.global_rank: each for each in self._records if each.is_timeout or each.is_caused_by_peer}
         waited = {rank for rank, record in own.items() if _waited_with(cause, record)}
         missing, last_seen = {*cause.missing} - waited, []
         others = {*cause.missing, *own} - {cause.global_rank}
-        for member, heartbeat in self._heartbeats_of_others(cause, own):
-            last_seen.append(member.status_at(heartbeat, cause.at_s))
-            rank = member.ranks.global_rank
+        for worker, heartbeat in self._heartbeats_of_others(cause, own):
+            last_seen.append(worker.status_at(heartbeat, cause.at_s))
+            rank = worker.ranks.global_rank
             others.add(rank)
             has_come = rank in waited if rank in own else heartbeat.waited_at(cause.at_s)
             if not has_come:
@@ -105,15 +105,15 @@ class FailureCollector:
     def _heartbeats_of_others(
         self, cause: FailureRecord, own: Mapping[int, FailureRecord]
     ) -> Iterator[tuple[MonitoredRank, Heartbeat]]:
-        for member in self._workers:
-            record = own.get(member.ranks.global_rank)
-            heartbeat = self._heartbeats.get(member) if record is None else record.heartbeat
+        for worker in self._workers:
+            record = own.get(worker.ranks.global_rank)
+            heartbeat = self._heartbeats.get(worker) if record is None else record.heartbeat
             if record is not cause and heartbeat is not None:
-                yield member, heartbeat
+                yield worker, heartbeat
 
 
 def _waited_with(cause: FailureRecord, record: FailureRecord) -> bool:
-    """Return whether a rank whose wait has ended was in it when the first one gave up; as far as is known."""
+    """Return whether a rank waited too when the first one timed out, as far as is known."""
     if record.heartbeat is not None and record.heartbeat.waits:
         return record.heartbeat.waited_at(cause.at_s)
     return record.is_timeout or record.at_s - cause.at_s < _AT_ONCE_S

@@ -1,4 +1,4 @@
-"""torch's flight recorder, where the user has turned it on: what collectives this rank has run of late."""
+"""Write torch's flight record, the latest collectives of this rank, where the user has turned it on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def write_flight_record(global_rank: int) -> str:
-    """Write what torch has recorded to a file as `torchfrtrace` reads it; return its path.
+    """Write what torch has recorded to a file that `torchfrtrace` reads; return its path.
 
-    With NCCL torch writes the same by itself. An empty text: nothing is recorded, or this torch cannot say
-    it (older ones do not record gloo's collectives).
+    With NCCL torch writes the same file itself.
 
-    Mutates: the file `<prefix><global rank>`, with the prefix that torch's own variables name; without them
-    in torch's folder in the user's cache, where nobody else can have put a link in its place.
+    Returns:
+        The path; empty where nothing is recorded, as by an older torch with gloo, or cannot be written.
+
+    Mutates: the file `<prefix><global rank>`. Torch's own variables name the prefix. The default is in
+    torch's folder in the user's cache, where no other user can have put a link in its place.
     """
     is_on = any(os.environ.get(name, "0").strip() not in ("", "0") for name in _SIZES)
     dump = getattr(_distributed_c10d, "_dump_fr_trace", None)
@@ -31,7 +33,7 @@ def write_flight_record(global_rank: int) -> str:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(dump())
-    except (OSError, RuntimeError):  # not to be written there; nobody knows where this user's home is
+    except (OSError, RuntimeError):  # no permission; no home directory
         return ""
     return path
 

@@ -1,6 +1,6 @@
 """A rank's heartbeat: its step and phase, in a page of shared memory.
 
-Writing costs a fraction of a microsecond, and what a rank wrote last can be read however it hangs.
+Writing takes a fraction of a microsecond. The launching process can read it while the rank hangs.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ __all__ = [
 # The step (-1 for none), the time on the node's monotonic clock, whether it waits for others, the phase.
 _RECORD = struct.Struct("=qd?47s")
 _LENGTH = 47
-# The phases of a training step.
+# The phases of a training step, in order.
 _ORDER = ("data loading", "forward", "backward", "optimizer")
-# Behind the record, as another thread writes it: whether checkpoints are being written.
+# After the record, as another thread writes it: whether checkpoints are being written.
 _SAVING = struct.Struct("=?")
 
 NO_FILE = -1
-"""In place of a descriptor: the page is this process's alone, for `own_heartbeat`."""
+"""In place of a descriptor: no other process reads the page, only `own_heartbeat`."""
 
 TEARDOWN = "teardown"
-"""The phase of a rank whose work is done, and that still has to leave."""
+"""The phase of a rank whose work is done, and that cleans up."""
 
 LEAVING = "leaving"
-"""The phase of a process that was started for one job and is done: its threads and exit hooks end."""
+"""The phase of a process that was started for one job and exits: its threads and exit hooks end."""
 
 _page: mmap.mmap | None = None
 _current: tuple[int, bool, str] = (-1, False, "")
 
 
 def write_heartbeat_to(descriptor: int | None) -> None:
-    """Write this process's heartbeat into a file from here on; None stops it."""
+    """Write this process's heartbeat into a file from here on; None stops that."""
     global _page
     _page = None if descriptor is None else mmap.mmap(descriptor, mmap.PAGESIZE)
     report_phase("starting", step=-1)
@@ -69,12 +69,12 @@ def heartbeat_written_to(descriptor: int) -> Iterator[None]:
 
 
 def report_phase(phase: str, *, step: int | None = None, waits: bool = False) -> None:
-    """Say what this rank does from here on; nothing where nobody reads it.
+    """Write this rank's phase into its heartbeat, if it has one.
 
     Args:
         phase: in a few words.
-        step: the optimizer step; the one said last if it is left out.
-        waits: whether other ranks may hold this one up.
+        step: the optimizer step; by default the last one that was reported.
+        waits: whether this phase ends only when other ranks come.
     """
     global _current
     if _page is None:
@@ -85,7 +85,7 @@ def report_phase(phase: str, *, step: int | None = None, waits: bool = False) ->
 
 
 def report_saving(is_saving: bool) -> None:
-    """Say whether a thread of this rank writes checkpoints, which this rank's end should not cut.
+    """Report whether a thread of this rank writes checkpoints; the supervisor waits for it.
 
     Runs on: any thread.
     """
@@ -95,9 +95,9 @@ def report_saving(is_saving: bool) -> None:
 
 @contextmanager
 def blocked_in(phase: str) -> Iterator[None]:
-    """Say that this rank waits for others in the block; after it, does what it did before.
+    """Report a phase that waits for other ranks in the block, then the phase of before.
 
-    Where the block fails as torch does when others do not come, this rank goes on being seen there.
+    After a `RuntimeError`, which torch raises when others do not come, this phase stays.
     """
     if _page is None:
         yield
@@ -115,7 +115,7 @@ def blocked_in(phase: str) -> Iterator[None]:
 
 
 def own_heartbeat() -> Heartbeat | None:
-    """Return what this process has written last; None where it writes nothing. Runs on: any thread."""
+    """Return this process's own heartbeat; None where it has none. Runs on: any thread."""
     return None if _page is None else _read(_page)
 
 
@@ -127,8 +127,8 @@ class Heartbeat:
     Attributes:
         step: the optimizer step; -1 where there is none.
         at_s: when, on the node's monotonic clock; 0 for never.
-        waits: whether other ranks may hold it up.
-        phase: what it does.
+        waits: whether the phase ends only when other ranks come.
+        phase: in a few words.
     """
 
     step: int
@@ -137,15 +137,15 @@ class Heartbeat:
     phase: str
 
     def seconds_ago(self, now_s: float | None = None) -> float:
-        """Return how long the rank has been at it, or had been at a time of the node's monotonic clock."""
+        """Return for how long the rank is in this phase, now or at a time of the node's monotonic clock."""
         return (time.monotonic() if now_s is None else now_s) - self.at_s
 
     def waited_at(self, at_s: float) -> bool:
-        """Return whether the rank was waiting already at a time of the node's monotonic clock."""
+        """Return whether the rank waited at a time of the node's monotonic clock."""
         return self.waits and self.at_s <= at_s
 
     def waits_for(self, other: Heartbeat) -> bool:
-        """Whether the rank waits, or has come to where a wrapper makes it wait, beyond where another is."""
+        """Return whether the rank waits for another one, or is further on in the same training loop."""
         if self.waits:
             return self.step >= other.step
         is_in_step = self.phase in _ORDER and other.phase in _ORDER
@@ -160,7 +160,7 @@ class Heartbeat:
 
 @final
 class HeartbeatReader:
-    """The launching process's view of a rank's page.
+    """Read a rank's page; in the launching process.
 
     Args:
         descriptor: an anonymous file, which is given its size.
@@ -184,21 +184,21 @@ def _read(page: mmap.mmap) -> Heartbeat:
     return Heartbeat(step, at_s, waits, phase.rstrip(b"\0").decode("utf-8", "replace"))
 
 
-_TIME_MARK = "_rankwise_moment"
+_TIME_MARK = "_rankwise_failure_time"
 
 
 @final
 @dataclass(frozen=True)
 class FailureTime:
-    """When it was, on the node's monotonic clock, and the heartbeat of then; None where nobody reads it."""
+    """When a rank failed, on the node's monotonic clock, and its heartbeat then; None where it has none."""
 
     at_s: float
     heartbeat: Heartbeat | None
 
 
 def failure_time_of(error: BaseException) -> FailureTime:
-    """Return the moment at which an exception ended this rank's work: when this was first called with it."""
-    moment: FailureTime | None = vars(error).get(_TIME_MARK)
-    if moment is None:
-        moment = vars(error)[_TIME_MARK] = FailureTime(time.monotonic(), own_heartbeat())
-    return moment
+    """Return when this function was first called with an exception."""
+    failed: FailureTime | None = vars(error).get(_TIME_MARK)
+    if failed is None:
+        failed = vars(error)[_TIME_MARK] = FailureTime(time.monotonic(), own_heartbeat())
+    return failed

@@ -1,4 +1,4 @@
-"""The stacks of all ranks, on stderr: when SIGUSR2 asks for them, and when a collective times out."""
+"""Write the stacks of all ranks to stderr, on SIGUSR2 and when a collective times out."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rankwise.processes.stderr import write_stderr
 
 STACKS_SIGNAL = signal.SIGUSR2
 _STDERR = 2
-_WRITING_S = 0.05  # what a rank needs to write its stacks, so that those of several do not mix
+_WRITING_S = 0.05  # what a rank needs to write its stacks, so that the stacks of several ranks do not mix
 
 
 @contextmanager
 def stacks_on_signal() -> Iterator[None]:
-    """Write this process's stacks to stderr on SIGUSR2 in the block, even where it hangs in a C call.
+    """Write this process's stacks to stderr on SIGUSR2 in the block, also while it is in a C call.
 
-    Where somebody handles that signal already, and outside the main thread, nothing changes.
+    Nothing changes outside the main thread, or where the signal has a handler already.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
@@ -36,18 +36,18 @@ def stacks_on_signal() -> Iterator[None]:
 
 
 def write_stacks_on_signal() -> None:
-    """Do the same for as long as this process lives; for one that was started to be a rank."""
+    """Do so until this process ends; for a process that was started as a rank."""
     faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True)
 
 
 def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
-    """Have every local rank write its stacks, one after another. Runs on: the supervisor's thread."""
-    for member in workers:
-        process = member.process
-        if member.has_ended or (process is not None and not member.has_started):
+    """Make every local rank write its stacks, one after another. Runs on: the supervisor's thread."""
+    for worker in workers:
+        process = worker.process
+        if worker.has_ended or (process is not None and not worker.has_started):
             continue
         pid = "this process" if process is None else f"pid {process.pid}"
-        title = f"rankwise: {reason}; stacks of global_rank={member.ranks.global_rank} ({pid}):\n"
+        title = f"rankwise: {reason}; stacks of global_rank={worker.ranks.global_rank} ({pid}):\n"
         if process is None:
             write_stderr(title + _own_stacks())
         else:
@@ -58,7 +58,7 @@ def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
 
 
 def _own_stacks() -> str:
-    # faulthandler holds the interpreter's lock while it writes: not to where a reader may not keep up.
+    # faulthandler holds the GIL while it writes, and would block all threads on a slow reader of stderr.
     try:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)

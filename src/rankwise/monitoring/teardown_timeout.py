@@ -1,4 +1,4 @@
-"""See that a job comes to its end: a rank that hangs in its teardown or after it, where nothing times out."""
+"""Time limits for the end of a job: for a rank's teardown, and for its process to exit."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from rankwise.errors import RendezvousTimeoutError
 from rankwise.monitoring.heartbeat import LEAVING, TEARDOWN
 from rankwise.monitoring.monitored_rank import MonitoredRank
 
-# How many looks there are in the time that a teardown may take.
+# How many times the ranks are looked at in the time that a teardown may take.
 _LOOKS = 8
-# What a process has at least for its way out: threads and exit hooks that end, an interpreter to take down.
+# What a process has at least to exit: to end threads, run exit hooks and take down the interpreter.
 LEAST_TO_LEAVE_S = 30.0
 
 
 @final
 class TeardownTimeout:
-    """Look now and then for a rank whose teardown takes longer than a collective may, or its way out.
+    """Find a rank whose teardown takes longer than a collective may, or whose process does not exit.
 
-    What a rank does before its teardown may take as long as it likes, also when the others have finished; and
-    so may what a script that is run as a rank does after its jobs.
+    What a rank does before its teardown has no limit, also when the others have finished; nor has what a
+    re-run script does after its jobs.
 
     Args:
-        members: all local ranks; the list is the supervisor's, and grows.
-        timeout_s: how long a teardown may take; None for as long as it likes.
-        on_timeout: called with the failure of the rank that waits in vain.
+        workers: all local ranks; the list is the supervisor's, and grows.
+        timeout_s: how long a teardown may take; None for no limit.
+        on_timeout: called with the error, and a rank that waits for the one that hangs.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class TeardownTimeout:
         if self._timeout_s is None or self.time_left():
             return
         interval_s = self._timeout_s / _LOOKS
-        was_suspended = time.monotonic() > self._next_look_s + interval_s  # and the ranks perhaps with us
+        # This process was suspended, and the ranks perhaps with it.
+        was_suspended = time.monotonic() > self._next_look_s + interval_s
         self._next_look_s = time.monotonic() + interval_s
         if was_suspended:
             return
-        hanging = [member for member in self._workers if self._hangs(member, self._timeout_s)]
+        hanging = [worker for worker in self._workers if self._hangs(worker, self._timeout_s)]
         if hanging:
-            waiting = [member for member in self._workers if member not in hanging]
-            witness = (waiting or hanging)[0]
+            waiting = [worker for worker in self._workers if worker not in hanging]
             error = RendezvousTimeoutError("the end of the job", self._timeout_s)
             self._timeout_s = None
-            self._on_timeout(witness, error)
+            self._on_timeout((waiting or hanging)[0], error)
 
     @staticmethod
-    def _hangs(member: MonitoredRank, timeout_s: float) -> bool:
-        heartbeat = member.heartbeat.read()
+    def _hangs(worker: MonitoredRank, timeout_s: float) -> bool:
+        heartbeat = worker.heartbeat.read()
         limit_s = {TEARDOWN: timeout_s, LEAVING: max(timeout_s, LEAST_TO_LEAVE_S)}.get(heartbeat.phase)
-        return limit_s is not None and not member.has_ended and heartbeat.seconds_ago() > limit_s
+        return limit_s is not None and not worker.has_ended and heartbeat.seconds_ago() > limit_s
