@@ -1,4 +1,4 @@
-"""`ClusterEnvironment`: who started this process, and its place in the job; typed access to variables."""
+"""`ClusterEnvironment`: reads the variables of a launcher that started this process."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import os
 import signal
 from abc import ABC
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import ClassVar, final
 
 from rankwise.environments.network import port_of_job
 from rankwise.errors import EnvironmentVariableError, InvalidArgumentError
 from rankwise.ranks import RankInfo
 
-__all__ = ["ClusterEnvironment"]
+__all__ = ["ClusterEnvironment", "is_set"]
 
-_HIGHEST_COUNT = 10_000_000
+_MAX_COUNT = 10_000_000
+_MAX_FILE_BYTES = 16_000_000
+
+
+def is_set(name: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a variable is set to more than blanks."""
+    return bool(environ.get(name, "").strip())
 
 
 @final
 class Variables:
-    """The variables that one environment reads."""
+    """Typed access to the variables that one environment reads."""
 
     def __init__(self, environment: str, environ: Mapping[str, str]) -> None:
         self.environ = environ
@@ -27,7 +35,7 @@ class Variables:
 
     def has(self, name: str) -> bool:
         """Return whether a variable is set to more than blanks."""
-        return bool(self.environ.get(name, "").strip())
+        return is_set(name, self.environ)
 
     def text(self, name: str) -> str:
         """Return a variable that must be set and not empty."""
@@ -36,32 +44,37 @@ class Variables:
             raise self.error(f"{name} is not set", {})
         return value
 
-    def number(self, name: str, highest: int = _HIGHEST_COUNT, lowest: int = 0) -> int:
-        """Return a variable that must hold a whole number from `lowest` to `highest`."""
+    def number(self, name: str, highest: int = _MAX_COUNT, lowest: int = 0) -> int:
+        """Return a variable that must be a whole number from `lowest` to `highest`."""
         text = self.text(name)
-        # str.isdecimal keeps signs, spaces, underscores and fractions out; isascii other digits
+        # isdecimal excludes signs, spaces, underscores and fractions; isascii excludes other scripts' digits
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(highest))):
             raise self.error(f"{name} is not a number from {lowest} to {highest}", {name: text})
         if not lowest <= int(text) <= highest:
             raise self.error(f"{name} is not within {lowest} to {highest}", {name: text})
         return int(text)
 
-    def first_set(self, *names: str) -> str | None:
-        """Return the first of these variables that is set, None where none is."""
-        return next((name for name in names if self.has(name)), None)
+    def hosts_in_file(self, name: str) -> list[str]:
+        """Return the different host names in the file whose path a variable contains."""
+        path = self.text(name)
+        try:
+            with Path(path).open(encoding="utf-8") as file:
+                return list(dict.fromkeys(file.read(_MAX_FILE_BYTES).split()))
+        except (OSError, ValueError) as error:
+            raise self.error(f"{name} cannot be read: {error}", {name: path}) from None
 
     def error(self, problem: str, shown: Mapping[str, str]) -> EnvironmentVariableError:
-        """Build the error that names this environment."""
+        """Return the error that names this environment."""
         return EnvironmentVariableError(
             environment=self._environment, problem=problem.rstrip("."), variables=dict(shown)
         )
 
 
 class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a subclass adds
-    """Read a launcher's variables; write nothing, decide nothing.
+    """Reads a launcher's variables.
 
-    A subclass is a table of variable names. It fills in the class attributes below; where a fact is not
-    simply a number in a variable, it overrides the property instead.
+    A subclass is a table of variable names. It sets the class attributes below, and overrides the property
+    of a fact that is not simply a number in a variable.
 
     Example:
         >>> class MyCluster(ClusterEnvironment):
@@ -78,17 +91,17 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         RankInfo(global_rank 1 of 2, local_rank 1 of 2, node 0 of 1)
 
     Attributes:
-        name: what the environment is called, in `Trainer(plugins=["name"])` and in messages.
+        name: the environment's name, for `Trainer(plugins=["name"])` and messages.
         variables: fact to variable name. The facts are `global_rank`, `world_size`, `local_rank`,
             `local_world_size`, `node_rank`, `num_nodes`, `main_address` and `main_port`.
-        required: further variables that must be set, though others may set them too.
-        optional: variables that are read where they are set, for messages.
-        markers: variables that only this launcher sets. With one of them present an incomplete or
-            contradictory set is an error; without, an incomplete set means "not this environment".
-        requeue_signal: a signal that announces the end of the job's time: training stops on all ranks after
-            the same step, saves, and `requeue` is called; None where the scheduler has none.
-        job_variables: what tells this job from another on the same node; where no variable says the main
-            port, it is worked out from the ones that are set.
+        required: further variables that must be set, which other launchers may set too.
+        optional: further variables to show in messages.
+        markers: variables that only this launcher sets. If one of them is set, an incomplete or contradictory
+            set is an error; otherwise an incomplete set means that it is another environment.
+        requeue_signal: a signal that announces the job's time limit: training stops on all ranks after the
+            same step, saves, and calls `requeue`; None if the scheduler sends none.
+        job_variables: variables whose values differ between jobs on one node; the main port is computed from
+            those that are set if no variable contains it.
     """
 
     name: ClassVar[str] = ""
@@ -100,40 +113,40 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     requeue_signal: signal.Signals | None = None
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        """Read from `environ` (default: a copy of `os.environ` as it is now)."""
+        """Read `environ`, by default a copy of `os.environ`."""
         self._values = Variables(self.name, dict(os.environ if environ is None else environ))
         self._table = self.table(self._values.environ)
 
-    # ------------------------------------------------------------------ is it this one?
+    # ------------------------------------------------------------------ detection
 
     @classmethod
     def table(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """Return fact to variable name; for a launcher that has several dialects, the one spoken here."""
+        """Return fact to variable name; override it for a launcher with several sets of names."""
         return cls.variables
 
     @classmethod
     def missing(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the variables that would have to be set for this environment, and are not."""
-        return tuple(name for name in cls._needed(environ) if not environ.get(name, "").strip())
+        """Return the required variables that are not set."""
+        return tuple(name for name in cls._needed(environ) if not is_set(name, environ))
 
     @classmethod
     def detected_markers(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the variables that prove this launcher to have been at work."""
-        return tuple(name for name in cls.markers if environ.get(name, "").strip())
+        """Return the variables that are set and that only this launcher sets."""
+        return tuple(name for name in cls.markers if is_set(name, environ))
 
     @classmethod
     def rejection(cls, environ: Mapping[str, str]) -> str | None:
-        """Return why this environment is not the one, None where it is.
+        """Return why this environment has not started the process; None if it has.
 
         Raises:
-            EnvironmentVariableError: where the launcher has surely been at work (a marker is set, or every
-                variable is) but the set is incomplete or contradicts itself: training on as a job of one
+            EnvironmentVariableError: when the launcher has started it (a marker or every variable is set),
+                but the variables are incomplete or contradict each other. Training as a job of one process
                 would be a silent mistake.
         """
         missing = cls.missing(environ)
         if missing and not cls.detected_markers(environ):
-            is_nothing_there = len(missing) == len(cls._needed(environ))
-            return "none of its variables is set" if is_nothing_there else f"{', '.join(missing)} not set"
+            is_none_set = len(missing) == len(cls._needed(environ))
+            return "none of its variables is set" if is_none_set else f"{', '.join(missing)} not set"
         environment = cls(environ)
         if missing:
             raise environment._values.error(f"{', '.join(missing)} is not set", environment.seen())
@@ -142,7 +155,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] | None = None) -> bool:
-        """Return whether this environment's whole variable set is there and agrees with itself.
+        """Return whether this environment has started the process; `os.environ` is the default.
 
         Raises:
             EnvironmentVariableError: as `rejection`.
@@ -153,17 +166,19 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether the job's processes exist already, or else the strategy starts those of this node."""
+        """Whether the launcher starts all processes; otherwise the strategy starts those of this node."""
         return True
 
     @property
     def processes_per_node(self) -> int | None:
-        """How many processes there are, or are wanted, on this node; None where that is open."""
+        """The number of processes on this node, existing or requested; None if it is not specified."""
         return self.local_world_size if self.creates_processes_externally else None
 
     @property
     def other_node(self) -> str | None:
-        """The name of a node other than rank 0's, where that is known: which way the others lie."""
+        """The name of a node other than rank 0's, if known; it determines the network interface."""
+        with suppress(EnvironmentVariableError):
+            return next(iter(self._node_names()[1:]), None)
         return None
 
     @property
@@ -188,29 +203,36 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     @property
     def node_rank(self) -> int:
-        """The id of this node; derived from equal nodes where no variable says it."""
+        """The id of this node; without a variable derived from nodes of equal size."""
         if "node_rank" in self._table:
             return self._number("node_rank")
         return self.global_rank // max(1, self.local_world_size)
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes; derived from equal nodes where no variable says it."""
+        """The number of nodes; without a variable derived from nodes of equal size."""
         if "num_nodes" in self._table:
             return self._number("num_nodes")
         return max(1, -(-self.world_size // max(1, self.local_world_size)))
 
     @property
     def main_address(self) -> str:
-        """The address at which rank 0's node listens."""
-        return self._values.text(self._table.get("main_address", "MASTER_ADDR"))
+        """The address at which rank 0's node listens; by default the name of the job's first node.
+
+        Raises:
+            EnvironmentVariableError: when neither is known.
+        """
+        variable = self._table.get("main_address", "MASTER_ADDR")
+        if not self._values.has(variable) and (names := self._node_names()):
+            return names[0]
+        return self._values.text(variable)
 
     @property
     def main_port(self) -> int:
-        """The port at which rank 0's node listens; worked out from the job's ids where none is set.
+        """The port at which rank 0's node listens; without a variable computed from the job's ids.
 
         Raises:
-            EnvironmentVariableError: when it is no port, or there is nothing to work it out from.
+            EnvironmentVariableError: when it is not a port, or no id of the job is set.
         """
         variable = self._table.get("main_port", "MASTER_PORT")
         ids = [self._values.text(name) for name in self.job_variables if self._values.has(name)]
@@ -220,10 +242,10 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     @property
     def ranks(self) -> RankInfo:
-        """All ranks at once, validated against each other.
+        """All ranks, validated against each other.
 
         Raises:
-            EnvironmentVariableError: when a variable is missing, is no number, or contradicts another.
+            EnvironmentVariableError: when a variable is missing, not a number, or contradicts another.
         """
         try:
             return RankInfo(
@@ -246,17 +268,21 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         return {name: environ[name] for name in names if name in environ}
 
     def requeue(self) -> None:
-        """Put the job back into the scheduler's queue, if that was asked for. Runs on: global rank 0."""
+        """Put the job back into the scheduler's queue, if requested. Runs on: global rank 0."""
 
     def validate_settings(self, devices: int, num_nodes: int) -> None:
-        """Check what the user asked for against this environment; override to refuse more."""
+        """Check the user's settings against this environment; override to raise for invalid ones."""
 
     def teardown(self) -> None:
-        """Release what the environment holds; most hold nothing."""
+        """Release resources of the environment; override it if there are any."""
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in self.seen().items())
         return f"{type(self).__name__}({shown})"
+
+    def _node_names(self) -> list[str]:
+        """Return the names of the job's nodes, rank 0's first, if the launcher provides them."""
+        return []
 
     @classmethod
     def _needed(cls, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Find out who started this process, and say why."""
+"""Detect the environment that started this process, with the reason for the choice."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from rankwise.environments.kubeflow import KubeflowEnvironment
 from rankwise.environments.local import LocalEnvironment
 from rankwise.environments.lsf import LSFEnvironment
 from rankwise.environments.mpi import MPIEnvironment
-from rankwise.environments.nodes import NodesEnvironment
 from rankwise.environments.pals import PALSEnvironment
-from rankwise.environments.plain import PlainEnvironment
+from rankwise.environments.plain import NodesEnvironment, PlainEnvironment
 from rankwise.environments.slurm import SlurmEnvironment
 from rankwise.environments.torchelastic import TorchElasticEnvironment
 from rankwise.errors import EnvironmentVariableError, InvalidTypeError, UnknownNameError
@@ -30,8 +29,9 @@ __all__ = [
 
 ENVIRONMENT_VARIABLE = "RANKWISE_ENVIRONMENT"
 _ENTRY_POINTS = "rankwise.environments"
+_REASON, _LAST_REASON = "all of its variables are set and agree", "no launcher's variables are complete"
 
-# In the order of detection: who is nearest to the process comes first.
+# In the order of detection: a launcher that others may have started comes before them.
 _ORDER: tuple[type[ClusterEnvironment], ...] = (
     TorchElasticEnvironment,
     SlurmEnvironment,
@@ -48,7 +48,7 @@ _ORDER: tuple[type[ClusterEnvironment], ...] = (
 @final
 @dataclass(frozen=True)
 class Detection:
-    """What was found: the environment, the reason, and each other candidate with why it is not the one."""
+    """The detected environment, the reason, and why each other candidate was rejected."""
 
     environment: ClusterEnvironment
     reason: str
@@ -61,7 +61,7 @@ class Detection:
 
 
 def environment_names() -> tuple[str, ...]:
-    """Return the names of all environments, built in and installed."""
+    """Return the names of all environments, built-in and installed."""
     installed = [point.name for point in entry_points(group=_ENTRY_POINTS)]
     return (*(cls.name for cls in _ORDER), *installed)
 
@@ -70,9 +70,9 @@ def create_environment(name: str, environ: Mapping[str, str] | None = None) -> C
     """Return the environment of that name, validated.
 
     Raises:
-        UnknownNameError: when there is none of that name.
-        InvalidTypeError: when an installed entry point is no `ClusterEnvironment`.
-        EnvironmentVariableError: when its variables are not all there or contradict each other.
+        UnknownNameError: for an unknown name.
+        InvalidTypeError: when an installed entry point is not a `ClusterEnvironment`.
+        EnvironmentVariableError: when its variables are incomplete or contradict each other.
     """
     environment = _class_named(name)(environ)
     environment.ranks  # noqa: B018  reading the ranks validates them
@@ -80,34 +80,30 @@ def create_environment(name: str, environ: Mapping[str, str] | None = None) -> C
 
 
 def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
-    """Find the environment; `RANKWISE_ENVIRONMENT` beats detection.
+    """Detect the environment; the variable `RANKWISE_ENVIRONMENT` overrides detection.
 
     Raises:
-        UnknownNameError: when `RANKWISE_ENVIRONMENT` names nothing.
-        EnvironmentVariableError: when a launcher has surely been at work but its variables are wrong.
+        UnknownNameError: when `RANKWISE_ENVIRONMENT` is an unknown name.
+        EnvironmentVariableError: when a launcher has started this process but its variables are wrong.
     """
     environ = os.environ if environ is None else environ
     if chosen := environ.get(ENVIRONMENT_VARIABLE, "").strip():
         return Detection(create_environment(chosen, environ), f"{ENVIRONMENT_VARIABLE}={chosen}", {})
     rejected: dict[str, str] = {}
-    for place, cls in enumerate(_ORDER):
+    for number, cls in enumerate(_ORDER):
         reason = cls.rejection(environ)
         if reason is None:
-            others = {other.name: _reason_behind(cls, other, environ) for other in _ORDER[place + 1 : -1]}
-            return Detection(cls(environ), _reason_for(cls), {**rejected, **others})
+            others = {other.name: _later_rejection(other, cls, environ) for other in _ORDER[number + 1 : -1]}
+            why = _LAST_REASON if cls is _ORDER[-1] else _REASON
+            return Detection(cls(environ), why, {**rejected, **others})
         rejected[cls.name] = reason
-    raise LookupError("the last environment in the order must fit everywhere")
+    raise LookupError("the last environment must accept every process")
 
 
-def _reason_for(cls: type[ClusterEnvironment]) -> str:
-    is_last = cls is _ORDER[-1]
-    return "no launcher's variables are complete" if is_last else "all of its variables are set and agree"
-
-
-def _reason_behind(
-    found: type[ClusterEnvironment], other: type[ClusterEnvironment], environ: Mapping[str, str]
+def _later_rejection(
+    other: type[ClusterEnvironment], found: type[ClusterEnvironment], environ: Mapping[str, str]
 ) -> str:
-    """Return why an environment was passed over that comes after the one that was found."""
+    """Return why an environment was rejected that comes after the one that was found."""
     try:
         return other.rejection(environ) or f"{found.name} is nearer to this process"
     except EnvironmentVariableError as error:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, final
 
-from rankwise.environments.nodes import NodesEnvironment
+from rankwise.environments.base import is_set
+from rankwise.environments.plain import NodesEnvironment
 
 __all__ = ["KubeflowEnvironment"]
 
 
 @final
 class KubeflowEnvironment(NodesEnvironment):
-    """A pod of a PyTorchJob: one process, from which the strategy starts those that the pod is to have.
+    """A pod of a PyTorchJob: one process, from which the strategy starts the other processes of the pod.
 
-    `RANK` is the pod's, whatever `nprocPerNode` says; `WORLD_SIZE` counts pods times `nprocPerNode`. `PET_*`
-    are what torchrun would read; where the operator sets them, they must agree. With `nprocPerNode: auto`
-    (the operator's default) `devices` decides.
+    `RANK` is the pod's, for any `nprocPerNode`; `WORLD_SIZE` is the number of pods times `nprocPerNode`. The
+    variables `PET_*` are torchrun's; if the operator sets them, they must agree. With `nprocPerNode: auto`
+    (the operator's default) `devices` gives the number of processes.
 
     Source: https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/
     """
@@ -33,19 +34,19 @@ class KubeflowEnvironment(NodesEnvironment):
 
     @classmethod
     def rejection(cls, environ: Mapping[str, str]) -> str | None:
-        """Return why this is no pod's own process of a PyTorchJob."""
-        if environ.get("LOCAL_RANK", "").strip():
-            return "LOCAL_RANK is set: somebody has started this process inside of the pod"
+        """Return why this is not the first process of a pod of a PyTorchJob."""
+        if is_set("LOCAL_RANK", environ):
+            return "LOCAL_RANK is set: a launcher in the pod has started this process"
         return super(NodesEnvironment, cls).rejection(environ)
 
     @property
     def has_num_nodes(self) -> bool:
-        """Always True: `WORLD_SIZE` and `nprocPerNode` say it."""
+        """Always True: it follows from `WORLD_SIZE` and `nprocPerNode`."""
         return True
 
     @property
     def processes_per_node(self) -> int | None:
-        """`PET_NPROC_PER_NODE` where it is a number ("auto", "gpu" and "cpu" leave it open)."""
+        """`PET_NPROC_PER_NODE` if it is a number; None for "auto", "gpu" and "cpu"."""
         variable = "PET_NPROC_PER_NODE"
         is_open = not self._values.has(variable) or self._values.text(variable) in ("auto", "gpu", "cpu")
         return None if is_open else self._values.number(variable, lowest=1)

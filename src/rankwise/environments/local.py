@@ -1,4 +1,4 @@
-"""Nobody started a job: this process is alone, and the strategy starts what it needs."""
+"""A single process without a launcher: the strategy starts the other processes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["LocalEnvironment"]
 
 @final
 class LocalEnvironment(ClusterEnvironment):
-    """A terminal, a notebook or a test: one process, from which the strategy launches the others."""
+    """A terminal, a notebook or a test: one process, from which the strategy starts the others."""
 
     name = "local"
 
     @classmethod
     def rejection(cls, environ: Mapping[str, str]) -> None:
-        """Return None: where nothing else fits, the process is alone."""
+        """Return None: this environment is the last one, and fits every process."""
 
     @property
     def creates_processes_externally(self) -> bool:
-        """False: the strategy starts what it needs."""
+        """False: the strategy starts the other processes."""
         return False
 
     @property
     def ranks(self) -> RankInfo:
-        """The one process that exists."""
+        """The ranks of a job of one process."""
         return RankInfo()
 
     @property
@@ -39,7 +39,7 @@ class LocalEnvironment(ClusterEnvironment):
 
     @property
     def world_size(self) -> int:
-        """Always 1: the processes that exist now."""
+        """Always 1."""
         return 1
 
     @property
@@ -59,7 +59,7 @@ class LocalEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """`MASTER_PORT`, if somebody has set it: the port of a local job is found when its ranks are started.
+        """`MASTER_PORT`, if it is set: otherwise the strategy takes a free port when it starts the ranks.
 
         Raises:
             ConfigurationError: when it is not set.

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import ClassVar, final
 
-from rankwise.environments.base import ClusterEnvironment
-from rankwise.errors import EnvironmentVariableError
+from rankwise.environments.base import ClusterEnvironment, is_set
 
 __all__ = ["LSFEnvironment"]
 
-_MOST_BYTES = 16_000_000
 _LAUNCH_NODES = ("batch", "login")
 
 
 @final
 class LSFEnvironment(ClusterEnvironment):
-    """A task that `jsrun` has started. In a `bsub` script without jsrun there is one process, and no step.
+    """A task that `jsrun` has started. A `bsub` script without jsrun is one process, and no step.
 
-    The address of rank 0's node is `MASTER_ADDR`, or the first compute node of `LSB_DJOB_RANKFILE`, whose
-    first line names the launch node on clusters that have one.
+    The address of rank 0's node is `MASTER_ADDR`, or the first compute node in the file `LSB_DJOB_RANKFILE`.
+    On clusters with launch nodes, the first line of that file is the launch node.
 
     Source: https://www.ibm.com/docs/en/spectrum-lsf/10.1.0 (LSB_*), and IBM's jsrun manual (JSM_NAMESPACE_*)
     """
@@ -42,37 +38,14 @@ class LSFEnvironment(ClusterEnvironment):
     def rejection(cls, environ: Mapping[str, str]) -> str | None:
         """Return why jsrun has not started this process."""
         reason = super().rejection(environ)
-        if reason and environ.get("LSB_JOBID", "").strip():
+        if reason and is_set("LSB_JOBID", environ):
             return "this is the job's own script (JSM_NAMESPACE_RANK is not set): jsrun has not started it"
         return reason
 
-    @property
-    def main_address(self) -> str:
-        """`MASTER_ADDR`, or the first compute node of the job's rank file.
-
-        Raises:
-            EnvironmentVariableError: when there is no rank file, or it names no node.
-        """
-        if self._values.has("MASTER_ADDR"):
-            return self._values.text("MASTER_ADDR")
-        return self._compute_nodes()[0]
-
-    @property
-    def other_node(self) -> str | None:
-        """The second compute node of the job's rank file, where there is one."""
-        with suppress(EnvironmentVariableError):
-            return next(iter(self._compute_nodes()[1:]), None)
-        return None
-
-    def _compute_nodes(self) -> list[str]:
-        path = self._values.text("LSB_DJOB_RANKFILE")
-        try:
-            with Path(path).open(encoding="utf-8") as file:
-                hosts = list(dict.fromkeys(file.read(_MOST_BYTES).split()))
-        except (OSError, ValueError) as error:
-            raise self._values.error(f"LSB_DJOB_RANKFILE cannot be read: {error}", self.seen()) from None
+    def _node_names(self) -> list[str]:
+        hosts = self._values.hosts_in_file("LSB_DJOB_RANKFILE")
         has_launch_node = len(hosts) > self.num_nodes or "".join(hosts[:1]).startswith(_LAUNCH_NODES)
-        compute = hosts[1:] if has_launch_node else hosts
-        if not compute:
+        names = hosts[1:] if has_launch_node else hosts
+        if not names:
             raise self._values.error("LSB_DJOB_RANKFILE names no compute node", self.seen())
-        return compute
+        return names

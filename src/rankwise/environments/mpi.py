@@ -1,4 +1,4 @@
-"""MPI's launchers: Open MPI's `mpirun`, and Hydra's `mpiexec` (MPICH, Intel MPI)."""
+"""The launchers of MPI: Open MPI's `mpirun`, and Hydra's `mpiexec` (MPICH, Intel MPI)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from rankwise.environments.base import ClusterEnvironment
+from rankwise.environments.base import ClusterEnvironment, is_set
 from rankwise.environments.network import address_toward, port_of_job
 from rankwise.errors import ConfigurationError, MissingExtraError
 
@@ -34,12 +34,13 @@ _LOOPBACK = "127.0.0.1"
 
 @final
 class MPIEnvironment(ClusterEnvironment):
-    """A rank that `mpirun` or `mpiexec` has started. Its variables are read; MPI itself is not used.
+    """A rank that `mpirun` or `mpiexec` has started. It reads variables and does not use MPI itself.
 
-    No launcher of MPI says where rank 0 is. On one node that is loopback. On several, `MASTER_ADDR` (and
-    `MASTER_PORT`) say it, or else mpi4py is asked, which every rank must be able to import.
+    No variable of these launchers contains rank 0's address. On one node it is loopback. On several nodes it
+    is `MASTER_ADDR` (with `MASTER_PORT`), or else rank 0 broadcasts it with mpi4py, which every rank must be
+    able to import.
 
-    `PMI_RANK` and `PMI_SIZE` alone prove nothing: `srun --mpi=pmi2` and PALS set them too.
+    `PMI_RANK` and `PMI_SIZE` are no markers: `srun --mpi=pmi2` and PALS set them too.
     """
 
     name = "mpi"
@@ -48,46 +49,46 @@ class MPIEnvironment(ClusterEnvironment):
 
     @classmethod
     def table(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """Return Hydra's names where only Hydra was at work, Open MPI's otherwise."""
-        return _HYDRA if not _set(_OPEN_MPI, environ) and _set(_HYDRA, environ) else _OPEN_MPI
+        """Return Hydra's names if only these are set, Open MPI's otherwise."""
+        return _HYDRA if not _set_in(_OPEN_MPI, environ) and _set_in(_HYDRA, environ) else _OPEN_MPI
 
     @classmethod
     def detected_markers(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """Return what only a launcher of MPI sets."""
-        return tuple(name for name in _set(cls.table(environ), environ) if not name.startswith("PMI_"))
+        """Return the variables that are set and that only a launcher of MPI sets."""
+        return tuple(name for name in _set_in(cls.table(environ), environ) if not name.startswith("PMI_"))
 
     @property
     def main_address(self) -> str:
-        """`MASTER_ADDR`; loopback on one node; otherwise what rank 0 says through mpi4py.
+        """`MASTER_ADDR`; or loopback on one node; or the address that rank 0 broadcasts with mpi4py.
 
-        Collective: on several nodes without `MASTER_ADDR`, every rank must ask.
+        Collective: on several nodes without `MASTER_ADDR`, every rank must read this.
 
         Raises:
-            MissingExtraError: when mpi4py is needed and is not there.
-            ConfigurationError: when it is there but finds no library of MPI.
-            EnvironmentVariableError: when it belongs to another MPI than the one that started the job.
+            MissingExtraError: when mpi4py is required and not installed.
+            ConfigurationError: when mpi4py finds no MPI library.
+            EnvironmentVariableError: when mpi4py uses another MPI than the one that started the job.
         """
         if self._values.has("MASTER_ADDR"):
             return self._values.text("MASTER_ADDR")
-        return _LOOPBACK if self.num_nodes == 1 else self._meeting_place[0]
+        return _LOOPBACK if self.num_nodes == 1 else self._broadcast_endpoint[0]
 
     @property
     def main_port(self) -> int:
-        """`MASTER_PORT`; or from the job's id; otherwise what rank 0 says through mpi4py."""
+        """`MASTER_PORT`; or computed from the job's id; or the port that rank 0 broadcasts with mpi4py."""
         if self._values.has("MASTER_PORT"):
             return super().main_port
-        job = self._values.first_set("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-        if job is not None:
-            return port_of_job([self._values.text(job)])
+        for variable in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
+            if self._values.has(variable):
+                return port_of_job([self._values.text(variable)])
         if self.num_nodes == 1:
-            return port_of_job([_launcher_of_this_session()])
+            return port_of_job([_launcher_pid()])
         if self._values.has("MASTER_ADDR"):
             raise self._values.error("MASTER_ADDR is set, but MASTER_PORT is not", self.seen())
-        return self._meeting_place[1]
+        return self._broadcast_endpoint[1]
 
     @cached_property
-    def _meeting_place(self) -> tuple[str, int]:
-        communicator = _world_of_mpi4py()
+    def _broadcast_endpoint(self) -> tuple[str, int]:
+        communicator = _mpi4py_world()
         if communicator.Get_size() != self.world_size:
             raise self._values.error(
                 f"mpi4py sees {communicator.Get_size()} ranks: it was built with another MPI than the one "
@@ -96,16 +97,16 @@ class MPIEnvironment(ClusterEnvironment):
             )
         hosts = communicator.allgather(socket.gethostname())
         others = [host for host in hosts if host != hosts[0]]
-        mine = (address_toward(others[0]) if others else _LOOPBACK, port_of_job([str(os.getpid())]))
-        place: tuple[str, int] = communicator.bcast(mine, root=0)
-        return place
+        own = (address_toward(others[0]) if others else _LOOPBACK, port_of_job([str(os.getpid())]))
+        endpoint: tuple[str, int] = communicator.bcast(own, root=0)
+        return endpoint
 
 
-def _set(table: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    return [name for name in table.values() if environ.get(name, "").strip()]
+def _set_in(table: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    return [name for name in table.values() if is_set(name, environ)]
 
 
-def _world_of_mpi4py() -> Any:
+def _mpi4py_world() -> Any:
     try:
         from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]  # an optional extra
     except ModuleNotFoundError:
@@ -116,16 +117,16 @@ def _world_of_mpi4py() -> Any:
         ) from None
     except (ImportError, RuntimeError) as error:
         raise ConfigurationError(
-            message=f"mpi4py, which would say where rank 0 is, cannot be loaded: {error}.",
+            message=f"mpi4py, which is needed to find rank 0's node, cannot be loaded: {error}.",
             remedy="set MASTER_ADDR and MASTER_PORT, or install mpi4py for the MPI that started this job.",
         ) from None
     return MPI.COMM_WORLD
 
 
-def _launcher_of_this_session() -> str:
-    """Return the id of the process that started this rank, however many shells lie between.
+def _launcher_pid() -> str:
+    """Return the id of the process that started this rank, also through shells.
 
-    Hydra starts each rank in a session of its own, so the launcher is the parent of the session's leader.
+    Hydra starts each rank in a new session, so the launcher is the parent of the session's leader.
     """
     leader = os.getsid(0)
     try:

@@ -1,4 +1,4 @@
-"""Which of this host's addresses and interfaces leads to another host, and the port of a job."""
+"""Find the address and interface that reach another host, and compute a job's port."""
 
 from __future__ import annotations
 
@@ -18,24 +18,30 @@ __all__ = [
     "interfaces_by_address",
     "is_own_loopback_name",
     "listening_address",
-    "meeting_address",
+    "port_of_job",
+    "rendezvous_address",
 ]
 
-_DISCARD = 9  # a datagram socket that is connected asks the routing table; nothing is sent
+_DISCARD_PORT = 9  # connecting a datagram socket looks up the route and sends nothing
 _SIOCGIFCONF = 0x8912  # netdevice(7): the interfaces that have an IPv4 address
-_SIOCGIFFLAGS, _IS_RUNNING = 0x8913, 0x40  # a bridge with nobody on it is not
-_ENTRY_BYTES, _MOST_ENTRIES = 40, 1024
-_SOMEWHERE = "192.0.2.1"  # RFC 5737: nobody has it, so the way there is the default route
+_SIOCGIFFLAGS, _RUNNING_FLAG = 0x8913, 0x40  # a bridge without other members is not running
+_ENTRY_BYTES, _MAX_ENTRIES = 40, 1024
+_DOCUMENTATION_ADDRESS = "192.0.2.1"  # RFC 5737: no host has it, so its route is the default route
+
+# Below the kernel's range for outgoing connections (from 32768), above the ports of well-known services.
+_FIRST_PORT, _PORT_COUNT = 20_000, 12_000
+# Ids of consecutive jobs and steps differ by little: their ports differ for up to this many steps.
+_STEPS = 31
 
 
 def address_toward(host: str) -> str:
-    """Return the local address from which `host` is reached. Sends nothing.
+    """Return the local address that the route to `host` uses. Sends nothing.
 
     Raises:
-        ConfigurationError: when the name cannot be resolved, or no route leads there.
+        ConfigurationError: when the name cannot be resolved, or there is no route.
     """
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
@@ -47,31 +53,31 @@ def address_toward(host: str) -> str:
 
 
 def interface_toward(host: str) -> str | None:
-    """Return the name of the interface that leads to `host` (one of this host's own addresses included).
+    """Return the name of the interface that the route to `host` uses; `host` may be this host.
 
-    For a name that this host knows as a loopback address, the one at which others reach this host; None
-    where the system does not tell which that is.
+    For a name that this host resolves to loopback, it is the interface at which other hosts reach this host;
+    None if that is unknown.
 
     Raises:
         ConfigurationError: as `address_toward`.
     """
     address = address_toward(host)
     if _is_loopback(address) and _is_name(host):
-        choice = _addresses_for_others()
-        return interfaces_by_address().get(choice[0]) if len(choice) == 1 else None
+        addresses = _external_addresses()
+        return interfaces_by_address().get(addresses[0]) if len(addresses) == 1 else None
     if _is_loopback(address):
         return "lo" if sys.platform == "linux" else "lo0"
     return interfaces_by_address().get(address)
 
 
 def listening_address(main_address: str, other_node: str | None) -> str:
-    """Return the address at which rank 0's node listens for the others: never all of them.
+    """Return the address at which rank 0's node listens for the other nodes; never the wildcard address.
 
-    A host often knows its own name as a loopback address, at which no other host can reach it. Then it is the
-    address from which it reaches another node, or the only one that it has for others.
+    Hosts often resolve their own name to loopback, where no other host can reach them. Then it is the address
+    of the route to another node, or this host's only external address.
 
     Raises:
-        ConfigurationError: as `address_toward`; and where this host has several such addresses.
+        ConfigurationError: as `address_toward`; and when this host has several external addresses.
     """
     address = address_toward(main_address)
     if not (_is_name(main_address) and _is_loopback(address)):
@@ -79,50 +85,50 @@ def listening_address(main_address: str, other_node: str | None) -> str:
     toward_other = address if other_node is None else address_toward(other_node)
     if not _is_loopback(toward_other):
         return toward_other
-    choice = _addresses_for_others()
-    if len(choice) > 1:
-        raise _which_of_them(main_address, address, choice)
-    return choice[0] if choice else address  # with none, all nodes are this machine
+    addresses = _external_addresses()
+    if len(addresses) > 1:
+        raise _ambiguous_address_error(main_address, address, addresses)
+    return addresses[0] if addresses else address  # without any, all nodes are this machine
 
 
-def meeting_address(main_address: str, other_node: str | None) -> str:
-    """Return where a rank finds rank 0's node: at `main_address`.
+def rendezvous_address(main_address: str, other_node: str | None) -> str:
+    """Return the address at which this rank connects to rank 0's node.
 
-    A host that knows that name as a loopback address is that node itself: there, where it listens.
+    It is `main_address`, except on a host that resolves that name to loopback: this is rank 0's node itself,
+    which connects to its listening address.
 
     Raises:
-        ConfigurationError: as `listening_address`, but for a name that is not known, or not yet.
+        ConfigurationError: as `listening_address`, but not for names that cannot be resolved (yet).
     """
     is_here = is_own_loopback_name(main_address)
     return listening_address(main_address, other_node) if is_here else main_address
 
 
 def is_own_loopback_name(host: str) -> bool:
-    """Return whether this is a host name, not `localhost`, that this host knows as a loopback address."""
+    """Return whether this is a host name, not `localhost`, that this host resolves to loopback."""
     try:
         return _is_name(host) and _is_loopback(address_toward(host))
     except ConfigurationError:
         return False
 
 
-def _addresses_for_others() -> list[str]:
-    """Return this host's own addresses that are not loopback; off Linux, the default route's."""
+def _external_addresses() -> list[str]:
+    """Return this host's addresses that are not loopback; on other systems than Linux the default route's."""
     if known := interfaces_by_address():
-        return [address for address, name in known.items() if not _is_loopback(address) and _carries(name)]
+        return [address for address, name in known.items() if not _is_loopback(address) and _is_running(name)]
     try:
-        return [address_toward(_SOMEWHERE)]
+        return [address_toward(_DOCUMENTATION_ADDRESS)]
     except ConfigurationError:
         return []
 
 
-def _which_of_them(main_address: str, address: str, choice: Sequence[str]) -> ConfigurationError:
+def _ambiguous_address_error(main_address: str, address: str, addresses: Sequence[str]) -> ConfigurationError:
     names = interfaces_by_address()
+    listed = ", ".join(f"{each} ({names.get(each, 'unknown')})" for each in addresses)
     return ConfigurationError(
-        message=f"Other nodes cannot reach {main_address!r}: {socket.gethostname()!r} knows that name as "
+        message=f"Other nodes cannot reach {main_address!r}: {socket.gethostname()!r} resolves that name to "
         f"{address}, which is loopback.",
-        facts="it has several other addresses: "
-        + ", ".join(f"{each} ({names.get(each, 'unknown')})" for each in choice)
-        + ".",
+        facts=f"it has several other addresses: {listed}.",
         remedy="set MASTER_ADDR to the one that the other nodes reach, on every node; or correct the name in "
         "/etc/hosts.",
     )
@@ -141,12 +147,12 @@ def _is_loopback(address: str) -> bool:
 
 
 def interfaces_by_address() -> dict[str, str]:
-    """Return IPv4 address to interface, further addresses of one interface included; empty off Linux."""
+    """Return the interface of each IPv4 address of this host; empty on other systems than Linux."""
     if sys.platform != "linux":
         return {}
     import fcntl
 
-    buffer = array.array("B", bytes(_ENTRY_BYTES * _MOST_ENTRIES))
+    buffer = array.array("B", bytes(_ENTRY_BYTES * _MAX_ENTRIES))
     request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         filled = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, request))[0]
@@ -154,30 +160,24 @@ def interfaces_by_address() -> dict[str, str]:
     return {socket.inet_ntoa(entry[20:24]): entry[:16].partition(b"\0")[0].decode() for entry in entries}
 
 
-def _carries(interface: str) -> bool:
+def _is_running(interface: str) -> bool:
     import fcntl
 
     request = interface.encode().ljust(_ENTRY_BYTES, b"\0")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, request)
-    return bool(struct.unpack_from("H", answer, 16)[0] & _IS_RUNNING)
-
-
-# Below the kernel's range for outgoing connections (from 32768), above the ports of well-known services.
-_FIRST, _COUNT = 20_000, 12_000
-# Steps of one job, and jobs one after another, are neighbours: they differ for sure up to this many steps.
-_STEPS = 31
+        reply = fcntl.ioctl(probe, _SIOCGIFFLAGS, request)
+    return bool(struct.unpack_from("H", reply, 16)[0] & _RUNNING_FLAG)
 
 
 def port_of_job(ids: Sequence[str]) -> int:
-    """Return a port from 20000 to 31999 for a job that has these ids: the job's, its step's.
+    """Return a port from 20000 to 31999 for a job with these ids, such as the job's and its step's.
 
-    Plain numbers are mixed so that neighbouring jobs and steps never meet; other ids are hashed.
+    Numbers are combined so that consecutive jobs and steps get different ports; other ids are hashed.
     """
     number = 0
     for text in ids:
         number = number * _STEPS + _as_number(text)
-    return _FIRST + number % _COUNT
+    return _FIRST_PORT + number % _PORT_COUNT
 
 
 def _as_number(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Slurm's short ways of writing: node lists such as `gpu[01-03,7],login`, and counts such as `2(x3),1`."""
+"""Parse Slurm's compressed node lists, such as `gpu[01-03,7],login`, and counts, such as `2(x3),1`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from rankwise.errors import InvalidArgumentError
 
 __all__ = ["expand_counts", "expand_node_list"]
 
-_MOST = 100_000
-"""More nodes than any cluster has: a longer list is damaged or hostile, and is not written out."""
+_MAX_NODES = 100_000  # more than any cluster has: a longer list is damaged, and is not expanded
 
 _PART = re.compile(r"\[([^\[\]]*)\]|([A-Za-z0-9._-]+)")
 _RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
+Part = list[tuple[str, str]]
+"""The alternatives for one part of a name: ranges as (first, last); equal ends stand for that text."""
+
 
 def expand_node_list(text: str) -> list[str]:
     """Return the names of the nodes, in the list's order.
 
-    Ranges, commas, zero padding, several brackets in a name and text behind a bracket are all understood.
+    It supports ranges, commas, zero padding, several brackets in a name and text after a bracket.
 
     Raises:
-        InvalidArgumentError: when the text is no node list, or has more than 100,000 nodes.
+        InvalidArgumentError: when the text is not a node list, or has more than 100,000 nodes.
 
     Example:
         >>> expand_node_list("gpu[08-10,3],login")
@@ -37,15 +39,15 @@ def expand_node_list(text: str) -> list[str]:
         for part in parts:
             count *= _size(part, text)
             _check_size(len(names) + count, text)
-        names.extend("".join(chosen) for chosen in product(*(list(_spelled(part)) for part in parts)))
+        names.extend("".join(chosen) for chosen in product(*(list(_expanded(part)) for part in parts)))
     return names
 
 
 def expand_counts(text: str) -> list[int]:
-    """Return one count for each node, from Slurm's `SLURM_TASKS_PER_NODE`.
+    """Return one count for each node, from a value of `SLURM_TASKS_PER_NODE`.
 
     Raises:
-        InvalidArgumentError: when the text is no such list, or has more than 100,000 nodes.
+        InvalidArgumentError: when the text is not such a list, or has more than 100,000 nodes.
 
     Example:
         >>> expand_counts("2(x3),1")
@@ -56,7 +58,7 @@ def expand_counts(text: str) -> list[int]:
         found = _COUNT.fullmatch(word.strip())
         if found is None:
             raise InvalidArgumentError(
-                argument="tasks per node", value=_short(text), expected='counts, such as "2(x3),1"'
+                argument="tasks per node", value=_shortened(text), expected='counts, such as "2(x3),1"'
             )
         times = int(found[2] or 1)
         _check_size(len(counts) + times, text)
@@ -65,7 +67,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _words(text: str) -> Iterator[str]:
-    """Cut at the commas that are in no bracket."""
+    """Split the text at the commas outside of brackets."""
     word: list[str] = []
     depth = 0
     for character in text.strip():
@@ -78,10 +80,6 @@ def _words(text: str) -> Iterator[str]:
     yield "".join(word)
 
 
-Part = list[tuple[str, str]]
-"""What may stand at one place of a name: ranges, each with its two ends (the same text: that text)."""
-
-
 def _parts(word: str, text: str) -> list[Part]:
     parts, end = [], 0
     for found in _PART.finditer(word):
@@ -90,7 +88,7 @@ def _parts(word: str, text: str) -> list[Part]:
         end = found.end()
         parts.append([(found[2], found[2])] if found[2] else _ranges(found[1], text))
     if end != len(word) or not word:
-        raise _no_list(text)
+        raise _parse_error(text)
     return parts
 
 
@@ -99,10 +97,10 @@ def _ranges(inside: str, text: str) -> Part:
     for item in inside.split(","):
         found = _RANGE.fullmatch(item)
         if found is None:
-            raise _no_list(text)
+            raise _parse_error(text)
         low, high = found[1], found[2] or found[1]
         if int(low) > int(high):
-            raise _no_list(text)
+            raise _parse_error(text)
         ranges.append((low, high))
     return ranges
 
@@ -113,7 +111,7 @@ def _size(part: Part, text: str) -> int:
     return size
 
 
-def _spelled(part: Part) -> Iterator[str]:
+def _expanded(part: Part) -> Iterator[str]:
     for low, high in part:
         if low == high:
             yield low
@@ -122,17 +120,19 @@ def _spelled(part: Part) -> Iterator[str]:
 
 
 def _check_size(size: int, text: str) -> None:
-    if size > _MOST:
+    if size > _MAX_NODES:
         raise InvalidArgumentError(
-            argument="node list", value=_short(text), expected=f"at most {_MOST} nodes"
+            argument="node list", value=_shortened(text), expected=f"at most {_MAX_NODES} nodes"
         )
 
 
-def _no_list(text: str) -> InvalidArgumentError:
+def _parse_error(text: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        argument="node list", value=_short(text), expected='names with ranges, such as "gpu[01-03,7],login"'
+        argument="node list",
+        value=_shortened(text),
+        expected='names with ranges, such as "gpu[01-03,7],login"',
     )
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."

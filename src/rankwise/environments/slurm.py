@@ -1,4 +1,4 @@
-"""Slurm: a task of a step that `srun` (or an `srun`-like launcher, such as submitit's) has started."""
+"""Slurm: tasks of a step that `srun` (or a similar launcher, such as submitit's) has started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import ClassVar, final
 
-from rankwise.environments.base import ClusterEnvironment
+from rankwise.environments.base import ClusterEnvironment, is_set
 from rankwise.environments.mpi import MPIEnvironment
 from rankwise.environments.node_list import expand_counts, expand_node_list
 from rankwise.errors import InvalidArgumentError
@@ -16,29 +16,29 @@ from rankwise.ranks import RankInfo
 
 __all__ = ["SlurmEnvironment"]
 
-# From here up, Slurm's step ids are no steps of srun: a batch script, an allocation's own shell, ...
+# Step ids from here on are not steps of srun, but a batch script, an allocation's own shell, ...
 # Source: SLURM_MAX_NORMAL_STEP_ID in slurm.h
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# How long a controller may take to answer; the job's time is about to be up.
+# How long the controller may take to answer, shortly before the job's time limit.
 _REQUEUE_TIMEOUT_S = 30.0
 
 
 @final
 class SlurmEnvironment(ClusterEnvironment):
-    """A task of a Slurm step; only the step's variables count, those of the allocation do not.
+    """A task of a Slurm step; it reads the step's variables only, not those of the allocation.
 
-    An allocation (`SLURM_NTASKS`, `SLURM_JOB_NAME`, ...) says what a job may use, not what runs: a batch
-    script, a shell in an allocation and a notebook are one process each. A step of a single task is alone
-    as well, so a strategy may start further processes in it.
+    The variables of an allocation (`SLURM_NTASKS`, `SLURM_JOB_NAME`, ...) describe what a job may use, not
+    what runs: a batch script, a shell in an allocation and a notebook are one process each. In a step of a
+    single task the strategy may start further processes too.
 
-    `MASTER_ADDR` and `MASTER_PORT` overrule the address (the step's first node) and the port (from the ids
-    of job and step).
+    `MASTER_ADDR` and `MASTER_PORT` override the address (the step's first node) and the port (computed from
+    the ids of job and step).
 
     Args:
         environ: the variables; by default those of the process.
-        requeue_signal: what announces the end of the job's time, as with `sbatch --signal=USR1@90`; None for
-            nothing.
-        auto_requeue: whether the job is put back into the queue once training has stopped for that signal.
+        requeue_signal: the signal that announces the time limit, as with `sbatch --signal=USR1@90`; None for
+            no signal.
+        auto_requeue: whether the job is put back into the queue after training has stopped for that signal.
 
     Source: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     """
@@ -69,21 +69,21 @@ class SlurmEnvironment(ClusterEnvironment):
 
     @classmethod
     def rejection(cls, environ: Mapping[str, str]) -> str | None:
-        """Return why this is no task of a step, or of one that has started something nearer."""
-        if not environ.get("SLURM_STEP_ID", "").strip():
-            return _outside_of_steps(environ)
+        """Return why srun has not started this process, or has started another launcher that did."""
+        if not is_set("SLURM_STEP_ID", environ):
+            return _without_step(environ)
         if cls(environ)._is_special_step:
             return f"SLURM_STEP_ID={environ['SLURM_STEP_ID']} is the allocation's own shell, no step of srun"
-        return super().rejection(environ) or cls(environ)._beside_mpi(MPIEnvironment)
+        return super().rejection(environ) or cls(environ)._rejection_beside(MPIEnvironment)
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether the step has several tasks; a single one may start others."""
+        """Whether the step has several tasks; in a single one the strategy may start processes."""
         return self.world_size > 1
 
     @property
     def local_world_size(self) -> int:
-        """The number of tasks on this node, which need not be the same on each."""
+        """The number of tasks on this node, which may differ between nodes."""
         counts = self._tasks_per_node()
         if len(counts) != self.num_nodes or sum(counts) != self.world_size:
             raise self._values.error(
@@ -95,24 +95,12 @@ class SlurmEnvironment(ClusterEnvironment):
         return counts[self.node_rank]
 
     @property
-    def main_address(self) -> str:
-        """`MASTER_ADDR`, or the step's first node."""
-        if self._values.has("MASTER_ADDR"):
-            return self._values.text("MASTER_ADDR")
-        return self._nodes()[0]
-
-    @property
-    def other_node(self) -> str | None:
-        """The step's second node."""
-        return next(iter(self._nodes()[1:]), None)
-
-    @property
     def ranks(self) -> RankInfo:
-        """All ranks at once, validated against each other and against `SLURM_GTIDS`."""
+        """All ranks, validated against each other and against `SLURM_GTIDS`."""
         ranks = super().ranks
         if self._values.has("SLURM_GTIDS"):
-            here = self._values.text("SLURM_GTIDS").split(",")
-            if len(here) != ranks.local_world_size or str(ranks.global_rank) not in here:
+            tasks = self._values.text("SLURM_GTIDS").split(",")
+            if len(tasks) != ranks.local_world_size or str(ranks.global_rank) not in tasks:
                 raise self._values.error(
                     "SLURM_GTIDS, the tasks on this node, is of another step than SLURM_STEP_*: these were "
                     "inherited from where the job was submitted",
@@ -121,7 +109,7 @@ class SlurmEnvironment(ClusterEnvironment):
         return ranks
 
     def requeue(self) -> None:
-        """Put the job back into the queue with `scontrol requeue`; say so where that fails."""
+        """Put the job back into the queue with `scontrol requeue`; warn if that fails."""
         if not self.auto_requeue:
             return
         array = [self._values.environ.get(f"SLURM_ARRAY_{part}", "") for part in ("JOB_ID", "TASK_ID")]
@@ -130,10 +118,10 @@ class SlurmEnvironment(ClusterEnvironment):
             command = ["scontrol", "requeue", job]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_REQUEUE_TIMEOUT_S)
         except (OSError, subprocess.SubprocessError) as error:
-            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-            warnings.warn(f"scontrol requeue {job} failed: {said.strip() or error}", stacklevel=2)
+            message = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+            warnings.warn(f"scontrol requeue {job} failed: {message.strip() or error}", stacklevel=2)
 
-    def _nodes(self) -> list[str]:
+    def _node_names(self) -> list[str]:
         try:
             return expand_node_list(self._values.text("SLURM_STEP_NODELIST"))
         except InvalidArgumentError as error:
@@ -149,11 +137,11 @@ class SlurmEnvironment(ClusterEnvironment):
     def _is_special_step(self) -> bool:
         return self._values.number("SLURM_STEP_ID", highest=0xFFFFFFFF) >= _FIRST_SPECIAL_STEP
 
-    def _beside_mpi(self, mpi: type[MPIEnvironment]) -> str | None:
-        """Return why an MPI launcher's variables, seen beside the step's, are nearer to this process.
+    def _rejection_beside(self, mpi: type[MPIEnvironment]) -> str | None:
+        """Return why mpirun has started this process rather than srun, if the variables of both are set.
 
-        mpirun starts its daemons with srun, one on each node, and its ranks inherit the daemon's step. So a
-        step with one task on each node yields. Where that cannot be, one of the two was inherited.
+        mpirun starts its daemons with srun, one on each node, and its ranks inherit the daemon's step. So
+        mpirun has started the process if the step has one task on each node. Otherwise it is an error.
         """
         if mpi.rejection(self._values.environ) is not None:
             return None
@@ -171,9 +159,9 @@ class SlurmEnvironment(ClusterEnvironment):
         )
 
 
-def _outside_of_steps(environ: Mapping[str, str]) -> str:
-    if not environ.get("SLURM_JOB_ID", "").strip():
+def _without_step(environ: Mapping[str, str]) -> str:
+    if not is_set("SLURM_JOB_ID", environ):
         return "SLURM_JOB_ID and SLURM_STEP_ID not set"
-    if environ.get("SLURM_PROCID", "").strip():
+    if is_set("SLURM_PROCID", environ):
         return "this is a batch step (SLURM_STEP_ID is not set): srun has not started it"
     return "this is a shell in an allocation (SLURM_STEP_ID is not set): srun has not started it"

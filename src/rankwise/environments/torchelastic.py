@@ -1,4 +1,4 @@
-"""torchrun, and everything else on torch's elastic agent."""
+"""torchrun, and other launchers that use torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TorchElasticEnvironment"]
 
 @final
 class TorchElasticEnvironment(ClusterEnvironment):
-    """A worker of torchrun; its variables are torch's documented contract.
+    """A worker of torchrun.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """

@@ -18,7 +18,7 @@ from rankwise.environments import (
     detect_environment,
 )
 from rankwise.environments.local import LocalEnvironment
-from rankwise.environments.network import interface_toward, listening_address, meeting_address
+from rankwise.environments.network import interface_toward, listening_address, rendezvous_address
 from rankwise.errors import ConfigurationError, InvalidArgumentError, WorldSizeMismatchError
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
@@ -221,7 +221,7 @@ def inline_launcher(placement: Placement) -> InlineLauncher:
 
 
 def _store_address(environment: ClusterEnvironment, hosts: bool) -> str:
-    find_address = listening_address if hosts else meeting_address
+    find_address = listening_address if hosts else rendezvous_address
     return find_address(environment.main_address, environment.other_node)
 
 

@@ -151,7 +151,7 @@ def test_a_host_that_is_loopback_to_itself(
         socket, "getaddrinfo", lambda _, *more, **options: look_up("127.0.1.1", *more, **options)
     )
     monkeypatch.setattr(network, "interfaces_by_address", lambda: addresses)
-    monkeypatch.setattr(network, "_carries", lambda name: True)
+    monkeypatch.setattr(network, "_is_running", lambda name: True)
     [note] = examine_network({}, "gpu01", {}).findings
     assert not note.is_error
     assert said in note.what

@@ -13,7 +13,7 @@ from rankwise.environments.network import (
     interface_toward,
     is_own_loopback_name,
     listening_address,
-    meeting_address,
+    rendezvous_address,
 )
 from rankwise.errors import ConfigurationError
 
@@ -36,14 +36,14 @@ def have(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str], down: st
     monkeypatch.setattr(
         network, "interfaces_by_address", lambda: {each: name for name, each in addresses.items()}
     )
-    monkeypatch.setattr(network, "_carries", lambda name: name != down)
+    monkeypatch.setattr(network, "_is_running", lambda name: name != down)
 
 
 def test_the_only_address_that_others_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is 127.0.1.1 here stands for the one address that is not loopback, for every rank here."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     assert listening_address("gpu01", None) == "10.0.0.1"
-    assert meeting_address("gpu01", None) == "10.0.0.1"
+    assert rendezvous_address("gpu01", None) == "10.0.0.1"
     assert interface_toward("gpu01") == "eth0"
 
 
@@ -56,7 +56,7 @@ def test_a_bridge_with_nobody_on_it_does_not_count(monkeypatch: pytest.MonkeyPat
 def test_several_addresses_are_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it could be either, an error says so at once, with both; nobody waits in vain."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "192.168.0.1"})
-    for address_here in (listening_address, meeting_address):
+    for address_here in (listening_address, rendezvous_address):
         with pytest.raises(
             ConfigurationError, match=r"(?s)'gpu01'.*loopback.*10\.0\.0\.1 \(eth0\), 192\.168\.0\.1 \(eth1\)"
         ):
@@ -77,7 +77,7 @@ def test_the_way_to_another_node_decides(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_host_that_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no address for others all nodes must be this machine, and meet on loopback."""
     have(monkeypatch, {"lo": "127.0.0.1"})
-    assert listening_address("named", None) == meeting_address("named", None) == "127.0.0.1"
+    assert listening_address("named", None) == rendezvous_address("named", None) == "127.0.0.1"
 
 
 def test_an_address_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,13 +85,13 @@ def test_an_address_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> Non
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     for given in ("127.0.0.1", "localhost"):
         assert listening_address(given, "gpu02") == "127.0.0.1"
-        assert meeting_address(given, "gpu02") == given
+        assert rendezvous_address(given, "gpu02") == given
         assert interface_toward(given) == "lo"
         assert not is_own_loopback_name(given)
 
 
 def test_a_name_that_nobody_knows_yet_is_left_to_the_store() -> None:
     """Who only comes to rank 0's node keeps its name, known or not; who listens there must know it."""
-    assert meeting_address("no such host", None) == "no such host"
+    assert rendezvous_address("no such host", None) == "no such host"
     with pytest.raises(ConfigurationError, match="no such host"):
         listening_address("no such host", None)
