@@ -109,6 +109,8 @@ def _ranks(who: Iterable[int]) -> str:
 class RankwiseError(Exception):
     """Base of all exceptions of rankwise. The text is one sentence, `Seen:` (facts), `Fix:` (what to do)."""
 
+    ADVICE: ClassVar[str] = ""
+
     def summary(self) -> str:
         """Return what happened, as one sentence."""
         raise NotImplementedError
@@ -118,8 +120,8 @@ class RankwiseError(Exception):
         return ""
 
     def fix(self) -> str:
-        """Return what to do (the field `remedy`, if the class has one), or an empty string."""
-        return getattr(self, "remedy", "")
+        """Return what to do: the field `remedy`, if it has a value, else the class's `ADVICE`."""
+        return getattr(self, "remedy", "") or self.ADVICE
 
     def appendix(self) -> str:
         """Return text for the end, such as a traceback, or an empty string."""
@@ -178,6 +180,8 @@ class ConfigurationError(RankwiseError, ValueError):
 class UnknownNameError(ConfigurationError):
     """`name` is not one of the `known` names; `kind` says what it names."""
 
+    ADVICE: ClassVar[str] = "use one of the names above."
+
     kind: str = "name"
     name: str = ""
     known: tuple[str, ...] = ()
@@ -189,9 +193,6 @@ class UnknownNameError(ConfigurationError):
 
     def seen(self) -> str:
         return f"known are {_listed(sorted(self.known))}."
-
-    def fix(self) -> str:
-        return self.remedy or "use one of the names above."
 
 
 @dataclass(eq=False, repr=False)
@@ -330,6 +331,11 @@ class EnvironmentVariableError(ConfigurationError):
 class NotPicklableError(ConfigurationError, TypeError):
     """An object cannot be sent to the workers or back: `path` names it, `reason` is pickle's message."""
 
+    ADVICE: ClassVar[str] = (
+        "make it a function or class at the top level of a module, or use a start method that "
+        'does not pickle its arguments: strategy="ddp" or "ddp_fork".'
+    )
+
     path: str = ""
     reason: str = ""
     start_method: str = ""
@@ -337,12 +343,6 @@ class NotPicklableError(ConfigurationError, TypeError):
     def summary(self) -> str:
         return (
             f"{self.path} cannot be pickled, which start_method={self.start_method!r} needs: {self.reason}."
-        )
-
-    def fix(self) -> str:
-        return (
-            "make it a function or class at the top level of a module, or use a start method that "
-            'does not pickle its arguments: strategy="ddp" or "ddp_fork".'
         )
 
 
@@ -544,6 +544,10 @@ class ProcessGroupError(RankwiseError, RuntimeError):
 class TensorMismatchError(RankwiseError, ValueError):
     """The ranks gave incompatible tensors to `call`; `found` describes each rank's."""
 
+    ADVICE: ClassVar[str] = (
+        "give every rank a dense tensor of the same dtype and number of dimensions; sizes may differ."
+    )
+
     call: str
     found: tuple[str, ...]
 
@@ -552,9 +556,6 @@ class TensorMismatchError(RankwiseError, ValueError):
 
     def seen(self) -> str:
         return "; ".join(f"rank {rank} of the group: {what}" for rank, what in enumerate(self.found))
-
-    def fix(self) -> str:
-        return "give every rank a dense tensor of the same dtype and number of dimensions; sizes may differ."
 
 
 @dataclass(eq=False, repr=False)
@@ -565,6 +566,11 @@ class CollectiveMismatchError(RankwiseError, RuntimeError):
         calls: what was called and where, with the global ranks that did.
         missing: the last calls of the global ranks that called nothing within `timeout_s` seconds.
     """
+
+    ADVICE: ClassVar[str] = (
+        "every rank must call the same collectives, in the same order; look for code that depends on the "
+        "rank: a branch, an early return, a loop that ends earlier, a caught exception."
+    )
 
     group: str
     number: int
@@ -587,12 +593,6 @@ class CollectiveMismatchError(RankwiseError, RuntimeError):
             ]
         )
 
-    def fix(self) -> str:
-        return (
-            "every rank must call the same collectives, in the same order; look for code that depends on the "
-            "rank: a branch, an early return, a loop that ends earlier, a caught exception."
-        )
-
 
 @dataclass(eq=False, repr=False)
 class RankZeroFailedError(RankwiseError, RuntimeError):
@@ -612,6 +612,10 @@ class RankZeroFailedError(RankwiseError, RuntimeError):
 class NodesLostError(RankwiseError, ConnectionError):
     """The ranks `lost` on other nodes stopped responding; `symptom` is the error on this rank."""
 
+    ADVICE: ClassVar[str] = (
+        "check those nodes, and the network between them, for a killed or stopped process or a cut link."
+    )
+
     lost: tuple[str, ...]
     symptom: str = ""
 
@@ -621,15 +625,12 @@ class NodesLostError(RankwiseError, ConnectionError):
     def seen(self) -> str:
         return self.symptom.partition("\n")[0]
 
-    def fix(self) -> str:
-        return (
-            "check those nodes, and the network between them, for a killed or stopped process or a cut link."
-        )
-
 
 @dataclass(eq=False, repr=False)
 class RendezvousTimeoutError(RankwiseError, TimeoutError):
     """The rendezvous took longer than `timeout_s` seconds."""
+
+    ADVICE: ClassVar[str] = "look for a rank that is still starting or hangs, or raise init_timeout."
 
     waiting_for: str
     timeout_s: float
@@ -637,22 +638,18 @@ class RendezvousTimeoutError(RankwiseError, TimeoutError):
     def summary(self) -> str:
         return f"Waited {self.timeout_s:g} s for {self.waiting_for}."
 
-    def fix(self) -> str:
-        return "look for a rank that is still starting or hangs, or raise init_timeout."
-
 
 @dataclass(eq=False, repr=False)
 class StopAgreementError(RankwiseError, TimeoutError):
     """The ranks `missing` did not report their step within `timeout_s` seconds when all had to stop."""
+
+    ADVICE: ClassVar[str] = "find out what these ranks were doing: they hang, or never started to train."
 
     missing: tuple[int, ...]
     timeout_s: float
 
     def summary(self) -> str:
         return f"Training was to stop, but {_ranks(self.missing)} did not say when, in {self.timeout_s:g} s."
-
-    def fix(self) -> str:
-        return "find out what these ranks were doing: they hang, or never started to train."
 
 
 @dataclass(eq=False, repr=False)
@@ -715,6 +712,11 @@ class NonFiniteLossError(RankwiseError, FloatingPointError):
     `global_ranks` are those with such a loss; empty if all losses were finite, but not the gradients.
     """
 
+    ADVICE: ClassVar[str] = (
+        "look for log(0), sqrt(0), a division by 0 or a learning rate that is too high; "
+        'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" skips the step.'
+    )
+
     global_step: int
     epoch: int
     batch_idx: int
@@ -728,16 +730,16 @@ class NonFiniteLossError(RankwiseError, FloatingPointError):
         ranks = _ranks(self.global_ranks)
         return f"The loss is infinite or NaN {where}: on {ranks} of {self.world_size} ranks."
 
-    def fix(self) -> str:
-        return (
-            "look for log(0), sqrt(0), a division by 0 or a learning rate that is too high; "
-            'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" skips the step.'
-        )
-
 
 @dataclass(eq=False, repr=False)
 class UnusedParametersError(RankwiseError, RuntimeError):
     """Parameters of `module` had no part in the loss; `names_by_rank` has their names."""
+
+    ADVICE: ClassVar[str] = (
+        "use them in every step (loss + 0 * sum(parameter.sum() ...) is enough); or freeze them with "
+        "parameter.requires_grad_(False) before training; or let DDP look for them: "
+        "DDPStrategy(find_unused_parameters=True)."
+    )
 
     names_by_rank: Mapping[int, tuple[str, ...]]
     module: str = "the module"
@@ -753,13 +755,6 @@ class UnusedParametersError(RankwiseError, RuntimeError):
         return "; ".join(
             f"unused on global_rank={rank}: {_listed(names) or 'none'}"
             for rank, names in sorted(self.names_by_rank.items())
-        )
-
-    def fix(self) -> str:
-        return (
-            "use them in every step (loss + 0 * sum(parameter.sum() ...) is enough); or freeze them with "
-            "parameter.requires_grad_(False) before training; or let DDP look for them: "
-            "DDPStrategy(find_unused_parameters=True)."
         )
 
 

@@ -48,22 +48,20 @@ def _notes_when_alone(environ: Mapping[str, str]) -> list[Finding]:
     notes = []
     for variable, (scheduler, starter) in _SCHEDULERS.items():
         if job := environ.get(variable):
-            notes.append(
-                Finding(
-                    f"This is {scheduler} job {job}, but {starter} did not start this process: it is "
-                    "alone and uses this node only.",
-                    f"to train on all tasks of the job, put {starter} before the command: {starter} python "
-                    "train.py. To train on this node only, nothing.",
-                    is_error=False,
-                )
+            what = (
+                f"This is {scheduler} job {job}, but {starter} did not start this process: it is alone and "
+                "uses this node only."
             )
+            fix = (
+                f"to train on all tasks of the job, put {starter} before the command: {starter} python "
+                "train.py. To train on this node only, nothing."
+            )
+            notes.append(Finding(what, fix, is_error=False))
     if presets := [f"{name}={environ[name]}" for name in _PRESETS if environ.get(name)]:
-        notes.append(
-            Finding(
-                f"{', '.join(presets)} is set without the other variables of a launcher, so it was ignored.",
-                "nothing, if this machine or image presets it; if you start the ranks by hand, set "
-                "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each.",
-                is_error=False,
-            )
+        what = f"{', '.join(presets)} is set without the other variables of a launcher, so it was ignored."
+        fix = (
+            "nothing, if this machine or image presets it; if you start the ranks by hand, set RANK, "
+            "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each."
         )
+        notes.append(Finding(what, fix, is_error=False))
     return notes

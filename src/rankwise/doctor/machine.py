@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,11 @@ def examine_devices(environ: Mapping[str, str]) -> Section:
         "cuda_visible_devices": environ.get("CUDA_VISIBLE_DEVICES"),
         "cpu_cores": usable_cores(),
         "omp_num_threads": environ.get("OMP_NUM_THREADS"),
-        "shared_memory_bytes": _shared_memory(),
+        "shared_memory_bytes": shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.exists() else None,
     }
     lines = [f"cuda:{index}: {name}" for index, name in enumerate(gpus)] or ["no CUDA device"]
     lines.append(f"{facts['cpu_cores']} CPU cores for this process")
     return Section("devices", "Devices", facts, lines, _device_findings(facts))
-
-
-def _shared_memory() -> int | None:
-    return shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.exists() else None
 
 
 def _device_findings(facts: Mapping[str, Any]) -> list[Finding]:
@@ -99,19 +95,12 @@ def examine_backends(environ: Mapping[str, str]) -> Section:
 def _backend_findings(has: Mapping[str, bool], environ: Mapping[str, str]) -> list[Finding]:
     findings = []
     if torch.cuda.device_count() and not has["nccl"]:
-        findings.append(
-            Finding(
-                "There are CUDA devices, but this torch has no NCCL: gradients would go through the CPU.",
-                "install a torch with NCCL, such as the Linux wheels of https://pytorch.org/get-started.",
-            )
-        )
+        what = "There are CUDA devices, but this torch has no NCCL: gradients would go through the CPU."
+        fix = "install a torch with NCCL, such as the Linux wheels of https://pytorch.org/get-started."
+        findings.append(Finding(what, fix))
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        findings.append(
-            Finding(
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DistributedDataParallel on gloo.",
-                "unset it, or use TORCH_DISTRIBUTED_DEBUG=INFO.",
-            )
-        )
+        what = "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DistributedDataParallel on gloo."
+        findings.append(Finding(what, "unset it, or use TORCH_DISTRIBUTED_DEBUG=INFO."))
     return findings
 
 
@@ -123,27 +112,28 @@ _NAMES = {"popen": "ddp", "spawn": "ddp_spawn", "fork": "ddp_fork", "forkserver"
 
 def examine_start_methods(timeout_s: float) -> Section:
     """Try each start method."""
-    trials: dict[str, Callable[[], None]] = {
-        "popen": lambda: _try_script(timeout_s),
-        "spawn": lambda: try_start_method("spawn", timeout_s),
-        "fork": lambda: try_start_method("fork", timeout_s),
-        "forkserver": lambda: try_start_method("forkserver", timeout_s),
-    }
-    results = {method: _result_of(trial) for method, trial in trials.items()}
+    results = {method: _result_of(method, timeout_s) for method in _NAMES}
     rows = [
         (_NAMES[method], method, f"{result['seconds']:.1f} s" if result["works"] else "failed: see below")
         for method, result in results.items()
     ]
     lines = table(("strategy", "start_method", "two processes"), rows)
-    findings = [
+    return Section("start_methods", "Start methods", results, lines, _start_method_findings(results))
+
+
+def _start_method_findings(results: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    working = [_NAMES[method] for method, result in results.items() if result["works"]]
+    alternative = "no start method works: check whether processes may be started here (ulimit -u, seccomp)."
+    if working:
+        alternative = f'use strategy="{working[0]}" instead.'
+    return [
         Finding(
             f'strategy="{_NAMES[method]}" does not work here: {result["problem"]}',
-            result["fix"] or _alternative(results),
+            result["fix"] or alternative,
         )
         for method, result in results.items()
         if not result["works"]
     ]
-    return Section("start_methods", "Start methods", results, lines, findings)
 
 
 def try_start_method(start_method: str, timeout_s: float) -> None:
@@ -169,29 +159,18 @@ def _try_script(timeout_s: float) -> None:
     command = [sys.executable, "-c", _SCRIPT.format(timeout_s=timeout_s)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s + 60)
     if done.returncode != 0:
-        raise RuntimeError(_last_line(done.stderr) or f"exit code {done.returncode}")
+        lines = done.stderr.split("\n")
+        raise RuntimeError(next(filter(str.strip, reversed(lines)), f"exit code {done.returncode}"))
 
 
-def _result_of(trial: Callable[[], None]) -> dict[str, Any]:
+def _result_of(start_method: str, timeout_s: float) -> dict[str, Any]:
     result: dict[str, Any] = {"works": True, "seconds": None, "problem": "", "fix": ""}
     started = time.monotonic()
     try:
-        trial()
+        _try_script(timeout_s) if start_method == "popen" else try_start_method(start_method, timeout_s)
     except RankwiseError as error:
         result.update(works=False, problem=error.summary(), fix=error.fix())
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         result.update(works=False, problem=f"{error}.")
     result["seconds"] = round(time.monotonic() - started, 3)
     return result
-
-
-def _alternative(results: Mapping[str, Mapping[str, Any]]) -> str:
-    working = [_NAMES[method] for method, result in results.items() if result["works"]]
-    if not working:
-        return "no start method works: check whether processes may be started here (ulimit -u, seccomp)."
-    return f'use strategy="{working[0]}" instead.'
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""

@@ -116,10 +116,8 @@ def describe_ranks(job: JobFacts, how_started: str) -> Section:
         for rank in job.ranks
     ]
     header = ("global_rank", "node_rank", "local_rank", "host", "pid", "device", "threads")
-    lines = [
-        f"{len(rows)} ranks, {how_started}" if len(rows) > 1 else f"1 rank, {how_started}",
-        *table(header, rows),
-    ]
+    count = f"{len(rows)} ranks" if len(rows) > 1 else "1 rank"
+    lines = [f"{count}, {how_started}", *table(header, rows)]
     facts = [asdict(rank) for rank in job.ranks]
     return Section("ranks", "Ranks", facts, lines, [*_differences(job.ranks), *_shared_devices(job.ranks)])
 
@@ -130,18 +128,14 @@ def _device(rank: RankFacts) -> str:
 
 def _differences(ranks: Sequence[RankFacts]) -> list[Finding]:
     findings = []
+    fix = "use the same Python environment on every node, such as one on a shared file system."
     for package in ranks[0].versions:
         by_version: dict[str, list[int]] = {}
         for rank in ranks:
             by_version.setdefault(rank.versions[package], []).append(rank.global_rank)
         if len(by_version) > 1:
             groups = "; ".join(f"{version} on ranks {_short(who)}" for version, who in by_version.items())
-            findings.append(
-                Finding(
-                    f"The ranks have different versions of {package}: {groups}.",
-                    "use the same Python environment on every node, such as one on a shared file system.",
-                )
-            )
+            findings.append(Finding(f"The ranks have different versions of {package}: {groups}.", fix))
     return findings
 
 
@@ -152,11 +146,9 @@ def _shared_devices(ranks: Sequence[RankFacts]) -> list[Finding]:
             by_device.setdefault((rank.host, rank.device), []).append(rank.global_rank)
     # If each rank sees only its own device, all of them are called cuda:0.
     is_isolated = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1
+    fix = "start no more ranks on a node than it has devices."
     return [
-        Finding(
-            f"Ranks {_short(who)} share {device} on {host}.",
-            "start no more ranks on a node than it has devices.",
-        )
+        Finding(f"Ranks {_short(who)} share {device} on {host}.", fix)
         for (host, device), who in by_device.items()
         if len(who) > 1 and not is_isolated
     ]
@@ -173,18 +165,11 @@ def describe_measurements(job: JobFacts) -> Section:
         (_bytes(one.size), f"{one.seconds * 1000:.3f} ms", f"{_bytes(round(one.bytes_per_second))}/s")
         for one in job.measurements
     ]
-    lines = [
-        f"back end {job.backend}; median of {_REPEATS}",
-        *table(("tensor", "time", "bandwidth per link"), rows),
-    ]
-    wrong = [_bytes(one.size) for one in job.measurements if not one.is_right]
-    findings = [
-        Finding(
-            f"The all-reduce of {size} gave wrong sums.",
-            "test memory and network; with NCCL try NCCL_P2P_DISABLE=1.",
-        )
-        for size in wrong
-    ]
+    header = ("tensor", "time", "bandwidth per link")
+    lines = [f"back end {job.backend}; median of {_REPEATS}", *table(header, rows)]
+    fix = "test memory and network; with NCCL try NCCL_P2P_DISABLE=1."
+    wrong = [one for one in job.measurements if not one.is_right]
+    findings = [Finding(f"The all-reduce of {_bytes(one.size)} gave wrong sums.", fix) for one in wrong]
     facts = {"backend": job.backend, "all_reduce": [asdict(one) for one in job.measurements]}
     return Section("collectives", "All-reduce", facts, lines, findings)
 
