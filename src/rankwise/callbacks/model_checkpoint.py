@@ -228,7 +228,7 @@ def _check_save_top_k(monitor: str | None, save_top_k: int) -> None:
         )
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(
-            message=f"ModelCheckpoint(save_top_k={save_top_k}) does not know which checkpoints are best.",
+            message=f"ModelCheckpoint(save_top_k={save_top_k}) has no monitor that ranks checkpoints.",
             remedy=f'ModelCheckpoint(monitor="val_loss", save_top_k={save_top_k}), or save_top_k=-1 for all.',
         )
 

@@ -1,4 +1,4 @@
-"""Examine a job: bind a strategy, let the ranks meet and measure, and collect the sections of the report."""
+"""Examine a job: bind a strategy, connect the ranks, measure, and collect the report's sections."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _own_name_finding(main_address: str, other_node: str | None) -> Finding:
         return Finding(f"{error.summary()} {error.seen()}", error.fix(), is_error=False)
     what = (
         f"This host resolves its own name {main_address!r} to loopback (as Debian's /etc/hosts does). "
-        f"The ranks meet at {address}: the other nodes must resolve the name to that address."
+        f"The rendezvous is at {address}: the other nodes must resolve the name to that address."
     )
     fix = f"nothing, if they do; otherwise set MASTER_ADDR={address} (or the right one) on every node."
     return Finding(what, fix, is_error=False)

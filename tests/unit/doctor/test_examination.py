@@ -137,7 +137,7 @@ def test_no_way_to_the_main_address() -> None:
 @pytest.mark.parametrize(
     ("addresses", "said"),
     [
-        ({"10.0.0.1": "eth0"}, "The ranks meet at 10.0.0.1"),
+        ({"10.0.0.1": "eth0"}, "The rendezvous is at 10.0.0.1"),
         ({"10.0.0.1": "eth0", "10.1.0.1": "eth1"}, "10.0.0.1 (eth0), 10.1.0.1 (eth1)"),
     ],
     ids=["one", "two"],
