@@ -1,4 +1,4 @@
-"""Precision: in which number format a module computes, and how gradients are scaled and clipped in it."""
+"""The number format in which a module computes, and how gradients are scaled and clipped in it."""
 
 from rankwise.precision.base import Precision
 from rankwise.precision.factory import create_precision

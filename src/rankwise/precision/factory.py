@@ -1,4 +1,4 @@
-"""The table of precision names."""
+"""Create a precision by its name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PRECISIONS: dict[str, Callable[[], Precision]] = {
     "16-master": lambda: MasterWeightsPrecision("16-master"),
     "bf16-master": lambda: MasterWeightsPrecision("bf16-master"),
 }
-# What Lightning takes too; a bare 16 has always meant autocast there.
+# Spellings that Lightning accepts too; there 16 means autocast.
 _SPELLINGS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -30,7 +30,7 @@ def create_precision(name: str | int) -> Precision:
     """Return the precision called `name`, such as `"bf16-mixed"`; 64, 32, 16 and `"bf16"` are names too.
 
     Raises:
-        UnknownNameError: when no precision has that name.
+        UnknownNameError: for an unknown name.
     """
     spelling = str(name).lower()
     known = _SPELLINGS.get(spelling, spelling)

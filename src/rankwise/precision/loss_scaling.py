@@ -1,9 +1,9 @@
-"""`LossScaler`: scale losses so that small half-precision gradients survive, and skip steps that overflow."""
+"""`LossScaler`: dynamic loss scaling for float16, with the same decision to skip a step on all ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
     from rankwise.precision.base import Precision
 
-__all__ = ["LossScaler", "are_finite", "format_and_scaler"]
-
-
-def are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Return whether no element is infinite or NaN; waits for the device once."""
-    # The largest magnitude: unlike a sum of squares it does not overflow by itself.
-    return bool(get_total_norm(gradients, float("inf")).isfinite()) if gradients else True
-
+__all__ = ["LossScaler", "are_finite", "dtype_and_scaler"]
 
 _DEFAULTS = {
     "init_scale": 2.0**16,
@@ -40,24 +33,30 @@ _BOUNDS = {
 }
 
 
-def format_and_scaler(
-    name: str, formats: Mapping[str, torch.dtype], options: dict[str, Any], **defaults: Any
+def are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Return whether no element is infinite or NaN; synchronises with the device once."""
+    # The largest magnitude: unlike a sum of squares it cannot overflow.
+    return bool(get_total_norm(gradients, float("inf")).isfinite()) if gradients else True
+
+
+def dtype_and_scaler(
+    name: str, dtypes: Mapping[str, torch.dtype], options: dict[str, Any], **defaults: Any
 ) -> tuple[torch.dtype, LossScaler | None]:
-    """Return the number format of a precision's name, and, with float16, what scales its losses.
+    """Return the dtype of a precision, and its loss scaler for float16.
 
     Args:
-        name: the precision's.
-        formats: those that it may have, by name.
-        options: the user's, for the scaler.
+        name: the precision's name.
+        dtypes: the valid names and their dtypes.
+        options: the user's options for the scaler.
         defaults: the precision's own.
 
     Raises:
-        UnknownNameError: for another name.
-        UnknownArgumentError, InvalidArgumentError: for options that cannot work.
+        UnknownNameError: for an unknown name.
+        UnknownArgumentError, InvalidArgumentError: for invalid options.
     """
-    if name not in formats:
-        raise UnknownNameError(kind="precision", name=name, known=tuple(formats))
-    dtype = formats[name]
+    if name not in dtypes:
+        raise UnknownNameError(kind="precision", name=name, known=tuple(dtypes))
+    dtype = dtypes[name]
     if dtype is torch.float16:
         return dtype, LossScaler({**defaults, **options})
     if options:
@@ -68,16 +67,16 @@ def format_and_scaler(
 
 @final
 class LossScaler:
-    """torch's `GradScaler`, for any number of optimizers, and agreed between ranks.
+    """torch's `GradScaler` for any number of optimizers, with the same skipped steps on all ranks.
 
-    The scale is updated late: when the next loss is scaled. Within one training step all optimizers thus
-    use one scale, and gradients that wait for their optimizer meanwhile are brought to the new one.
+    The scale is updated when the next loss is scaled. So all optimizers of a training step use one scale;
+    gradients whose optimizer has not stepped by then are converted to the new scale.
 
     Args:
-        options: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, as torch has them.
+        options: torch's `init_scale`, `growth_factor`, `backoff_factor` and `growth_interval`.
 
     Raises:
-        UnknownArgumentError, InvalidArgumentError: for options that cannot work.
+        UnknownArgumentError, InvalidArgumentError: for invalid options.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -89,35 +88,35 @@ class LossScaler:
         self._stepped: set[int] = set()
 
     def configure(self, optimizers: list[Optimizer]) -> None:
-        """Take the optimizers that share the scale."""
+        """Set the optimizers that share the scale."""
         self._optimizers = list(optimizers)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale of now."""
+        """Return the loss times the current scale."""
         self._update()
         return self._on(loss.device.type).scale(loss)
 
     def unscale(self, optimizer: Optimizer, precision: Precision) -> None:
-        """Divide the optimizer's gradients by the scale, once for each step of it."""
+        """Divide the optimizer's gradients by the scale, once per step."""
         if id(optimizer) in self._stepped:
             self._update()
         gradients = _gradients(optimizer)
         if id(optimizer) in self._unscaled or not gradients:
             return
         if precision.agree is not None:
-            _poison_if_any(gradients, precision)
+            _share_overflow(gradients, precision)
         self._on(gradients[0].device.type).unscale_(optimizer)
         self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, precision: Precision, closure: object) -> Any:
-        """Let the optimizer step, unless a gradient is not finite.
+        """Step the optimizer, unless a gradient is not finite.
 
         Raises:
-            ConfigurationError: for an optimizer that computes its loss again.
+            ConfigurationError: with a closure.
         """
         if closure is not None:
             raise ConfigurationError(
-                message=f"precision={precision.name!r} cannot step with a closure, whose loss nobody scales.",
+                message=f"precision={precision.name!r} cannot step with a closure, whose loss is not scaled.",
                 facts=f"the optimizer is {type(optimizer).__name__}.",
                 remedy='use precision="bf16-mixed" or "32-true", which scale nothing.',
             )
@@ -135,18 +134,18 @@ class LossScaler:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and how long it has held; empty before the first loss."""
+        """Return the scale and the number of steps since it changed; empty before the first loss."""
         self._update()
         return dict(self._state) if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._state = dict(state)
         self._scaler = None
         self._unscaled, self._stepped = set(), set()
 
     def _on(self, device_type: str) -> torch.amp.GradScaler:
-        """Return torch's scaler; the device of the first loss is where it lives."""
+        """Return torch's scaler, created on the device of the first loss."""
         if self._scaler is None:
             self._scaler = torch.amp.GradScaler(device_type, **self._options)
             if self._state:
@@ -154,7 +153,7 @@ class LossScaler:
         return self._scaler
 
     def _update(self) -> None:
-        """Update the scale, if an optimizer has stepped since the last time."""
+        """Update the scale, if an optimizer has stepped since the last update."""
         if self._scaler is None or not self._stepped:
             return
         waiting = [
@@ -172,7 +171,7 @@ class LossScaler:
         self._stepped.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel as numbers: tensors and optimizers stay where they are."""
+        """Keep the numbers only, without tensors and optimizers."""
         return {
             **self.__dict__,
             "_state": self.state_dict(),
@@ -183,17 +182,15 @@ class LossScaler:
         }
 
 
-def _poison_if_any(gradients: list[Tensor], precision: Precision) -> None:
-    """Make this rank skip if another one does, where gradients are not the same on all."""
+def _share_overflow(gradients: list[Tensor], precision: Precision) -> None:
+    """Write a NaN into finite gradients if another rank's are not finite, so that all ranks skip the step."""
     is_finite = are_finite(gradients)
     if precision.agree is not None and precision.agree(not is_finite) and is_finite:
         gradients[0].fill_(float("nan"))
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    parameters: Iterable[Tensor] = (
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    )
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 

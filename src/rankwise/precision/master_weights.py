@@ -1,4 +1,4 @@
-"""`MasterWeightsPrecision`: 16-bit weights to compute with, and 32-bit ones for the optimizer to update."""
+"""`MasterWeightsPrecision`: 16-bit weights for computing, and 32-bit master weights for the optimizer."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from torch.optim import Optimizer
 
 from rankwise.errors import ConfigurationError
 from rankwise.precision.base import Precision
-from rankwise.precision.loss_scaling import format_and_scaler
+from rankwise.precision.loss_scaling import dtype_and_scaler
 from rankwise.precision.true_formats import default_dtype, floats_to
 
 __all__ = ["MasterWeightsPrecision"]
 
 _DTYPES = {"16-master": torch.float16, "bf16-master": torch.bfloat16}
-_INIT_SCALE = 2.0**15  # a float16 loss times torch's 2**16 would overflow by itself
+_INIT_SCALE = 2.0**15  # a float16 loss of 1 times torch's 2**16 overflows
 
 
 @final
 class MasterWeightsPrecision(Precision):
-    """Keep a 32-bit copy of every 16-bit weight in the optimizer, so that small updates are not lost.
+    """Keeps a 32-bit copy of every 16-bit weight in the optimizer, so that small updates are not lost.
 
-    This is what Apex called O2: the module's parameters and its input are 16-bit, batch normalisation
-    stays in 32, and with float16 the loss is scaled dynamically. The optimizers' parameter groups hold the
-    copies; their gradients come from the module's, and after a step its weights are rounded from them.
-    Checkpoints keep the copies, under `"precision"`. See Micikevicius et al., "Mixed Precision Training".
+    This is Apex's O2: the module's parameters and its input are 16-bit, batch normalisation stays 32-bit,
+    and with float16 the loss is scaled dynamically. The optimizers' parameter groups contain the copies.
+    Before a step the module's gradients are moved to the copies; after it the copies are rounded into the
+    module's weights. Checkpoints contain the copies, under `"precision"`. See Micikevicius et al., "Mixed
+    Precision Training".
 
     Args:
         name: `"16-master"` or `"bf16-master"`.
         scaler: for float16: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`.
 
     Raises:
-        UnknownNameError: for another name.
-        UnknownArgumentError, InvalidArgumentError: for scaler options that cannot work.
+        UnknownNameError: for an unknown name.
+        UnknownArgumentError, InvalidArgumentError: for invalid scaler options.
     """
 
     def __init__(self, name: str = "16-master", **scaler: Any) -> None:
         self.name = name
-        self.dtype, self._scaler = format_and_scaler(name, _DTYPES, scaler, init_scale=_INIT_SCALE)
+        self.dtype, self._scaler = dtype_and_scaler(name, _DTYPES, scaler, init_scale=_INIT_SCALE)
         self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._pending: list[list[Tensor]] = []
 
@@ -55,7 +56,7 @@ class MasterWeightsPrecision(Precision):
     # ------------------------------------------------------------------ the module
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert 32-bit parameters and buffers in place, but those of batch normalisation."""
+        """Convert 32-bit parameters and buffers in place, except those of batch normalisation."""
         for submodule in module.modules():
             if isinstance(submodule, _BatchNorm):
                 continue
@@ -73,13 +74,13 @@ class MasterWeightsPrecision(Precision):
         Mutates: `optimizer.param_groups` and the keys of `optimizer.state`.
 
         Raises:
-            ConfigurationError: for an optimizer that splits its parameters over the ranks.
+            ConfigurationError: for an optimizer that shards its parameters over the ranks.
         """
         known = {id(master): half for pairs in self._pairs.values() for half, master in pairs}
         masters: dict[int, Tensor] = {}
         self._pairs = {}
         for optimizer in optimizers:
-            _check_whole(optimizer, self.name)
+            _check_not_sharded(optimizer, self.name)
             pairs = self._pairs[id(optimizer)] = []
             for group in optimizer.param_groups:
                 group["params"] = [
@@ -99,15 +100,15 @@ class MasterWeightsPrecision(Precision):
         masters: dict[int, Tensor],
         pairs: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Return what the optimizer updates for a parameter: a 32-bit copy, or itself if it has 32 bits."""
-        if id(parameter) in known:  # a copy from the fit before, which may have been on another device
+        """Return the parameter for the optimizer: a 32-bit copy, or the same one if it has 32 bits."""
+        if id(parameter) in known:  # a copy from the previous fit, which may be on another device
             half = known[id(parameter)]
             parameter.data = parameter.data.to(half.device)
             masters.setdefault(id(half), parameter)
         elif parameter.dtype is self.dtype:
             half = parameter
             if id(half) not in masters:
-                copy = half.detach().to(torch.float32)  # of what DDP has made the same on every rank
+                copy = half.detach().to(torch.float32)  # DDP has broadcast `half` from rank 0
                 masters[id(half)] = nn.Parameter(copy, half.requires_grad)
             if half in optimizer.state:
                 optimizer.state[masters[id(half)]] = floats_to(optimizer.state.pop(half), torch.float32)
@@ -132,7 +133,7 @@ class MasterWeightsPrecision(Precision):
         (loss if self._scaler is None else self._scaler.scale(loss.float())).backward(**options)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Move the module's gradients to the 32-bit copies, and give them their true size there."""
+        """Move the module's gradients to the 32-bit copies, and unscale them there."""
         for half, master in self._pairs.get(id(optimizer), []):
             if half.grad is not None:
                 gradient = half.grad.float()
@@ -142,10 +143,10 @@ class MasterWeightsPrecision(Precision):
             self._scaler.unscale(optimizer, self)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the 32-bit copies, and round the module's weights from them.
+        """Update the 32-bit copies, and round them into the module's weights.
 
         Raises:
-            ConfigurationError: with a closure, which would see weights that are not updated yet.
+            ConfigurationError: with a closure, which would use weights that are not updated yet.
         """
         if closure is not None:
             raise ConfigurationError(
@@ -181,10 +182,10 @@ class MasterWeightsPrecision(Precision):
         return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; before `configure`, the copies wait for it.
+        """Restore what `state_dict` returned; before `configure`, which then loads the copies.
 
         Raises:
-            ValueError: when the copies do not fit the optimizers.
+            ValueError: when the copies do not match the optimizers' parameters.
         """
         if self._scaler is not None:
             self._scaler.load_state_dict(state_dict.get("scaler", {}))
@@ -196,21 +197,21 @@ class MasterWeightsPrecision(Precision):
 
     def _load_masters(self, masters: list[list[Tensor]]) -> None:
         self._pending = []
-        mine = [master for pairs in self._pairs.values() for _, master in pairs]
-        theirs = [master for group in masters for master in group]
-        if [master.shape for master in mine] != [master.shape for master in theirs]:
-            raise ValueError(f"{len(theirs)} master weights do not fit {len(mine)} parameters.")
+        own = [master for pairs in self._pairs.values() for _, master in pairs]
+        saved = [master for group in masters for master in group]
+        if [master.shape for master in own] != [master.shape for master in saved]:
+            raise ValueError(f"{len(saved)} master weights do not fit {len(own)} parameters.")
         with torch.no_grad():
-            for master, other in zip(mine, theirs, strict=True):
+            for master, other in zip(own, saved, strict=True):
                 master.copy_(other)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel with the copies, but without what they belong to."""
+        """Keep the copies, without the parameters and optimizers they belong to."""
         masters = self.state_dict()["masters"]
         return {**super().__getstate__(), "_pairs": {}, "_pending": masters}
 
 
-def _check_whole(optimizer: Optimizer, name: str) -> None:
+def _check_not_sharded(optimizer: Optimizer, name: str) -> None:
     sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer):
         raise ConfigurationError(

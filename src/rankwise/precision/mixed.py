@@ -1,4 +1,4 @@
-"""`MixedPrecision`: parameters in 32 bits, and the operations that bear it in 16."""
+"""`MixedPrecision`: 32-bit parameters, and forward passes under `torch.autocast`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankwise.precision.base import Precision
-from rankwise.precision.loss_scaling import format_and_scaler
+from rankwise.precision.loss_scaling import dtype_and_scaler
 
 __all__ = ["MixedPrecision"]
 
@@ -28,13 +28,13 @@ class MixedPrecision(Precision):
         scaler: for `"16-mixed"`: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`.
 
     Raises:
-        UnknownNameError: for another name.
-        UnknownArgumentError, InvalidArgumentError: for scaler options that cannot work.
+        UnknownNameError: for an unknown name.
+        UnknownArgumentError, InvalidArgumentError: for invalid scaler options.
     """
 
     def __init__(self, name: str = "bf16-mixed", **scaler: Any) -> None:
         self.name = name
-        self.dtype, self._scaler = format_and_scaler(name, _DTYPES, scaler)
+        self.dtype, self._scaler = dtype_and_scaler(name, _DTYPES, scaler)
 
     @property
     def scales_loss(self) -> bool:
@@ -46,11 +46,13 @@ class MixedPrecision(Precision):
             self._scaler.configure(optimizers)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return autocast."""
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     def convert_output(self, output: Any) -> Any:
-        return apply_to_collection(output, Tensor, lambda tensor: _widened(tensor, self.dtype))
+        default = torch.get_default_dtype()
+        return apply_to_collection(
+            output, Tensor, lambda tensor: tensor.to(default) if tensor.dtype is self.dtype else tensor
+        )
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward(**options)
@@ -64,7 +66,7 @@ class MixedPrecision(Precision):
             result = super().optimizer_step(optimizer, closure)
         else:
             result = self._scaler.step(optimizer, self, closure)
-        torch.clear_autocast_cache()  # a step within autocast (manual optimisation) leaves old weights there
+        torch.clear_autocast_cache()  # a step under autocast (manual optimisation) leaves old weights in it
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +75,3 @@ class MixedPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._scaler is not None:
             self._scaler.load_state_dict(state_dict.get("scaler", {}))
-
-
-def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(torch.get_default_dtype()) if tensor.dtype is dtype else tensor

@@ -21,7 +21,7 @@ _DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Have new tensors in `dtype` within the block."""
+    """Make `dtype` torch's default dtype in the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -31,7 +31,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def floats_to(batch: T, dtype: torch.dtype) -> T:
-    """Return a batch with its floating-point tensors in `dtype`, and all else as it is."""
+    """Return a batch with its floating-point tensors converted to `dtype`."""
     converted: T = apply_to_collection(
         batch,
         Tensor,
@@ -42,7 +42,7 @@ def floats_to(batch: T, dtype: torch.dtype) -> T:
 
 
 class _TrueFormat(Precision):
-    """Everything in one format, `dtype`."""
+    """Parameters, data and computation in one dtype."""
 
     dtype: torch.dtype
 
@@ -51,11 +51,11 @@ class _TrueFormat(Precision):
         return module.to(self.dtype)
 
     def prepare_to_load(self, module: nn.Module) -> None:
-        """Convert first: a module in 32 bits would round a checkpoint in 64."""
+        """Convert the module, which would otherwise round a checkpoint of 64-bit weights."""
         self.convert_module(module)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new tensors have this format."""
+        """Return a context in which new tensors have this dtype."""
         return default_dtype(self.dtype)
 
     def convert_input(self, batch: Any) -> Any:
@@ -67,15 +67,15 @@ class _TrueFormat(Precision):
 
 @final
 class HalfPrecision(_TrueFormat):
-    """Everything in 16 bits: half the memory, and little room for small updates.
+    """Everything in 16 bits, which halves the memory; small updates are rounded away.
 
-    `MasterWeightsPrecision` keeps the room.
+    `MasterWeightsPrecision` keeps small updates.
 
     Args:
         name: `"16-true"` or `"bf16-true"`.
 
     Raises:
-        UnknownNameError: for another name.
+        UnknownNameError: for an unknown name.
     """
 
     def __init__(self, name: str = "16-true") -> None:
@@ -93,5 +93,5 @@ class DoublePrecision(_TrueFormat):
     dtype = torch.float64
 
     def convert_output(self, output: Any) -> Any:
-        """Keep predictions as they are: nothing is gained by rounding them."""
+        """Return predictions without rounding them."""
         return output
