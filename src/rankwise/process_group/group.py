@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rankwise.errors import ProcessGroupError
 from rankwise.process_group.backend import check_backend, default_backend
 from rankwise.ranks import RankInfo
-from rankwise.stores.rendezvous import RankIdentity, identity_of, run_rendezvous
+from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_of, run_rendezvous
 from rankwise.stores.restart import find_restart
 from rankwise.stores.tcp import open_store
 
@@ -159,7 +159,7 @@ def join_process_group(
     if dist.is_initialized():
         _check_existing(ranks, backend)
         return ()
-    own = identity_of(ranks, backend, device, os.getpid())
+    own = identity_of(ranks, exclusive_device(backend, device))
     identities = run_rendezvous(store, own, timeout if init_timeout is None else init_timeout)
     on_rendezvous(identities)
     with _torch_state_kept():

@@ -1,4 +1,4 @@
-"""A store over the channels to the launching process, and its message format."""
+"""The private store: a table in the launching process, which ranks ask over their channels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LENGTH = struct.Struct("!I")
 
 
 def pack_fields(fields: Iterable[bytes]) -> bytes:
-    """Write several byte strings as one."""
+    """Return several byte strings as one message."""
     parts = list(fields)
     chunks = [_COUNT.pack(len(parts))]
     for part in parts:
@@ -26,10 +26,10 @@ def pack_fields(fields: Iterable[bytes]) -> bytes:
 
 
 def unpack_fields(data: bytes) -> list[bytes]:
-    """Read back what `pack_fields` wrote.
+    """Return the byte strings in a message.
 
     Raises:
-        ValueError: when the bytes are not such a message.
+        ValueError: when it is no message of `pack_fields`.
     """
     try:
         (count,) = _COUNT.unpack_from(data)
@@ -52,17 +52,17 @@ Request = Callable[[bytes, float], bytes]
 
 @final
 class StoreTable:
-    """The dictionary itself, kept by the supervisor; answers at once or when the awaited keys are set."""
+    """The supervisor's table of keys; it replies at once, or when the awaited keys are set."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
         self._waiting: list[tuple[list[bytes], Reply]] = []
 
     def handle(self, request: bytes, reply: Reply) -> None:
-        """Answer one request of a `PrivateStore`, now or later.
+        """Reply to a request of a `PrivateStore`, now or later.
 
         Raises:
-            ValueError: when the request is none.
+            ValueError: when it is no such request.
         """
         operation, *fields = unpack_fields(request)
         if operation == b"wait":
@@ -96,7 +96,7 @@ class StoreTable:
         try:
             before = int(self._values.get(key) or b"0")
         except ValueError:
-            return b""  # the rank that asked raises
+            return b""  # the rank raises
         self._values[key] = b"%d" % (before + int(amount))
         return self._values[key]
 
@@ -119,10 +119,10 @@ class StoreTable:
 
 @final
 class PrivateStore(dist.Store):
-    """The store as a rank sees it. Nobody can reach it who does not hold a channel of this job.
+    """A rank's store. Only processes with a channel of this job can use it.
 
     Args:
-        request: sends one request over the channel and returns the answer; raises `TimeoutError`.
+        request: sends a request over the channel and returns the reply; raises `TimeoutError`.
         timeout: how long `wait` and `get` wait for a key.
     """
 
@@ -136,7 +136,7 @@ class PrivateStore(dist.Store):
         self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value; waits until it is set."""
+        """Wait until a key is set; return its value."""
         self.wait([key], self._timeout)
         return self._ask("get", key)
 
@@ -163,7 +163,7 @@ class PrivateStore(dist.Store):
         """Delete a key; return whether it was set."""
         return self._ask("delete", key) == b"1"
 
-    deleteKey = delete_key  # noqa: N815  what torch's PrefixStore calls, where others have their Python names
+    deleteKey = delete_key  # noqa: N815  the name that torch's PrefixStore calls
 
     def num_keys(self) -> int:
         """Return the number of keys."""
@@ -179,7 +179,7 @@ class PrivateStore(dist.Store):
         return self._timeout
 
     def clone(self) -> PrivateStore:
-        """Return a store that is safe to use from another thread; this one is."""
+        """Return a store for another thread: this one, which several threads may use."""
         return self
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

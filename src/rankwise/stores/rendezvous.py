@@ -1,11 +1,12 @@
-"""The ranks meet in the store before they make a group, and see whether what each was told fits together."""
+"""Rendezvous: all ranks exchange in the store who they are, and check that this fits together."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import final
@@ -18,18 +19,34 @@ from rankwise.ranks import RankInfo
 from rankwise.stores.private import is_private
 from rankwise.stores.waiting import poll_until, wait_for_keys
 
-__all__ = ["FAILURE", "RemoteFailure", "RankIdentity", "read_key", "run_rendezvous", "identity_of"]
+__all__ = [
+    "FAILURE",
+    "RankIdentity",
+    "RemoteFailure",
+    "duplicate_rank_error",
+    "exclusive_device",
+    "identity_of",
+    "missing_ranks_error",
+    "read_identities",
+    "read_key",
+    "run_rendezvous",
+    "write_identity",
+]
 
 FAILURE = "failure"
 """The key of the first failure's record."""
 
-
-_ANSWER_S = 1.0  # in which a store says what it has
+_ANSWER_TIMEOUT = timedelta(seconds=1)
+_MOST_NAMED = 10
 
 
 @final
 class RemoteFailure(Exception):
-    """A rank of another node has failed, before this one came to need it or after it was done; its record."""
+    """A rank of another node has failed, before this one needed it or after this one was done.
+
+    Attributes:
+        record: the failure record.
+    """
 
     def __init__(self, record: bytes) -> None:
         super().__init__("a rank of another node has failed")
@@ -37,14 +54,14 @@ class RemoteFailure(Exception):
 
 
 def read_key(rank: int) -> str:
-    """Return what a rank sets that has heard of the failure."""
-    return f"heard/{rank}"
+    """Return the key that a rank sets when it has read the failure's record."""
+    return f"read/{rank}"
 
 
 @final
 @dataclass(frozen=True)
 class RankIdentity:
-    """What one rank knows of itself, and what device it takes (an empty text: one that can be shared)."""
+    """One rank, and its device if no other rank may use the same one (an empty text otherwise)."""
 
     global_rank: int
     local_rank: int
@@ -58,126 +75,137 @@ class RankIdentity:
         return f"global_rank {self.global_rank} (node {self.node_rank}, host {self.host!r}, pid {self.pid})"
 
 
-def identity_of(ranks: RankInfo, backend: str, device: torch.device, pid: int) -> RankIdentity:
-    """Return this rank's place. NCCL can use a device once only, so its identity is part of it."""
-    is_exclusive = device.type == "cuda" and "nccl" in backend
-    identity = str(torch.cuda.get_device_properties(device).uuid) if is_exclusive else ""
+def identity_of(ranks: RankInfo, device: str = "") -> RankIdentity:
+    """Return this process's identity."""
     return RankIdentity(
         ranks.global_rank,
         ranks.local_rank,
         ranks.node_rank,
         ranks.world_size,
         socket.gethostname(),
-        pid,
-        identity,
+        os.getpid(),
+        device,
     )
 
 
-def run_rendezvous(store: dist.Store, mine: RankIdentity, timeout: timedelta) -> tuple[RankIdentity, ...]:
-    """Wait until every rank is here; return all places by global rank.
+def exclusive_device(backend: str, device: torch.device) -> str:
+    """Return the identity of a device that one rank alone may use, as NCCL's; an empty text for others."""
+    is_exclusive = device.type == "cuda" and "nccl" in backend
+    return str(torch.cuda.get_device_properties(device).uuid) if is_exclusive else ""
 
-    The last to arrive compares them all, so this costs each rank four short messages.
+
+def run_rendezvous(store: dist.Store, own: RankIdentity, timeout: timedelta) -> tuple[RankIdentity, ...]:
+    """Wait until every rank is here; return all identities by global rank.
+
+    The last rank to arrive compares them, so this costs each rank a few short messages.
 
     Collective: every rank must call this.
 
     Raises:
-        ProcessGroupError: on every rank, when two ranks are the same or have the same device, or believe in
-            different worlds.
+        ProcessGroupError: on every rank, when two ranks are the same, have the same device, or have
+            different world sizes.
         RendezvousTimeoutError: when not all came in time; names those that did not.
-        RemoteFailure: when the process that started one of them has left word that it failed.
+        RemoteFailure: when a rank's failure is published meanwhile.
     """
     arrival = store.add("arrived", 1)
-    if arrival > mine.world_size:
-        raise duplicate_rank_error(mine)
-    store.set(f"place/{arrival}", json.dumps(asdict(mine)))
-    if arrival == mine.world_size:
-        here = _places(store, arrival)
-        problem = disagreement(here)
-        store.set("met", json.dumps([problem, [asdict(place) for place in here]]))
+    if arrival > own.world_size:
+        raise duplicate_rank_error(own)
+    write_identity(store, arrival, own)
+    if arrival == own.world_size:
+        numbers = range(1, arrival + 1)
+        are_written = wait_for_keys(store, [_identity_key(number) for number in numbers], timeout)
+        here = read_identities(store, numbers)
+        if not are_written:
+            raise missing_ranks_error(here, own.world_size, timeout)
+        store.set("met", json.dumps([disagreement(here), [asdict(each) for each in here]]))
     else:
-        _wait_for_the_last(store, mine, timeout)
-    problem, places = json.loads(store.get("met"))
+        _wait_for_the_last(store, own, timeout)
+    problem, identities = json.loads(store.get("met"))
     if problem:
         raise ProcessGroupError(problem, "start every rank once, each with its own rank and device.")
-    return tuple(sorted((RankIdentity(**place) for place in places), key=lambda place: place.global_rank))
+    return tuple(sorted((RankIdentity(**each) for each in identities), key=lambda each: each.global_rank))
 
 
-def disagreement(places: Sequence[RankIdentity]) -> str:
-    """Return what is wrong with these ranks as one job, or an empty text."""
-    sizes = Counter(place.world_size for place in places)
+def disagreement(identities: Sequence[RankIdentity]) -> str:
+    """Return why these ranks do not form one job, or an empty text."""
+    sizes = Counter(each.world_size for each in identities)
     if len(sizes) > 1:
         most = sizes.most_common(1)[0][0]
-        odd = next(place for place in places if place.world_size != most)
-        return f"{odd} believes in a world of {odd.world_size}, others in one of {most}."
+        odd = next(each for each in identities if each.world_size != most)
+        return f"{odd} has a world size of {odd.world_size}, others have one of {most}."
+    with_device = [each for each in identities if each.device]
     return (
-        _twice(places, "global_rank", lambda place: (place.global_rank,))
-        or _twice(places, "local_rank", lambda place: (place.host, place.node_rank, place.local_rank))
-        or _twice(
-            [place for place in places if place.device], "device", lambda place: (place.host, place.device)
-        )
+        _duplicate(identities, "global_rank", lambda each: (each.global_rank,))
+        or _duplicate(identities, "local_rank", lambda each: (each.host, each.node_rank, each.local_rank))
+        or _duplicate(with_device, "device", lambda each: (each.host, each.device))
     )
 
 
-def _twice(
-    places: Sequence[RankIdentity], what: str, key: Callable[[RankIdentity], tuple[object, ...]]
+def _duplicate(
+    identities: Sequence[RankIdentity], what: str, key: Callable[[RankIdentity], tuple[object, ...]]
 ) -> str:
-    groups: dict[tuple[object, ...], list[RankIdentity]] = defaultdict(list)
-    for place in places:
-        groups[key(place)].append(place)
-    for group in groups.values():
-        if len(group) > 1:
-            return f"{group[0]} and {group[1]} have the same {what}."
+    first: dict[tuple[object, ...], RankIdentity] = {}
+    for each in identities:
+        if (other := first.setdefault(key(each), each)) is not each:
+            return f"{other} and {each} have the same {what}."
     return ""
 
 
-def _places(store: dist.Store, count: int) -> list[RankIdentity]:
-    return [RankIdentity(**json.loads(store.get(f"place/{number}"))) for number in range(1, count + 1)]
+def write_identity(store: dist.Store, number: int, identity: RankIdentity) -> None:
+    """Write the identity of the rank that arrived as number so many."""
+    store.set(_identity_key(number), json.dumps(asdict(identity)))
 
 
-def _places_so_far(store: dist.Store, count: int) -> list[RankIdentity]:
-    keys = [f"place/{number}" for number in range(1, count + 1)]
+def read_identities(store: dist.Store, numbers: Iterable[int]) -> list[RankIdentity]:
+    """Return the identities that are written under these numbers."""
+    keys = [_identity_key(number) for number in numbers]
     return [RankIdentity(**json.loads(store.get(key))) for key in keys if store.check([key])]
 
 
-def _wait_for_the_last(store: dist.Store, mine: RankIdentity, timeout: timedelta) -> None:
+def _identity_key(number: int) -> str:
+    return f"identity/{number}"
+
+
+def _wait_for_the_last(store: dist.Store, own: RankIdentity, timeout: timedelta) -> None:
     if is_private(store):
         is_complete = wait_for_keys(store, ["met"], timeout)
     else:
-        is_complete = poll_until(lambda: _is_met(store, mine), timeout)
+        is_complete = poll_until(lambda: _is_complete(store, own), timeout)
     if is_complete:
         return
-    if not _has_soon(store, "arrived"):
-        waiting_for = "the process that has the store, which answers nobody: it hangs, or is suspended"
+    if not _is_set_soon(store, "arrived"):
+        waiting_for = "an answer of the process that hosts the store: it hangs, or is suspended"
         raise RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds())
     arrived = store.add("arrived", 0)
-    if arrived > mine.world_size:
-        raise duplicate_rank_error(mine)
-    if arrived == mine.world_size and _has_soon(store, "met"):
-        return  # the last came at the very deadline
-    raise missing_ranks_error(_places_so_far(store, arrived), mine.world_size, timeout)
+    if arrived > own.world_size:
+        raise duplicate_rank_error(own)
+    if arrived == own.world_size and _is_set_soon(store, "met"):
+        return  # the last rank came just in time
+    raise missing_ranks_error(read_identities(store, range(1, arrived + 1)), own.world_size, timeout)
 
 
-def _is_met(store: dist.Store, mine: RankIdentity) -> bool:
+def _is_complete(store: dist.Store, own: RankIdentity) -> bool:
     if store.check(["met"]):
         return True
     if store.check([FAILURE]):
-        store.set(read_key(mine.global_rank), "")
+        store.set(read_key(own.global_rank), "1")
         raise RemoteFailure(bytes(store.get(FAILURE)))
     return False
 
 
-def _has_soon(store: dist.Store, key: str) -> bool:
+def _is_set_soon(store: dist.Store, key: str) -> bool:
     try:
-        store.wait([key], timedelta(seconds=_ANSWER_S))
+        store.wait([key], _ANSWER_TIMEOUT)
     except dist.DistStoreError:
         return False
     return True
 
 
-def duplicate_rank_error(mine: RankIdentity) -> ProcessGroupError:
+def duplicate_rank_error(own: RankIdentity) -> ProcessGroupError:
+    """Return the error of a rank that comes when all ranks are there already."""
     return ProcessGroupError(
-        f"{mine} came to a meeting of {mine.world_size} ranks that are all there: a rank was started twice, "
-        "or another job meets at the same address and port.",
+        f"{own} came to a rendezvous of {own.world_size} ranks that are all there: a rank was started twice, "
+        "or another job uses the same address and port.",
         "start every rank once; give each job a MASTER_PORT of its own.",
     )
 
@@ -185,10 +213,10 @@ def duplicate_rank_error(mine: RankIdentity) -> ProcessGroupError:
 def missing_ranks_error(
     here: Sequence[RankIdentity], world_size: int, timeout: timedelta
 ) -> RendezvousTimeoutError:
-    missing_ranks_error = sorted(set(range(world_size)) - {place.global_rank for place in here})
-    names = ", ".join(str(rank) for rank in missing_ranks_error[:10]) + (
-        ", ..." if len(missing_ranks_error) > 10 else ""
-    )
-    came = ", ".join(str(place) for place in here[:10])
+    """Return the error that names the ranks which did not come."""
+    missing = sorted(set(range(world_size)) - {each.global_rank for each in here})
+    more = ", ..." if len(missing) > _MOST_NAMED else ""
+    names = ", ".join(map(str, missing[:_MOST_NAMED])) + more
+    came = ", ".join(map(str, here[:_MOST_NAMED]))
     waiting_for = f"global_rank {names} to come to the process group (here are {came})"
     return RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds())

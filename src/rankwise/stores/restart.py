@@ -1,33 +1,29 @@
-"""Which start of an elastic job this is, so that a store that outlives a start keeps them apart.
+"""Number the restarts of an elastic job, so that each has its own keys in a store that outlives it.
 
-All of a worker's processes inherit the path of its error file. Torch's agent makes the folder anew, under the
-same name or another, each time that it starts its ranks. A session would not tell: a worker's child may have
-one of its own, and workers that run a function have none.
+Nothing in the environment of torchrun's workers says which restart this is: `TORCHELASTIC_RESTART_COUNT` is
+each agent's own, and an agent that joins after a failure counts from 0. So the ranks agree through the
+agents' store, which still has the keys of ranks that have ended:
 
-Under torchrun nothing in the environment says so. Its restart count is each agent's own: an agent that joins
-the others after their failure counts nothing. The store that its ranks share, though, outlives them, and with
-it the keys of ranks that are gone. So the ranks of a start find one another in that store:
+- Rank 0 takes the next number and writes it. When all others have come under that number, it writes that the
+  restart is complete.
+- The others read the number, come, and wait until rank 0 has counted them. A rank that is faster than its
+  rank 0 reads the number of an earlier restart. Nobody counts it there, so it waits until its own rank 0
+  writes the next number.
 
-- Rank 0 takes the next number, says it, and then says how many have come to it under that number.
-- The others come to the number that they read, and go on when they are among those who have come. A number
-  that is an earlier start's is read by a rank that is faster than its rank 0. Then it waits: either that
-  start was complete, and this rank came too late to be counted, or its rank 0 is gone and counts nobody.
-  What ends the wait is the number of its own rank 0.
+This relies on torch's agents, which start no rank before all ranks of the restart before have ended.
 
-This rests on what a rendezvous of torch's agents is: nobody starts a rank before all have ended theirs.
-
-A rank that is alone may be several processes, one after another or at once: a sweep, whose trials inherit the
-rank's variables. They belong to one start, so the first of them takes its number. Nothing tells in the next
-start which of them is which, so only a process that is alone of its kind has a job to go on with.
+A job of one rank may have several processes, one after another or at once: a sweep whose trials inherit the
+rank's variables. They belong to one restart, so the first of them takes its number. The path of the worker's
+error file, which all of them inherit, identifies the worker; the agent makes its folder anew at each restart.
+Nothing identifies the same trial after a restart, so only a process that is alone of its kind resumes a job.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import final
@@ -35,7 +31,14 @@ from typing import final
 import torch.distributed as dist
 
 from rankwise.ranks import RankInfo
-from rankwise.stores.rendezvous import RankIdentity, duplicate_rank_error, missing_ranks_error
+from rankwise.stores.rendezvous import (
+    RankIdentity,
+    duplicate_rank_error,
+    identity_of,
+    missing_ranks_error,
+    read_identities,
+    write_identity,
+)
 from rankwise.stores.waiting import poll_until
 
 __all__ = [
@@ -57,8 +60,8 @@ class AgentWorker:
     """A worker of an elastic agent.
 
     Attributes:
-        name: the same in all of its processes, and in those of no other worker and no other start.
-        is_itself: whether the agent has started this process, and not another of the worker's.
+        name: the same in all processes of the worker; different in each worker and each restart.
+        is_itself: whether the agent has started this very process.
     """
 
     name: str
@@ -66,25 +69,25 @@ class AgentWorker:
 
 
 def current_agent_worker() -> AgentWorker | None:
-    """Return the worker that this process belongs to; None where no agent has started it."""
+    """Return the worker that this process belongs to; None without an elastic agent."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if count is None:
         return None
     file = os.environ.get(_ERROR_FILE, "")
-    # Without error files the agent's own count is left, which leaves out restarts where nodes come or go.
-    made = _when_made(Path(file).parent.parent) if file else 0
-    return AgentWorker(f"{socket.gethostname()}/{count}/{file}/{made}", not _is_of_parent(file))
+    # Without error files only the agent's own count is left, which misses restarts when nodes come or go.
+    created = _creation_time(Path(file).parent.parent) if file else 0
+    return AgentWorker(f"{socket.gethostname()}/{count}/{file}/{created}", not _parent_has(file))
 
 
-def _when_made(folder: Path) -> int:
+def _creation_time(folder: Path) -> int:
     try:
         return folder.stat().st_mtime_ns
     except OSError:
         return 0
 
 
-def _is_of_parent(file: str) -> bool:
-    """Return whether the parent has that error file too; True where that is not known."""
+def _parent_has(file: str) -> bool:
+    """Return whether the parent process has that error file too; True where that is unknown."""
     try:
         variables = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -93,18 +96,18 @@ def _is_of_parent(file: str) -> bool:
 
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
-_UNNAMED = "none"  # torchrun's run id where nobody gives one
+_UNNAMED = "none"  # torchrun's default run id
 
 
 @final
 @dataclass(frozen=True)
 class RestartInfo:
-    """One of the starts of a job.
+    """Which restart of a job this is.
 
     Attributes:
-        number: how many there were before.
-        job: what all starts of the job have in common, and no other job; empty where that is not known, or
-            where several processes of one worker train.
+        number: of the restart; 0 for the first start.
+        job: identifies the job in all its restarts; empty where that is unknown, or several processes of one
+            worker train.
     """
 
     number: int = 0
@@ -112,18 +115,18 @@ class RestartInfo:
 
 
 _noted: RestartInfo | None = None
-# By the address of the agents' store, and by the process where a rank may be several.
+# By the address of the agents' store, and the process id where one rank may have several processes.
 _agreed: dict[tuple[tuple[str, int], int], RestartInfo] = {}
 
 
-def note_restart(start: RestartInfo) -> None:
-    """Note what the launcher knows of this process's start."""
+def note_restart(restart: RestartInfo) -> None:
+    """Set what `current_restart` returns."""
     global _noted
-    _noted = start
+    _noted = restart
 
 
 def current_restart() -> RestartInfo:
-    """Return this process's start; where the ranks have not agreed on it, as its agent counts them."""
+    """Return this process's restart: what the ranks have agreed on, or else the agent's own count."""
     if _noted is not None:
         return _noted
     run_id = os.environ.get(_RUN_ID, "")
@@ -134,7 +137,7 @@ def current_restart() -> RestartInfo:
 def find_restart(
     address: tuple[str, int], store: dist.Store, ranks: RankInfo, timeout: timedelta
 ) -> RestartInfo:
-    """Return this process's start, given the agents' store; the ranks agree on it once, and it is noted.
+    """Return this process's restart, on which the ranks agree once in the agents' store; note it.
 
     Collective: every rank must call this.
 
@@ -149,13 +152,13 @@ def find_restart(
 
 
 def agree_on_restart(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> RestartInfo:
-    """Return the start that all ranks which are here now belong to.
+    """Return the restart that all present ranks belong to.
 
     Collective: every rank must call this, once.
 
     Args:
-        store: one that outlives the starts.
-        ranks: who this process is.
+        store: a store that outlives a restart.
+        ranks: this process's ranks.
         timeout: how long to wait for the others.
 
     Raises:
@@ -163,84 +166,79 @@ def agree_on_restart(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> 
         ProcessGroupError: when all ranks are there, but this one is not among them.
     """
     store = dist.PrefixStore("rankwise", store)
-    mine = RankIdentity(
-        ranks.global_rank,
-        ranks.local_rank,
-        ranks.node_rank,
-        ranks.world_size,
-        socket.gethostname(),
-        os.getpid(),
-    )
+    own = identity_of(ranks)
     worker = current_agent_worker() if ranks.world_size == 1 else None
     if worker is not None:
-        number = _lead_once(dist.PrefixStore(worker.name, store), store, mine, timeout)
+        number = _lead_once(worker, store, own, timeout)
         if not _is_only_one(worker, store):
             return RestartInfo(number - 1)
     else:
-        number = (_lead if ranks.is_global_zero else _follow)(store, mine, timeout)
-    # One token for the job, of whichever start came first.
+        number = (_lead if ranks.is_global_zero else _follow)(store, own, timeout)
+    # One token for the job, from its first start.
     token = store.compare_set("job", "", secrets.token_hex(8)).decode()
     part = "" if worker is None or worker.is_itself else "/child"
     return RestartInfo(number - 1, f"{os.environ.get(_RUN_ID, _UNNAMED)}/{token}{part}")
 
 
-def _lead_once(own: dist.Store, store: dist.Store, mine: RankIdentity, timeout: timedelta) -> int:
-    """Return the number of a worker's start, which the first of its processes takes."""
-    if own.check(["number"]):
-        return int(own.get("number"))
-    return int(own.compare_set("number", "", str(_lead(store, mine, timeout))))
+def _lead_once(worker: AgentWorker, store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
+    """Return the number of a worker's restart, which the first of its processes takes."""
+    of_worker = dist.PrefixStore(worker.name, store)
+    if of_worker.check(["number"]):
+        return int(of_worker.get("number"))
+    return int(of_worker.compare_set("number", "", str(_lead(store, own, timeout))))
 
 
 def _is_only_one(worker: AgentWorker, store: dist.Store) -> bool:
-    """Return whether no start so far had several processes like this: the worker itself, or its children."""
+    """Return whether no restart so far had several such processes: workers, or children of a worker."""
     kind = "itself" if worker.is_itself else "child"
     if dist.PrefixStore(worker.name, store).add(kind, 1) > 1:
-        store.set(f"several/{kind}", "")
+        store.set(f"several/{kind}", "1")
     return not store.check([f"several/{kind}"])
 
 
-def _lead(store: dist.Store, mine: RankIdentity, timeout: timedelta) -> int:
+def _lead(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
+    """Take the next number, and wait until all other ranks have come. Runs on: rank 0."""
     number = store.add("starts", 1)
-    others = mine.world_size - 1
-    own = dist.PrefixStore(f"start{number}", store)
-    own.set("place/0", json.dumps(asdict(mine)))
+    others = own.world_size - 1
+    restart = dist.PrefixStore(f"start{number}", store)
+    write_identity(restart, 0, own)
     store.set("start", str(number))
-    if not poll_until(lambda: own.add("came", 0) >= others, timeout):
-        raise missing_ranks_error(_who_came(own), mine.world_size, timeout)
-    own.set("complete", str(others))
+    if not poll_until(lambda: restart.add("arrived", 0) >= others, timeout):
+        raise missing_ranks_error(_arrived(restart), own.world_size, timeout)
+    restart.set("complete", str(others))
     return number
 
 
-def _follow(store: dist.Store, mine: RankIdentity, timeout: timedelta) -> int:
+def _follow(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
+    """Come under the current number, and wait until rank 0 has counted this rank."""
     number = arrival = 0
 
-    def is_in() -> bool:
+    def is_counted() -> bool:
         nonlocal number, arrival
-        said = int(store.get("start")) if store.check(["start"]) else 0
-        if said != number:
-            number, arrival = said, _come(dist.PrefixStore(f"start{said}", store), mine)
+        current = int(store.get("start")) if store.check(["start"]) else 0
+        if current != number:
+            number, arrival = current, _arrive(dist.PrefixStore(f"start{current}", store), own)
         return number > 0 and arrival <= _complete(dist.PrefixStore(f"start{number}", store))
 
-    if not poll_until(is_in, timeout):
-        own = dist.PrefixStore(f"start{number}", store)
-        if _complete(own):
-            raise duplicate_rank_error(mine)
-        here = _who_came(own) if number else [mine]
-        raise missing_ranks_error(here, mine.world_size, timeout)
+    if not poll_until(is_counted, timeout):
+        restart = dist.PrefixStore(f"start{number}", store)
+        if _complete(restart):
+            raise duplicate_rank_error(own)
+        here = _arrived(restart) if number else [own]
+        raise missing_ranks_error(here, own.world_size, timeout)
     return number
 
 
-def _come(start: dist.Store, mine: RankIdentity) -> int:
-    arrival = start.add("came", 1)
-    start.set(f"place/{arrival}", json.dumps(asdict(mine)))
+def _arrive(restart: dist.Store, own: RankIdentity) -> int:
+    arrival = restart.add("arrived", 1)
+    write_identity(restart, arrival, own)
     return arrival
 
 
-def _complete(start: dist.Store) -> int:
-    """Return how many belong to a start beside its rank 0; 0 as long as that is not known."""
-    return int(start.get("complete")) if start.check(["complete"]) else 0
+def _complete(restart: dist.Store) -> int:
+    """Return how many ranks belong to a restart beside its rank 0; 0 as long as that is unknown."""
+    return int(restart.get("complete")) if restart.check(["complete"]) else 0
 
 
-def _who_came(start: dist.Store) -> list[RankIdentity]:
-    keys = [f"place/{number}" for number in range(start.add("came", 0) + 1)]
-    return [RankIdentity(**json.loads(start.get(key))) for key in keys if start.check([key])]
+def _arrived(restart: dist.Store) -> list[RankIdentity]:
+    return read_identities(restart, range(restart.add("arrived", 0) + 1))

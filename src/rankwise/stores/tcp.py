@@ -1,4 +1,4 @@
-"""TCP stores: torch's `TCPStore` on a socket of our own."""
+"""Host torch's `TCPStore` on a socket that rankwise binds, and connect to it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["default_store", "host_store", "open_store"]
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 
-# The stores joined at an address that an outer launcher gave. A second job of this process meets there again:
-# the address is the outer launcher's, so the store lives as long as the process does.
+# Clients by the address that an outer launcher gave, and the stores hosted there. A later job of this process
+# uses the same address, so they stay open as long as the process lives.
 _joined: dict[tuple[str, int], dist.Store] = {}
 _hosted: dict[tuple[str, int], dist.Store] = {}
 
@@ -26,13 +26,13 @@ _hosted: dict[tuple[str, int], dist.Store] = {}
 def host_store(
     timeout: timedelta, address: tuple[str, int] = (_LOOPBACK, 0)
 ) -> tuple[dist.Store, tuple[str, int]]:
-    """Host a TCP store on a socket bound here: on loopback, at a port of the kernel's choice.
+    """Host a TCP store; by default on loopback, at a port that the kernel chooses.
 
     Returns:
-        The store, which listens until it is dropped, and its host and port.
+        The store, which listens until it is deleted, and its host and port.
 
     Raises:
-        ProcessGroupError: when nobody can listen there: another does, or it is no address of this host.
+        ProcessGroupError: when the address is in use, or is no address of this host.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,9 +54,9 @@ def host_store(
 
 
 def hosted_store(timeout: timedelta, address: tuple[str, int]) -> dist.Store:
-    """Host a TCP store at an address that others were given, for as long as this process lives.
+    """Host a TCP store at an address that other nodes know, as long as this process lives.
 
-    The next job of several nodes meets there again, and another node may come to it before this one.
+    The next job of several nodes uses it again, and another node may start that job before this one.
 
     Raises:
         ProcessGroupError: as `host_store`.
@@ -70,7 +70,7 @@ def hosted_here(address: tuple[str, int]) -> dist.Store:
     """Return the store that `hosted_store` hosts at an address.
 
     Raises:
-        KeyError: where it hosts none there, or no longer.
+        KeyError: where it hosts none there.
     """
     return _hosted[address]
 
@@ -82,11 +82,11 @@ def open_store(
     hosts: bool,
     timeout: timedelta,
 ) -> dist.Store:
-    """Return this rank's store. Keep it for as long as a process group uses it: C++ alone does not.
+    """Return this rank's store. Keep a reference while a process group uses it: C++ keeps none.
 
     Args:
-        ask: sends a request to the private store; used where there is no address. Without either, the process
-            is alone and meets nobody.
+        ask: sends a request to the private store; used where there is no address. Without either, this is the
+            only rank.
         address: host and port of a TCP store.
         hosts: whether this rank has to host it.
         timeout: how long to wait for the host, and for keys.
@@ -110,7 +110,7 @@ def _connect(address: tuple[str, int], timeout: timedelta) -> dist.Store:
 
 
 def open_another(address: tuple[str, int], timeout: timedelta) -> dist.Store:
-    """Return one more client of the TCP store at an address, for a thread that will wait in it.
+    """Return another client of the TCP store at an address: calls to one client wait for each other.
 
     Raises:
         RendezvousTimeoutError: when the host cannot be reached in time.
@@ -119,7 +119,7 @@ def open_another(address: tuple[str, int], timeout: timedelta) -> dist.Store:
 
 
 def forget_store(address: tuple[str, int]) -> None:
-    """Let go of the client of a store whose host is gone, and of the host."""
+    """Delete the client of the store at an address, and the store if this process hosts it."""
     _joined.pop(address, None)
     _hosted.pop(address, None)
 

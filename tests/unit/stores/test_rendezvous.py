@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from rankwise.stores.rendezvous import (
     FAILURE,
     RankIdentity,
     RemoteFailure,
+    exclusive_device,
     identity_of,
     read_key,
     run_rendezvous,
@@ -26,31 +28,31 @@ from rankwise.stores.rendezvous import (
 SECOND = timedelta(seconds=1)
 
 
-def place(
+def identity(
     rank: int, size: int = 2, host: str = "a", local: int | None = None, device: str = ""
 ) -> RankIdentity:
     return RankIdentity(rank, rank if local is None else local, 0, size, host, 100 + rank, device)
 
 
-def meeting_of(
-    places: Sequence[RankIdentity], timeout: timedelta = 30 * SECOND
+def run_together(
+    identities: Sequence[RankIdentity], timeout: timedelta = 30 * SECOND
 ) -> list[tuple[RankIdentity, ...] | Exception]:
     store = dist.HashStore()
 
-    def come(mine: RankIdentity) -> tuple[RankIdentity, ...] | Exception:
+    def come(own: RankIdentity) -> tuple[RankIdentity, ...] | Exception:
         try:
-            return run_rendezvous(store, mine, timeout)
+            return run_rendezvous(store, own, timeout)
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(len(places)) as pool:
-        return list(pool.map(come, places))
+    with ThreadPoolExecutor(len(identities)) as pool:
+        return list(pool.map(come, identities))
 
 
 def test_every_rank_learns_of_all() -> None:
-    """Each comes back with all places, by global rank, whatever the order of arrival."""
-    places = [place(2, 3), place(0, 3), place(1, 3)]
-    assert meeting_of(places) == [tuple(sorted(places, key=lambda one: one.global_rank))] * 3
+    """Each comes back with all identities, by global rank, whatever the order of arrival."""
+    identities = [identity(2, 3), identity(0, 3), identity(1, 3)]
+    assert run_together(identities) == [tuple(sorted(identities, key=lambda one: one.global_rank))] * 3
 
 
 def test_who_waits_hears_of_a_failure() -> None:
@@ -58,24 +60,24 @@ def test_who_waits_hears_of_a_failure() -> None:
     store = dist.HashStore()
     store.set(FAILURE, "the record")
     with pytest.raises(RemoteFailure) as caught:
-        run_rendezvous(store, place(1), 20 * SECOND)
+        run_rendezvous(store, identity(1), 20 * SECOND)
     assert caught.value.record == b"the record"
     assert store.check([read_key(1)])
 
 
 @pytest.mark.parametrize(
-    ("places", "problem"),
+    ("identities", "problem"),
     [
-        ([place(1), place(1)], "have the same global_rank"),
-        ([place(0), place(1, local=0)], "have the same local_rank"),
-        ([place(0, device="GPU-1"), place(1, device="GPU-1")], "have the same device"),
-        ([place(0, 3), place(1, 3), place(2, 2)], "believes in a world of 2|two ranks|all there"),
+        ([identity(1), identity(1)], "have the same global_rank"),
+        ([identity(0), identity(1, local=0)], "have the same local_rank"),
+        ([identity(0, device="GPU-1"), identity(1, device="GPU-1")], "have the same device"),
+        ([identity(0, 3), identity(1, 3), identity(2, 2)], "has a world size of 2|two ranks|all there"),
     ],
     ids=["rank", "local rank", "device", "world"],
 )
-def test_what_does_not_fit_is_said_on_every_rank(places: Sequence[RankIdentity], problem: str) -> None:
+def test_what_does_not_fit_is_said_on_every_rank(identities: Sequence[RankIdentity], problem: str) -> None:
     """One sentence names what is the same, the ranks and their hosts; nobody goes on."""
-    errors = meeting_of(places, SECOND)  # who has met one too many waits in vain
+    errors = run_together(identities, SECOND)  # who has met one too many waits in vain
     assert any(isinstance(error, ProcessGroupError) for error in errors)
     text = next(str(error) for error in errors if isinstance(error, ProcessGroupError))
     assert any(part in text for part in problem.split("|"))
@@ -84,22 +86,22 @@ def test_what_does_not_fit_is_said_on_every_rank(places: Sequence[RankIdentity],
 
 
 @pytest.mark.parametrize(
-    "places",
+    "identities",
     [
-        [place(0), place(1, host="b", local=0)],
-        [place(0, device="GPU-1"), place(1, host="b", local=0, device="GPU-1")],
-        [place(0), place(1)],
+        [identity(0), identity(1, host="b", local=0)],
+        [identity(0, device="GPU-1"), identity(1, host="b", local=0, device="GPU-1")],
+        [identity(0), identity(1)],
     ],
     ids=["local ranks of two hosts", "devices of two hosts", "the CPU"],
 )
-def test_what_only_looks_the_same_is_fine(places: Sequence[RankIdentity]) -> None:
+def test_what_only_looks_the_same_is_fine(identities: Sequence[RankIdentity]) -> None:
     """The same local rank or device on another host, and the CPU, which all share, are no conflict."""
-    assert meeting_of(places) == [tuple(places)] * 2
+    assert run_together(identities) == [tuple(identities)] * 2
 
 
 def test_who_does_not_come_is_named() -> None:
     """After the time-out those who are here hear who is not, and who is."""
-    errors = meeting_of([place(0, 4), place(3, 4)], SECOND)
+    errors = run_together([identity(0, 4), identity(3, 4)], SECOND)
     for error in errors:
         assert isinstance(error, RendezvousTimeoutError)
         assert "global_rank 1, 2 to come" in str(error)
@@ -119,8 +121,8 @@ def test_a_store_that_falls_silent() -> None:
 
     timeout = timedelta(seconds=0.2)
     began_s = time.monotonic()
-    with pytest.raises(RendezvousTimeoutError, match="the process that has the store, which answers nobody"):
-        run_rendezvous(PrivateStore(request, timedelta(seconds=60)), place(0), timeout)
+    with pytest.raises(RendezvousTimeoutError, match="an answer of the process that hosts the store"):
+        run_rendezvous(PrivateStore(request, timedelta(seconds=60)), identity(0), timeout)
     assert time.monotonic() - began_s < 30
 
 
@@ -139,23 +141,29 @@ def test_who_comes_at_the_very_deadline() -> None:
         try:
             return ask(payload, limit_s)
         except TimeoutError:
-            came.append(run_rendezvous(PrivateStore(ask, SECOND), place(1), SECOND))
+            came.append(run_rendezvous(PrivateStore(ask, SECOND), identity(1), SECOND))
             raise
 
-    here = run_rendezvous(PrivateStore(ask_too_early, SECOND), place(0), 0 * SECOND)
-    assert came == [here] == [(place(0), place(1))]
+    here = run_rendezvous(PrivateStore(ask_too_early, SECOND), identity(0), 0 * SECOND)
+    assert came == [here] == [(identity(0), identity(1))]
 
 
 def test_one_too_many() -> None:
     """A rank that comes when all are there is of another job, or was started twice."""
     store = dist.HashStore()
-    run_rendezvous(store, place(0, 1), SECOND)
+    run_rendezvous(store, identity(0, 1), SECOND)
     with pytest.raises(ProcessGroupError, match="started twice, or another job"):
-        run_rendezvous(store, place(0, 1), SECOND)
+        run_rendezvous(store, identity(0, 1), SECOND)
 
 
-def test_a_ranks_place() -> None:
+def test_a_ranks_identity() -> None:
     """A place holds the ranks and this host; the CPU can be shared."""
-    mine = identity_of(RankInfo(1, 1, 0, 2, 2, 1), "gloo", torch.device("cpu"), 7)
-    assert (mine.global_rank, mine.local_rank, mine.world_size, mine.pid, mine.device) == (1, 1, 2, 7, "")
-    assert mine.host
+    own = identity_of(RankInfo(1, 1, 0, 2, 2, 1), exclusive_device("gloo", torch.device("cpu")))
+    assert (own.global_rank, own.local_rank, own.world_size, own.pid, own.device) == (
+        1,
+        1,
+        2,
+        os.getpid(),
+        "",
+    )
+    assert own.host

@@ -79,7 +79,7 @@ class BatchSchedule:
         self._lengths = tuple(length for length, _ in numbers)
         self._is_certain = all(is_certain for _, is_certain in numbers)
         if not self._is_certain and len(numbers) > 1:
-            self._counter = StoreCounter(self._strategy)
+            self._counter = StoreCounter(self._strategy.data_parallel_group, self._strategy.timeout)
             if any(is_certain for _, is_certain in numbers):
                 found = (str(length) if is_certain else "unknown" for length, is_certain in numbers)
                 raise UnevenInputsError(_LOADER, tuple(found))
