@@ -109,11 +109,14 @@ def _ranks(who: Iterable[int]) -> str:
 class RankwiseError(Exception):
     """Base of all exceptions of rankwise. The text is one sentence, `Seen:` (facts), `Fix:` (what to do)."""
 
+    SUMMARY: ClassVar[str] = ""
     ADVICE: ClassVar[str] = ""
 
     def summary(self) -> str:
-        """Return what happened, as one sentence."""
-        raise NotImplementedError
+        """Return what happened, as one sentence: by default `SUMMARY` with the fields filled in."""
+        if not self.SUMMARY:
+            raise NotImplementedError
+        return self.SUMMARY.format(**vars(self))
 
     def seen(self) -> str:
         """Return the facts, or an empty string."""
@@ -165,12 +168,11 @@ def _rebuild(cls: type[RankwiseError], values: dict[str, Any]) -> RankwiseError:
 class ConfigurationError(RankwiseError, ValueError):
     """The configuration cannot work: `message` says why, `facts` what was seen, `remedy` what to do."""
 
+    SUMMARY: ClassVar[str] = "{message}"
+
     message: str = ""
     facts: str = ""
     remedy: str = ""
-
-    def summary(self) -> str:
-        return self.message
 
     def seen(self) -> str:
         return self.facts
@@ -218,12 +220,11 @@ class UnknownStrategyError(UnknownNameError, KeyError):
 class InvalidArgumentError(ConfigurationError):
     """`argument` has an invalid `value`; `expected` describes valid ones."""
 
+    SUMMARY: ClassVar[str] = "{argument}={value!r} is not possible: expected {expected}."
+
     argument: str = ""
     value: object = None
     expected: str = ""
-
-    def summary(self) -> str:
-        return f"{self.argument}={self.value!r} is not possible: expected {self.expected}."
 
 
 @dataclass(eq=False, repr=False)
@@ -263,12 +264,11 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 class DuplicateNameError(ConfigurationError):
     """`name` is registered already in `registry`; `kind` says what it names."""
 
+    SUMMARY: ClassVar[str] = "{kind} {name!r} is registered already."
+
     name: str = ""
     kind: str = "Strategy"
     registry: str = "StrategyRegistry"
-
-    def summary(self) -> str:
-        return f"{self.kind} {self.name!r} is registered already."
 
     def fix(self) -> str:
         return f'{self.registry}.register("{self.name}", ..., override=True), or choose another name.'
@@ -310,12 +310,11 @@ class WorldSizeMismatchError(ConfigurationError):
 class EnvironmentVariableError(ConfigurationError):
     """The variables of a cluster environment are incomplete or contradictory; `problem` says how."""
 
+    SUMMARY: ClassVar[str] = "The variables of {environment} cannot be right: {problem}."
+
     environment: str = ""
     problem: str = ""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def summary(self) -> str:
-        return f"The variables of {self.environment} cannot be right: {self.problem}."
 
     def seen(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.variables.items())
@@ -331,6 +330,7 @@ class EnvironmentVariableError(ConfigurationError):
 class NotPicklableError(ConfigurationError, TypeError):
     """An object cannot be sent to the workers or back: `path` names it, `reason` is pickle's message."""
 
+    SUMMARY: ClassVar[str] = "{path} cannot be pickled, which start_method={start_method!r} needs: {reason}."
     ADVICE: ClassVar[str] = (
         "make it a function or class at the top level of a module, or use a start method that "
         'does not pickle its arguments: strategy="ddp" or "ddp_fork".'
@@ -339,11 +339,6 @@ class NotPicklableError(ConfigurationError, TypeError):
     path: str = ""
     reason: str = ""
     start_method: str = ""
-
-    def summary(self) -> str:
-        return (
-            f"{self.path} cannot be pickled, which start_method={self.start_method!r} needs: {self.reason}."
-        )
 
 
 @dataclass(eq=False, repr=False)
@@ -355,12 +350,11 @@ class LaunchRefusedError(ConfigurationError, RuntimeError):
 class MissingExtraError(ConfigurationError, ImportError):
     """`purpose` needs the optional `package`, which the extra `extra` installs."""
 
+    SUMMARY: ClassVar[str] = "{purpose} needs the package {package!r}, which is not installed."
+
     package: str = ""
     extra: str = ""
     purpose: str = ""
-
-    def summary(self) -> str:
-        return f"{self.purpose} needs the package {self.package!r}, which is not installed."
 
     def fix(self) -> str:
         return f'pip install "rankwise[{self.extra}]"'
@@ -370,11 +364,10 @@ class MissingExtraError(ConfigurationError, ImportError):
 class UnshardableLoaderError(ConfigurationError):
     """A data loader cannot be split over the ranks; `reason` says why."""
 
+    SUMMARY: ClassVar[str] = "{loader} cannot be split over the ranks: {reason}."
+
     loader: str = ""
     reason: str = ""
-
-    def summary(self) -> str:
-        return f"{self.loader} cannot be split over the ranks: {self.reason}."
 
 
 # ---------------------------------------------------------------------------------------- lifecycle
@@ -384,13 +377,12 @@ class UnshardableLoaderError(ConfigurationError):
 class LifecycleError(RankwiseError, RuntimeError):
     """`call` needs `needed`, but the object is in `state`."""
 
+    SUMMARY: ClassVar[str] = "{call} was called in state {state!r}, but it needs {needed}."
+
     call: str
     state: str
     needed: str
     remedy: str = ""
-
-    def summary(self) -> str:
-        return f"{self.call} was called in state {self.state!r}, but it needs {self.needed}."
 
 
 # ---------------------------------------------------------------------------------------- workers
@@ -533,26 +525,23 @@ class WorkerKilledError(WorkerError):
 class ProcessGroupError(RankwiseError, RuntimeError):
     """The existing process group does not match the ranks; `problem` says how."""
 
+    SUMMARY: ClassVar[str] = "{problem}"
+
     problem: str
     remedy: str = ""
-
-    def summary(self) -> str:
-        return self.problem
 
 
 @dataclass(eq=False, repr=False)
 class TensorMismatchError(RankwiseError, ValueError):
     """The ranks gave incompatible tensors to `call`; `found` describes each rank's."""
 
+    SUMMARY: ClassVar[str] = "The ranks gave incompatible tensors to {call}."
     ADVICE: ClassVar[str] = (
         "give every rank a dense tensor of the same dtype and number of dimensions; sizes may differ."
     )
 
     call: str
     found: tuple[str, ...]
-
-    def summary(self) -> str:
-        return f"The ranks gave incompatible tensors to {self.call}."
 
     def seen(self) -> str:
         return "; ".join(f"rank {rank} of the group: {what}" for rank, what in enumerate(self.found))
@@ -598,11 +587,10 @@ class CollectiveMismatchError(RankwiseError, RuntimeError):
 class RankZeroFailedError(RankwiseError, RuntimeError):
     """The block of `rank_zero_first()` failed on `global_rank` with the exception `failure`."""
 
+    SUMMARY: ClassVar[str] = "The block of rank_zero_first() failed on global_rank {global_rank}: {failure}."
+
     global_rank: int
     failure: str
-
-    def summary(self) -> str:
-        return f"The block of rank_zero_first() failed on global_rank {self.global_rank}: {self.failure}."
 
     def fix(self) -> str:
         return f"start from the traceback of global_rank {self.global_rank}."
@@ -630,13 +618,11 @@ class NodesLostError(RankwiseError, ConnectionError):
 class RendezvousTimeoutError(RankwiseError, TimeoutError):
     """The rendezvous took longer than `timeout_s` seconds."""
 
+    SUMMARY: ClassVar[str] = "Waited {timeout_s:g} s for {waiting_for}."
     ADVICE: ClassVar[str] = "look for a rank that is still starting or hangs, or raise init_timeout."
 
     waiting_for: str
     timeout_s: float
-
-    def summary(self) -> str:
-        return f"Waited {self.timeout_s:g} s for {self.waiting_for}."
 
 
 @dataclass(eq=False, repr=False)
@@ -687,11 +673,10 @@ def _by_rank(values: Mapping[str, tuple[int, ...]]) -> str:
 class UnevenInputsError(RankwiseError, RuntimeError):
     """The ranks have different numbers of batches; `lengths` has each rank's, as "5" or "unknown"."""
 
+    SUMMARY: ClassVar[str] = "{loader} has a different number of batches on different ranks."
+
     loader: str
     lengths: tuple[str, ...]
-
-    def summary(self) -> str:
-        return f"{self.loader} has a different number of batches on different ranks."
 
     def seen(self) -> str:
         return ", ".join(f"global_rank={rank}: {length}" for rank, length in enumerate(self.lengths))
@@ -762,12 +747,11 @@ class UnusedParametersError(RankwiseError, RuntimeError):
 class CheckpointError(RankwiseError, RuntimeError):
     """A checkpoint at `path` could not be written or read; `problem` says why."""
 
+    SUMMARY: ClassVar[str] = "Checkpoint {path!r}: {problem}."
+
     path: str
     problem: str
     remedy: str = ""
-
-    def summary(self) -> str:
-        return f"Checkpoint {self.path!r}: {self.problem}."
 
     def fix(self) -> str:
         return self.remedy

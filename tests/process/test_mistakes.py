@@ -105,7 +105,7 @@ def test_scripts_with_different_seeds(run_script: ScriptRunner) -> None:
     assert result.returncode == 1, result
     assert "raised RankMismatchError: The ranks are not the same in 1 thing." in result.stderr, result
     assert "the seed: 7 on global_rank 0; 8 on global_rank 1" in result.stderr, result
-    assert "seed_everything(1); in a fit, each draws from its own stream" in result.stderr, result
+    assert "seed_everything(1): each rank draws from a stream of its own" in result.stderr, result
 
 
 class LogsAlone(Regression):
