@@ -72,12 +72,20 @@ if __name__ == "__main__":
     assert result.stdout == "('Counting', 1)\n"
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = [heading.strip().lower() for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page: Path) -> None:
-    """Every link to a file of the project leads to one."""
-    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
-    missing = [target for target in targets if not (page.parent / target).exists()]
-    assert missing == []
+    """Every link to a file of the project leads to one, and to a heading of it if it names one."""
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", page.read_text())
+    targets = [(page.parent / path if path else page, anchor) for path, anchor in links]
+    assert [path for path, _ in targets if not path.exists()] == []
+    assert [anchor for path, anchor in targets if anchor and anchor not in anchors(path)] == []
 
 
 def test_the_commands_are_one_line_each() -> None:
