@@ -1,21 +1,77 @@
-"""Names with options: `"name:option=value,option=value"`."""
+"""`NameTable`, the base of the registries; and names with options, as in `"name:option=value"`."""
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
 
-from rankwise.errors import InvalidTypeError
+from rankwise.errors import DuplicateNameError, InvalidTypeError
 
-__all__ = ["split_options"]
+__all__ = ["NameTable", "split_options"]
+
+
+Entry = TypeVar("Entry", bound=Any)
+
+
+class NameTable(ABC, Generic[Entry]):
+    """Maps names, in any case, to entries."""
+
+    kind: str
+    title: str
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def _check_name(self, name: Any, override: bool) -> str:
+        """Return a name to register, in lower case; refuse one that is not a name or is taken."""
+        if not isinstance(name, str) or not name or ":" in name:
+            expected = 'a string that is not empty; options follow a ":"'
+            raise InvalidTypeError(argument="name", value=name, expected=expected)
+        if name.lower() in self._entries and not override:
+            raise DuplicateNameError(name=name.lower(), kind=self.kind, registry=self.title)
+        return name.lower()
+
+    @abstractmethod
+    def entry(self, name: str) -> Entry:
+        """Return the entry of a name.
+
+        Raises:
+            InvalidTypeError: when the name is not a string.
+            UnknownNameError: when it is not registered.
+        """
+
+    def remove(self, name: str) -> None:
+        """Remove a name. Raises as `entry` does."""
+        self.entry(name)
+        self._entries.pop(name.lower(), None)
+
+    def describe(self, name: str) -> str:
+        """Return the description of a name. Raises as `entry` does."""
+        description: str = self.entry(name).description
+        return description
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower() in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._entries))
+
+    def __repr__(self) -> str:
+        return f"{self.title}({', '.join(self)})"
+
 
 _WORDS = {"true": True, "false": False, "none": None}
 
 
 def split_options(argument: str, given: str) -> tuple[str, dict[str, Any]]:
-    """Return a name and the options that go with it: numbers, `true`, `false` and `none` as such, else text.
+    """Return a name and its options; their values are numbers, True, False, None or strings.
 
     Args:
-        argument: what the user knows `given` by, for the error.
+        argument: the argument that `given` was passed as, for the error.
         given: a name, with options or without.
 
     Raises:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
-from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownArgumentError, UnknownNameError
+from rankwise.errors import InvalidTypeError, UnknownArgumentError, UnknownNameError
+from rankwise.named_options import NameTable
 
 __all__ = ["CommHookRegistry", "Hook", "HookPlace", "NamedHook", "check_hook"]
 
@@ -75,11 +76,11 @@ class NamedHook:
 
 
 @final
-class _Registry:
+class _Registry(NameTable[NamedHook]):
     """Maps names, in any case, to communication hooks."""
 
-    def __init__(self) -> None:
-        self._entries: dict[str, NamedHook] = {}
+    kind = "Hook"
+    title = "CommHookRegistry"
 
     def register(
         self,
@@ -108,19 +109,10 @@ class _Registry:
             InvalidTypeError: when the name is not a string, or the hook does not take a state and a bucket.
             DuplicateNameError: when the name is taken.
         """
-        if not name or not isinstance(name, str):
-            raise InvalidTypeError(argument="name", value=name, expected="a string that is not empty")
-        if name.lower() in self._entries and not override:
-            raise DuplicateNameError(name=name.lower(), kind="Hook", registry="CommHookRegistry")
-        self._entries[name.lower()] = NamedHook(check_hook(hook), make_state, check, description, averages)
+        key = self._check_name(name, override)
+        self._entries[key] = NamedHook(check_hook(hook), make_state, check, description, averages)
 
-    def get(self, name: str) -> NamedHook:
-        """Return the hook of that name.
-
-        Raises:
-            InvalidTypeError: when the name is not a string.
-            UnknownNameError: when it is not registered.
-        """
+    def entry(self, name: str) -> NamedHook:
         if not isinstance(name, str):
             raise InvalidTypeError(argument="comm_hook", value=name, expected="a name")
         if name.lower() not in self._entries:
@@ -132,34 +124,9 @@ class _Registry:
             )
         return self._entries[name.lower()]
 
-    def remove(self, name: str) -> None:
-        """Remove a name.
-
-        Raises:
-            UnknownNameError: when it is not registered.
-        """
-        self.get(name)
-        del self._entries[name.lower()]
-
-    def describe(self, name: str) -> str:
-        """Return the description of a name.
-
-        Raises:
-            UnknownNameError: when it is not registered.
-        """
-        return self.get(name).description
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower() in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._entries))
-
-    def __repr__(self) -> str:
-        return f"CommHookRegistry({', '.join(self)})"
+    def get(self, name: str) -> NamedHook:
+        """Return the hook of that name; see `entry`."""
+        return self.entry(name)
 
 
 def check_hook(hook: object) -> Hook:
