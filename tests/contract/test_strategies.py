@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import warnings
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from rankwise.errors import WorkerRaisedError
+from rankwise import Trainer
+from rankwise.errors import InvalidTypeError, LifecycleError, UnknownArgumentError, WorkerRaisedError
+from rankwise.precision import MixedPrecision
 from rankwise.registry import StrategyRegistry
-from rankwise.strategies import Strategy
+from rankwise.strategies import SingleDeviceStrategy, Strategy
+from tests.contract.lives import fit_with_two_trainers, launch_twice
 from tests.contract.rules import Facts, facts_of, trained_alone
 from tests.helpers.scripts import ScriptRunner
 from tests.helpers.shared import SharedValues
@@ -271,6 +278,129 @@ def test_training_equals_one_process(kind: str, ranks: list[Facts]) -> None:
     for facts in ranks:
         for key, expected in trained_alone().items():
             torch.testing.assert_close(facts[kind][key], expected, rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- a strategy's life
+
+KINDS = tuple(name for name in NAMES if "_find_unused_parameters_" not in name)
+every_name = pytest.mark.parametrize("each", NAMES)
+
+LIFE_SCRIPT = """
+    import json
+    from rankwise.registry import StrategyRegistry
+    from tests.contract.lives import fit_with_two_trainers, launch_twice
+
+    strategy = StrategyRegistry.create("ddp", accelerator="cpu", devices=2)
+    launched = launch_twice(strategy)
+    fitted = fit_with_two_trainers(StrategyRegistry.create("ddp"), 2)
+    if strategy.is_global_zero:
+        print(json.dumps([[list(values.values()) for values in launched], fitted]))
+"""
+
+
+@every_name
+def test_constructing(each: str) -> None:
+    """A new strategy is not bound; each call gives another one, which cannot run collectives yet."""
+    strategy = StrategyRegistry.create(each)
+    assert not strategy.is_bound
+    assert strategy.results == {}
+    assert StrategyRegistry.create(each) is not strategy
+    with pytest.raises(LifecycleError, match="configured"):
+        strategy.barrier()
+
+
+@every_name
+def test_binding(each: str) -> None:
+    """A strategy is bound once, and has a placement then, but no job."""
+    strategy = StrategyRegistry.create(each, accelerator="cpu", devices=_size(each))
+    assert strategy.bind() == strategy.ranks == strategy.placement.ranks
+    assert strategy.world_size == _size(each)
+    assert strategy.root_device == torch.device("cpu")
+    with pytest.raises(LifecycleError, match=r"bind\(\) was called in state 'bound'"):
+        strategy.bind()
+    with pytest.raises(LifecycleError, match="in a job"):
+        strategy.job  # noqa: B018 -- the property raises
+
+
+@every_name
+def test_deriving(each: str) -> None:
+    """`with_` gives another strategy, not bound, with what was changed; the first one stays as it is."""
+    strategy = StrategyRegistry.create(each, accelerator="cpu", devices=_size(each))
+    strategy.bind()
+    before = dict(vars(strategy))
+    precision = MixedPrecision("bf16-mixed")
+    derived = strategy.with_(precision=precision, timeout=7, devices=1)
+    assert type(derived) is type(strategy)
+    assert (derived.is_bound, derived.precision, derived.timeout) == (False, precision, timedelta(seconds=7))
+    assert derived.bind().world_size == 1
+    assert vars(strategy) == before
+    with pytest.raises(UnknownArgumentError, match="Did you mean 'timeout'"):
+        strategy.with_(timeut=7)
+    with pytest.raises(InvalidTypeError, match="precision"):
+        strategy.with_(precision=MixedPrecision)
+
+
+@every_name
+def test_pickling(each: str) -> None:
+    """A pickle has everything but the launcher and the job: the same arguments, bound or not."""
+    strategy = StrategyRegistry.create(
+        each, accelerator="cpu", devices=_size(each), gradient_weighting="samples"
+    )
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert (copy.is_bound, copy.process_config, copy.group_config) == (
+        False,
+        strategy.process_config,
+        strategy.group_config,
+    )
+    ranks = strategy.bind()
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert (copy.ranks, copy.root_device, copy.gradient_weighting) == (ranks, torch.device("cpu"), "samples")
+    with pytest.raises(LifecycleError):
+        copy.launcher  # noqa: B018 -- the property raises
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
+    """Return what came of launching a strategy twice, and of two Trainers with one strategy, by name."""
+    folder = tmp_path_factory.mktemp("lives")
+    shared: SharedValues[tuple[Any, Any]] = SharedValues()
+
+    def live(each: str) -> tuple[Any, Any]:
+        if each == "ddp":
+            result = ScriptRunner(folder)(LIFE_SCRIPT, env=with_tests())
+            assert result.returncode == 0, result
+            return tuple(json.loads(result.stdout))
+        strategy = StrategyRegistry.create(each, accelerator="cpu", devices=_size(each))
+        launched = [list(values.values()) for values in launch_twice(strategy)]
+        return launched, fit_with_two_trainers(StrategyRegistry.create(each), _size(each))
+
+    return lambda each: shared.get(each, lambda: live(each))
+
+
+@pytest.mark.parametrize("each", KINDS)
+def test_launching_twice(each: str, lives: Callable[[str], tuple[Any, Any]]) -> None:
+    """Both launches run on every rank, with gradients that are averaged."""
+    mean = 1.5 if _size(each) == 2 else 1.0
+    launched = [[tuple(value) for value in values] for values in lives(each)[0]]
+    assert launched == [[(number, rank, mean) for rank in range(_size(each))] for number in range(2)]
+
+
+@pytest.mark.parametrize("each", KINDS)
+def test_one_strategy_for_two_trainers(each: str, lives: Callable[[str], tuple[Any, Any]]) -> None:
+    """Two Trainers fit with one instance, one after the other, to the weights of one process."""
+    single = fit_with_two_trainers(SingleDeviceStrategy(), 1)
+    for (world_size, weights), (_, expected) in zip(lives(each)[1], single, strict=True):
+        assert world_size == _size(each)
+        torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+def test_the_given_strategy_keeps_its_plugins() -> None:
+    """A Trainer with plug-ins of its own uses a copy of the strategy that it is given."""
+    strategy = SingleDeviceStrategy(accelerator="cpu")
+    before = dict(vars(strategy))
+    trainer = Trainer(strategy=strategy, precision="bf16-mixed", logger=False, enable_checkpointing=False)
+    assert trainer.strategy.precision.name == "bf16-mixed"
+    assert vars(strategy) == before
 
 
 # ---------------------------------------------------------------------- the aliases differ
