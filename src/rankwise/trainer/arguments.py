@@ -1,4 +1,4 @@
-"""The arguments of the Trainer, checked."""
+"""The Trainer's arguments that are objects: plug-ins, strategy, callbacks, loggers; and unknown keywords."""
 
 from __future__ import annotations
 
@@ -30,24 +30,17 @@ __all__ = [
 
 
 class Plugins:
-    """What `plugins=[...]` holds, by kind; at most one of each.
+    """The content of `plugins=[...]`, by kind; at most one of each.
 
     Raises:
-        InvalidTypeError: for something that is no plug-in, or a class where an instance is needed.
+        InvalidTypeError: for something that is no plug-in, or a class instead of an instance.
         ConfigurationError: for two of a kind.
     """
 
     def __init__(self, plugins: Any) -> None:
-        if plugins is None:
-            plugins = []
-        self._plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
-        for plugin in self._plugins:
-            check_is_a(
-                "plugins",
-                plugin,
-                (str, ClusterEnvironment, Precision, CheckpointIO, Strategy),
-                "a ClusterEnvironment or its name, a Precision, a CheckpointIO or a Strategy",
-            )
+        kinds = (str, ClusterEnvironment, Precision, CheckpointIO, Strategy)
+        expected = "a ClusterEnvironment or its name, a Precision, a CheckpointIO or a Strategy"
+        self._plugins = _as_list("plugins", plugins, kinds, expected)
         self.environment = self._only((ClusterEnvironment, str), "cluster environment")
         self.precision: Precision | None = self._only(Precision, "precision")
         self.checkpoint_io: CheckpointIO | None = self._only(CheckpointIO, "checkpoint IO")
@@ -63,29 +56,28 @@ class Plugins:
             )
         return found[0] if found else None
 
-
-def collect_strategy(strategy: Any, plugins: Plugins) -> Strategy:
-    """Return the strategy that is meant: a name, an instance, or one among the plug-ins."""
-    check_is_a("strategy", strategy, (str, Strategy), "a name, or an instance of Strategy")
-    if plugins.strategy is not None:
-        if strategy != "auto":
+    def check_not_contradicting(self, name: str, value: Any, default: Any, plugin: Any) -> None:
+        """Refuse a plug-in beside an argument of the same kind."""
+        if plugin is not None and value != default:
             raise ConfigurationError(
-                message=f"strategy={strategy!r} and a strategy among the plug-ins contradict each other.",
-                facts=f"plugins holds {plugins.strategy!r}.",
+                message=f"{name}={value!r} and a {name} among the plug-ins contradict each other.",
+                facts=f"plugins holds {plugin!r}.",
                 remedy="keep one of them.",
             )
+
+
+def collect_strategy(strategy: Any, plugins: Plugins) -> Strategy:
+    """Return the strategy: from a name, an instance, or among the plug-ins."""
+    check_is_a("strategy", strategy, (str, Strategy), "a name, or an instance of Strategy")
+    plugins.check_not_contradicting("strategy", strategy, "auto", plugins.strategy)
+    if plugins.strategy is not None:
         return plugins.strategy
     return StrategyRegistry.create(strategy) if isinstance(strategy, str) else strategy
 
 
 def collect_precision(precision: Any, plugins: Plugins) -> Precision | None:
-    """Return the precision that is meant, or None to leave it to the strategy."""
-    if precision is not None and plugins.precision is not None:
-        raise ConfigurationError(
-            message=f"precision={precision!r} and a precision among the plug-ins contradict each other.",
-            facts=f"plugins holds {plugins.precision!r}.",
-            remedy="keep one of them.",
-        )
+    """Return the precision, or None for the strategy's."""
+    plugins.check_not_contradicting("precision", precision, None, plugins.precision)
     if precision is None:
         return plugins.precision
     check_is_a("precision", precision, (str, int), 'a name such as "32-true"')
@@ -95,45 +87,33 @@ def collect_precision(precision: Any, plugins: Plugins) -> Precision | None:
 def collect_callbacks(
     callbacks: Any, *, enable_checkpointing: bool, enable_progress_bar: bool | None, max_time: Any = None
 ) -> list[Callback]:
-    """Return the user's callbacks and those that every run has; those that save checkpoints come last."""
+    """Return the user's callbacks and the default ones; those that save checkpoints come last."""
     given: list[Callback] = _as_list("callbacks", callbacks, Callback)
     if max_time is not None:
         given.append(Timer(max_time))
     saving = [callback for callback in given if isinstance(callback, ModelCheckpoint)]
-    if saving and not enable_checkpointing:
-        raise ConfigurationError(
-            message="callbacks holds a ModelCheckpoint, but enable_checkpointing=False.",
-            remedy="leave out one of the two.",
-        )
     others = [callback for callback in given if not isinstance(callback, ModelCheckpoint)]
+    has_bar = any(isinstance(callback, TQDMProgressBar) for callback in given)
+    if saving and not enable_checkpointing:
+        raise _contradiction("a ModelCheckpoint", "enable_checkpointing=False")
+    if has_bar and enable_progress_bar is False:
+        raise _contradiction("a TQDMProgressBar", "enable_progress_bar=False")
     if enable_checkpointing and not saving:
         saving = [ModelCheckpoint()]
-    has_bar = any(isinstance(callback, TQDMProgressBar) for callback in given)
     wants_bar = TQDMProgressBar.is_available() if enable_progress_bar is None else enable_progress_bar
-    if has_bar and enable_progress_bar is False:
-        raise ConfigurationError(
-            message="callbacks holds a TQDMProgressBar, but enable_progress_bar=False.",
-            remedy="leave out one of the two.",
-        )
     bars = [TQDMProgressBar()] if wants_bar and not has_bar else []
     collected = [*others, *bars, *saving]
-    _check_states(collected)
+    _check_state_keys(collected)
     return collected
 
 
-def without_side_effects(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks of a `fast_dev_run`, which writes nothing and stops by itself."""
-    return [callback for callback in callbacks if not isinstance(callback, (ModelCheckpoint, EarlyStopping))]
+def _contradiction(callback: str, argument: str) -> ConfigurationError:
+    return ConfigurationError(
+        message=f"callbacks holds {callback}, but {argument}.", remedy="leave out one of the two."
+    )
 
 
-def collect_loggers(logger: Any, default_root_dir: str) -> list[Logger]:
-    """Return the loggers that are meant: the user's, a `CSVLogger` for None and True, none for False."""
-    if logger is None or logger is True:
-        return [CSVLogger(default_root_dir)]
-    return [] if logger is False else _as_list("logger", logger, Logger)
-
-
-def _check_states(callbacks: list[Callback]) -> None:
+def _check_state_keys(callbacks: list[Callback]) -> None:
     keys = [item.state_key for item in callbacks if type(item).state_dict is not Callback.state_dict]
     if twice := {key for key in keys if keys.count(key) > 1}:
         raise ConfigurationError(
@@ -142,12 +122,26 @@ def _check_states(callbacks: list[Callback]) -> None:
         )
 
 
-def _as_list(name: str, given: Any, kind: type[Any]) -> list[Any]:
+def without_side_effects(callbacks: list[Callback]) -> list[Callback]:
+    """Return the callbacks of a `fast_dev_run`: none that write files or stop training."""
+    return [callback for callback in callbacks if not isinstance(callback, (ModelCheckpoint, EarlyStopping))]
+
+
+def collect_loggers(logger: Any, default_root_dir: str) -> list[Logger]:
+    """Return the user's loggers, a `CSVLogger` for None and True, none for False."""
+    if logger is None or logger is True:
+        return [CSVLogger(default_root_dir)]
+    return [] if logger is False else _as_list("logger", logger, Logger)
+
+
+def _as_list(name: str, given: Any, kinds: Any, expected: str = "") -> list[Any]:
     items = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     for item in items:
-        check_is_a(name, item, kind, f"an instance of {kind.__name__}, or a list of them")
+        check_is_a(name, item, kinds, expected or f"an instance of {kinds.__name__}, or a list of them")
     return items
 
+
+# ------------------------------------------------------------------ unknown keywords
 
 P = ParamSpec("P")
 
@@ -156,7 +150,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "gpus": 'Trainer(accelerator="gpu", devices={value!r}).',
     "num_processes": "Trainer(devices={value!r}).",
     "num_gpus": 'Trainer(accelerator="gpu", devices={value!r}).',
-    "auto_select_gpus": 'Trainer(accelerator="gpu", devices=[...]), with the indices of those that are free.',
+    "auto_select_gpus": 'Trainer(accelerator="gpu", devices=[...]), with the indices of free devices.',
     "tpu_cores": 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="auto").',
     "ipus": 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="auto").',
     "hpus": 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="auto").',
@@ -171,7 +165,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "val_percent_check": "Trainer(limit_val_batches={value!r}).",
     "test_percent_check": "Trainer(limit_test_batches={value!r}).",
     "prepare_data_per_node": "leave it out: prepare_data() runs once on each node.",
-    "reload_dataloaders_every_n_epochs": "an iterable data set with set_epoch(epoch): it is told.",
+    "reload_dataloaders_every_n_epochs": "an iterable data set with set_epoch(epoch), called each epoch.",
     "multiple_trainloader_mode": "give fit() one loader, over a data set that reads several.",
     # precision
     "amp_backend": 'Trainer(precision="16-mixed"); for Apex O2: "16-master".',
@@ -205,24 +199,19 @@ _ELSEWHERE: Mapping[str, str] = {
     "weights_summary": "leave it out: no summary is printed.",
     "barebones": "Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False).",
 }
-"""What Lightning (1.x and 2.x), Composer and torchrun call things, and what to write here."""
+"""Arguments of Lightning (1.x and 2.x), Composer and torchrun, and what to write here instead."""
 
 
 def with_known_keywords(init: Callable[P, None]) -> Callable[P, None]:
-    """Have a constructor of keywords say more of one that it does not take than Python does.
-
-    Raises, out of the constructor:
-        UnknownArgumentError: for such a keyword.
-    """
+    """Make a constructor raise UnknownArgumentError for unknown keywords, which suggests alternatives."""
     known = tuple(name for name in inspect.signature(init).parameters if name != "self")
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
         for name, value in kwargs.items():
             if name not in known:
-                raise UnknownArgumentError(
-                    target="Trainer", name=name, known=known, remedy=_remedy(name, value)
-                )
+                remedy = _remedy(name, value)
+                raise UnknownArgumentError(target="Trainer", name=name, known=known, remedy=remedy)
         init(*args, **kwargs)
 
     return checked

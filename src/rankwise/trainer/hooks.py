@@ -1,4 +1,4 @@
-"""The hooks of a training module, and how hooks of callbacks and module are called."""
+"""The hooks of a training module, and the calls of the hooks of callbacks and module."""
 
 from __future__ import annotations
 
@@ -48,119 +48,119 @@ class Hooks:
 
 
 class ModuleHooks:
-    """What a training module can do at moments of a job; stages are `fit`, `validate`, `test`, `predict`."""
+    """The hooks of a training module, to override; stages are `fit`, `validate`, `test`, `predict`."""
 
     def prepare_data(self) -> None:
-        """Download or unpack data: called on one process of each node, while the others wait."""
+        """Download or unpack data; called in one process of each node, while the others wait."""
 
     def setup(self, stage: str) -> None:
         """Prepare this rank for a stage; layers may still be added."""
 
     def teardown(self, stage: str) -> None:
-        """A stage ends, with or without an exception."""
+        """Called at the end of a stage, with or without an exception."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is about to be written; it may be added to."""
+        """Called before a checkpoint is written; may change it."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint was read and is about to be used."""
+        """Called when a checkpoint was read, before it is used."""
 
     # ------------------------------------------------------------------ training
 
     def on_fit_start(self) -> None:
-        """Fitting begins: model, optimizers and loaders are ready."""
+        """Called when model, optimizers and loaders are ready."""
 
     def on_fit_end(self) -> None:
-        """Fitting has ended."""
+        """Called at the end of a fit."""
 
     def on_train_start(self) -> None:
-        """Training begins."""
+        """Called when training begins."""
 
     def on_train_end(self) -> None:
-        """Training has ended."""
+        """Called when training has ended."""
 
     def on_train_epoch_start(self) -> None:
-        """A training epoch begins."""
+        """Called when a training epoch begins."""
 
     def on_train_epoch_end(self) -> None:
-        """A training epoch has ended, the validation at its end included."""
+        """Called at the end of a training epoch, after the validation at its end."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """A training batch begins."""
+        """Called before a training batch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A training batch has ended; `outputs` is what `training_step` returned."""
+        """Called after a training batch; `outputs` is the return value of `training_step`."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Gradients are about to be cleared."""
+        """Called before gradients are cleared."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Gradients of `loss` are about to be computed."""
+        """Called before the gradients of `loss` are computed."""
 
     def on_after_backward(self) -> None:
-        """Gradients are there; on the last batch of an accumulation they are averaged over the ranks."""
+        """Called after backward; an accumulation's last backward averages gradients over the ranks."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step; gradients are not clipped yet."""
+        """Called before the optimizer steps; gradients are not clipped yet."""
 
     # ------------------------------------------------------------------ validation
 
     def on_validation_start(self) -> None:
-        """Validation begins."""
+        """Called when validation begins."""
 
     def on_validation_end(self) -> None:
-        """Validation has ended; its metrics are in `trainer.callback_metrics`."""
+        """Called when validation has ended; its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self) -> None:
-        """The validation batches begin."""
+        """Called before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """The validation batches have ended; what is logged now is still reduced with the rest."""
+        """Called after the last validation batch; values logged here are reduced with the rest."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A validation batch begins."""
+        """Called before a validation batch."""
 
     def on_validation_batch_end(
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A validation batch has ended."""
+        """Called after a validation batch."""
 
     # ------------------------------------------------------------------ testing
 
     def on_test_start(self) -> None:
-        """Testing begins."""
+        """Called when testing begins."""
 
     def on_test_end(self) -> None:
-        """Testing has ended; its metrics are in `trainer.callback_metrics`."""
+        """Called when testing has ended; its metrics are in `trainer.callback_metrics`."""
 
     def on_test_epoch_start(self) -> None:
-        """The test batches begin."""
+        """Called before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """The test batches have ended; what is logged now is still reduced with the rest."""
+        """Called after the last test batch; values logged here are reduced with the rest."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A test batch begins."""
+        """Called before a test batch."""
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A test batch has ended."""
+        """Called after a test batch."""
 
     # ------------------------------------------------------------------ prediction
 
     def on_predict_start(self) -> None:
-        """Prediction begins."""
+        """Called when prediction begins."""
 
     def on_predict_end(self) -> None:
-        """Prediction has ended."""
+        """Called when prediction has ended."""
 
     def on_predict_epoch_start(self) -> None:
-        """The batches to predict begin."""
+        """Called before the first batch to predict."""
 
     def on_predict_epoch_end(self) -> None:
-        """The batches to predict have ended."""
+        """Called after the last batch to predict."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A batch to predict begins; `batch_idx` counts this rank's batches."""
+        """Called before a batch to predict; `batch_idx` counts this rank's batches."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A batch to predict has ended."""
+        """Called after a batch to predict."""
