@@ -1,4 +1,4 @@
-"""Which of the files that lie about are the ones to go on from: `ckpt_path="last"`, and restarts."""
+"""Which of the existing files a fit continues from: `ckpt_path="last"`, and restarts."""
 
 from __future__ import annotations
 
