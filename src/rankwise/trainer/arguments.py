@@ -23,7 +23,6 @@ __all__ = [
     "Plugins",
     "collect_callbacks",
     "collect_loggers",
-    "collect_precision",
     "collect_strategy",
     "with_known_keywords",
 ]
@@ -66,16 +65,28 @@ class Plugins:
             )
 
 
-def collect_strategy(strategy: Any, plugins: Plugins) -> Strategy:
-    """Return the strategy: from a name, an instance, or among the plug-ins."""
+def collect_strategy(
+    strategy: Any, precision: Any, plugins: Plugins, *, sync_batchnorm: bool = False
+) -> Strategy:
+    """Return the strategy: from a name, an instance, or among the plug-ins.
+
+    If an instance is bound, or would get another plug-in, another strategy is derived from it.
+    """
     check_is_a("strategy", strategy, (str, Strategy), "a name, or an instance of Strategy")
     plugins.check_not_contradicting("strategy", strategy, "auto", plugins.strategy)
     if plugins.strategy is not None:
-        return plugins.strategy
-    return StrategyRegistry.create(strategy) if isinstance(strategy, str) else strategy
+        strategy = plugins.strategy
+    given: Strategy = StrategyRegistry.create(strategy) if isinstance(strategy, str) else strategy
+    changes: dict[str, Any] = {
+        "precision": _collect_precision(precision, plugins),
+        "checkpoint_io": plugins.checkpoint_io,
+        "sync_batchnorm": sync_batchnorm or None,
+    }
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return given.with_(**changes) if changes or given.is_bound else given
 
 
-def collect_precision(precision: Any, plugins: Plugins) -> Precision | None:
+def _collect_precision(precision: Any, plugins: Plugins) -> Precision | None:
     """Return the precision, or None for the strategy's."""
     plugins.check_not_contradicting("precision", precision, None, plugins.precision)
     if precision is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
@@ -49,11 +50,6 @@ def _check_whole(name: str, value: Any, minimum: int, *, is_endless: bool = Fals
         raise InvalidArgumentError(argument=name, value=value, expected=f"{minimum} or more{extra}")
 
 
-def _check_max_epochs(name: str, value: Any) -> None:
-    if value is not None:
-        _check_whole(name, value, 0, is_endless=True)
-
-
 def _check_positive_or_zero(name: str, value: Any) -> None:
     check_is_a(name, value, (int, float), "a number")
     if not value >= 0:
@@ -75,8 +71,9 @@ def _check_no_sanity_steps(name: str, value: Any) -> None:
         raise InvalidArgumentError(argument=name, value=value, expected="0: there are none")
 
 
-def _by(check: Callable[..., None], **arguments: Any) -> Mapping[str, Any]:
-    return {"check": partial(check, **arguments)}
+def _by(check: Callable[..., None], *, is_optional: bool = False, **arguments: Any) -> Mapping[str, Any]:
+    """Return the metadata of a field whose values `check` accepts; and None, with `is_optional`."""
+    return {"check": partial(check, **arguments), "is_optional": is_optional}
 
 
 @final
@@ -88,9 +85,9 @@ class TrainerOptions:
         InvalidArgumentError, InvalidTypeError: for a wrong value, here or in an assignment.
     """
 
-    max_epochs: int | None = field(metadata=_by(_check_max_epochs))
+    max_epochs: int | None = field(metadata=_by(_check_whole, minimum=0, is_endless=True, is_optional=True))
     max_steps: int = field(metadata=_by(_check_whole, minimum=0, is_endless=True))
-    min_epochs: int = field(metadata=_by(_check_whole, minimum=0))
+    min_epochs: int = field(metadata=_by(_check_whole, minimum=0, is_optional=True))
     limit_train_batches: Limit = field(metadata=_by(_check_limit))
     limit_val_batches: Limit = field(metadata=_by(_check_limit))
     limit_test_batches: Limit = field(metadata=_by(_check_limit))
@@ -99,12 +96,12 @@ class TrainerOptions:
     check_val_every_n_epoch: int = field(metadata=_by(_check_whole, minimum=1))
     num_sanity_val_steps: int = field(metadata=_by(_check_no_sanity_steps))
     accumulate_grad_batches: int = field(metadata=_by(_check_whole, minimum=1))
-    gradient_clip_val: float = field(metadata=_by(_check_positive_or_zero))
+    gradient_clip_val: float = field(metadata=_by(_check_positive_or_zero, is_optional=True))
     gradient_clip_algorithm: str = field(metadata=_by(check_choice, choices=("norm", "value")))
-    on_nonfinite: str | None = field(metadata=_by(check_choice, choices=("raise", "skip", None)))
+    on_nonfinite: str | None = field(metadata=_by(check_choice, choices=("raise", "skip"), is_optional=True))
     sync_batchnorm: bool = field(metadata=_by(check_choice, choices=(True, False)))
     deterministic: bool | str = field(metadata=_by(check_choice, choices=(True, False, "warn")))
-    benchmark: bool | None = field(metadata=_by(check_choice, choices=(True, False, None)))
+    benchmark: bool | None = field(metadata=_by(check_choice, choices=(True, False), is_optional=True))
     use_distributed_sampler: bool
     uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
     log_every_n_steps: int = field(metadata=_by(_check_whole, minimum=1))
@@ -112,6 +109,9 @@ class TrainerOptions:
     fast_dev_run: int = field(metadata=_by(_check_whole, minimum=0))
 
     def __post_init__(self) -> None:
+        self.min_epochs = self.min_epochs or 0
+        self.gradient_clip_val = self.gradient_clip_val or 0.0
+        self.default_root_dir = str(Path(self.default_root_dir or Path.cwd()).absolute())
         if self.fast_dev_run:
             self.max_epochs, self.max_steps = 1, self.fast_dev_run
             self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
@@ -119,8 +119,9 @@ class TrainerOptions:
                 setattr(self, name, self.fast_dev_run)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if check := self.__dataclass_fields__[name].metadata.get("check"):
-            check(name, value)
+        metadata = self.__dataclass_fields__[name].metadata
+        if metadata and not (value is None and metadata["is_optional"]):
+            metadata["check"](name, value)
         super().__setattr__(name, value)
 
     def limit(self, phase: str) -> Limit:

@@ -113,32 +113,25 @@ class TrainerState:
 
 
 @final
+@dataclass
 class RunningStage:
     """The stage that runs now: its phase, and where its metrics go.
 
-    Args:
-        name: the stage.
-        state: takes the published metrics.
-        loggers: get the logged metrics; empty on all ranks but global rank 0.
-
     Attributes:
-        phase: `"train"`, `"validate"`, `"test"` or `"predict"`; None between the loops.
-        results: where the module logs to; None outside of a loop.
+        name: the stage.
+        state: gets the published metrics.
+        loggers: get the logged metrics; empty on all ranks but global rank 0.
+        phase: `"train"`, `"validate"`, `"test"` or `"predict"`; None outside of the loops.
+        results: where the module logs to; None outside of the loops.
         epoch_results: what was logged in the current training epoch so far.
     """
 
-    def __init__(self, name: StageName, state: TrainerState, loggers: list[Logger]) -> None:
-        self.name: StageName = name
-        self._state = state
-        self._loggers = loggers
-        self.phase: str | None = None
-        self.results: Results | None = None
-        self.epoch_results: Results | None = None
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """The last value of everything logged."""
-        return self._state.callback_metrics
+    name: StageName
+    state: TrainerState
+    loggers: list[Logger]
+    phase: str | None = None
+    results: Results | None = None
+    epoch_results: Results | None = None
 
     @contextlib.contextmanager
     def in_phase(self, phase: str, results: Results) -> Iterator[None]:
@@ -152,7 +145,7 @@ class RunningStage:
 
     def publish(self, values: list[Reported], *, is_logged: bool) -> None:
         """Show metrics to callbacks and the progress bar, and with `is_logged` to the loggers."""
-        state = self._state
+        state = self.state
         for value in values:
             state.callback_metrics[value.name] = state.callback_metrics[value.base_name] = value.value
             if value.prog_bar:
@@ -160,35 +153,25 @@ class RunningStage:
         logged = {value.name: value.value for value in values if value.logger}
         if is_logged and logged:
             state.logged_metrics.update(logged)
-            for logger in self._loggers:
+            epoch, step = state.progress.current_epoch, state.progress.global_step
+            for logger in self.loggers:
                 numbers = {name: float(value) for name, value in logged.items()}
-                logger.log_metrics(
-                    {"epoch": state.progress.current_epoch, **numbers}, state.progress.global_step
-                )
+                logger.log_metrics({"epoch": epoch, **numbers}, step)
 
 
 @final
+@dataclass(frozen=True)
 class StopCondition:
     """When training stops: at a limit, or when `should_stop` is set and `min_epochs` are done."""
 
-    def __init__(self, options: TrainerOptions, state: TrainerState, *, is_global_zero: bool) -> None:
-        self._options = options
-        self._state = state
-        self._is_global_zero = is_global_zero
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether a callback, the module or the user wants training to stop."""
-        return self._state.should_stop
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        self._state.should_stop = value
+    options: TrainerOptions
+    state: TrainerState
+    is_global_zero: bool
 
     @property
     def is_at_limit(self) -> bool:
         """Whether training has reached `max_steps` or `max_epochs`: the same on all ranks."""
-        options, progress = self._options, self._state.progress
+        options, progress = self.options, self.state.progress
         return (
             0 <= options.max_steps <= progress.global_step
             or 0 <= options.epoch_limit <= progress.current_epoch
@@ -197,21 +180,19 @@ class StopCondition:
     @property
     def wants_to_stop(self) -> bool:
         """Whether `should_stop` is set on this rank, and `min_epochs` are done."""
-        progress = self._state.progress
-        return (
-            self.should_stop and progress.current_epoch + progress.is_epoch_done >= self._options.min_epochs
-        )
+        progress, min_epochs = self.state.progress, self.options.min_epochs
+        return self.state.should_stop and progress.current_epoch + progress.is_epoch_done >= min_epochs
 
     def warn_if_done(self) -> bool:
         """Warn if there is nothing left to train, and return whether that is so."""
         is_done = self.is_at_limit or self.wants_to_stop
-        if is_done and self._is_global_zero:
+        if is_done and self.is_global_zero:
             remedy = (
                 "raise trainer.max_epochs or trainer.max_steps"
                 if self.is_at_limit
                 else "change the limits of EarlyStopping or max_time, which stopped training, or remove them"
             )
-            options, progress = self._options, self._state.progress
+            options, progress = self.options, self.state.progress
             warnings.warn(
                 f"Nothing to train: epoch {progress.current_epoch} of max_epochs={options.max_epochs}, step "
                 f"{progress.global_step} of max_steps={options.max_steps}. To continue, {remedy}.",

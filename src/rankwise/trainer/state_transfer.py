@@ -62,14 +62,7 @@ class CallerState:
     Attributes:
         tensors: every parameter and buffer of the module, by dotted name.
         new_modules: submodules that the stage has added, by dotted name.
-        optimizers: the optimizers' states.
-        schedulers: the learning rate schedulers' states.
-        callbacks: the callbacks' states, in their order.
-        loggers: the loggers' states, in their order.
-        precision: the precision's state.
-        trainer: the trainer's progress and metrics.
-        hparams: the module's hyper parameters.
-        comm_hooks: the states of the ranks' communication hooks.
+        comm_hooks: the states of each rank's communication hooks.
         is_sharded: whether the optimizers exist only where a process group does.
     """
 

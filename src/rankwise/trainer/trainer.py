@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -160,29 +159,10 @@ class Trainer:
         enable_checkpointing: bool = True,
         default_root_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        fast_dev_run = int(fast_dev_run)
+        keywords = locals()
         self.options = TrainerOptions(
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-            min_epochs=min_epochs or 0,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            limit_test_batches=limit_test_batches,
-            limit_predict_batches=limit_predict_batches,
-            val_check_interval=val_check_interval,
-            check_val_every_n_epoch=check_val_every_n_epoch,
-            num_sanity_val_steps=num_sanity_val_steps,
-            accumulate_grad_batches=accumulate_grad_batches,
-            gradient_clip_val=gradient_clip_val or 0.0,
-            gradient_clip_algorithm=gradient_clip_algorithm,
-            on_nonfinite=on_nonfinite,
-            sync_batchnorm=sync_batchnorm,
-            deterministic=deterministic,
-            benchmark=benchmark,
-            use_distributed_sampler=use_distributed_sampler,
-            uneven_inputs=uneven_inputs,
-            log_every_n_steps=log_every_n_steps,
-            default_root_dir=str(Path(default_root_dir or Path.cwd()).absolute()),
-            fast_dev_run=int(fast_dev_run),
+            **{name: keywords[name] for name in TrainerOptions.__dataclass_fields__}
         )
         self.callbacks = arguments.collect_callbacks(
             callbacks,
@@ -195,14 +175,7 @@ class Trainer:
             self.callbacks = arguments.without_side_effects(self.callbacks)
             self.loggers = []
         found = arguments.Plugins(plugins)
-        given = arguments.collect_strategy(strategy, found)
-        changes = {
-            "precision": arguments.collect_precision(precision, found),
-            "checkpoint_io": found.checkpoint_io,
-            "sync_batchnorm": sync_batchnorm or None,
-        }
-        changes = {name: value for name, value in changes.items() if value is not None}
-        self.strategy = given.with_(**changes) if changes or given.is_bound else given
+        self.strategy = arguments.collect_strategy(strategy, precision, found, sync_batchnorm=sync_batchnorm)
         self.strategy.bind(
             accelerator=accelerator, devices=devices, num_nodes=num_nodes, environment=found.environment
         )

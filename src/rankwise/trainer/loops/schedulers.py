@@ -36,7 +36,7 @@ def step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool) 
 
 def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | None:
     """Return rank 0's value of the metric on every rank, so that learning rates stay equal."""
-    metrics = context.metrics.callback_metrics
+    metrics = context.metrics.state.callback_metrics
     value = metrics.get(config.monitor or "")
     agreed = context.strategy.broadcast(None if value is None else float(value))
     if agreed is None and config.strict:

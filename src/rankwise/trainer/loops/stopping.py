@@ -34,7 +34,7 @@ class Stopping:
 
     def __init__(self, context: LoopContext) -> None:
         self._strategy = context.strategy
-        self._state = context.stop
+        self._condition = context.stop
         self._save_checkpoint = context.save_stop_checkpoint
         self._caught: int | None = None
         self._cleanup = ExitStack()
@@ -67,9 +67,9 @@ class Stopping:
         Raises:
             StoppedBySignal: on all ranks, after a checkpoint was written, when a signal stops training.
         """
-        if self._state.is_at_limit:
+        if self._condition.is_at_limit:
             return False
-        if self._state.wants_to_stop:
+        if self._condition.wants_to_stop:
             self._agreement.request("should_stop")
         if self._agreement.begin_step():
             return True
@@ -112,7 +112,7 @@ class Stopping:
             StoppedBySignal: for a signal.
         """
         if not self._is_for_signal:
-            self._state.should_stop = True
+            self._condition.state.should_stop = True
             return
         if self._save_checkpoint is not None:
             self._save_checkpoint()
