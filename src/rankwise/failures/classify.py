@@ -11,17 +11,6 @@ from typing import TypeVar
 
 from rankwise.errors import RankwiseError
 
-__all__ = [
-    "chain_of",
-    "has_consequence_in_chain",
-    "has_timeout_in_chain",
-    "is_consequence",
-    "is_timeout",
-    "mark_propagated",
-    "start_exception_chain",
-    "text_of",
-]
-
 # The types of torch's errors from gloo, NCCL and the stores; not the types that derive from them.
 _TORCH_TYPES = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 # Torch's texts for a rank that is gone. An error of another type with the same words is the user's own: a web

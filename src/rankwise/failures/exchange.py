@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import threading
 import time
@@ -18,25 +19,13 @@ from rankwise.failures.classify import text_of
 from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.flight_recorder import write_flight_record
 from rankwise.monitoring.heartbeat import failure_time_of
-from rankwise.monitoring.rank_monitor import PollingMonitor
-from rankwise.monitoring.status import StatusReply, query_status, reply_key
+from rankwise.monitoring.rank_monitor import PollingMonitor, send_message
+from rankwise.monitoring.status import own_status, query_status, reply_key
 from rankwise.ranks import RankInfo
 from rankwise.stores.endpoint import RendezvousEndpoint, store_of_job
-from rankwise.stores.mailbox import send_message
 from rankwise.stores.rendezvous import FAILURE, RankIdentity, RemoteFailure, read_key
 from rankwise.stores.tcp import forget_store, hosted_here, open_another
 from rankwise.stores.waiting import poll_until, wait_for_keys
-
-__all__ = [
-    "CrossNodeFailures",
-    "FailureExchange",
-    "StatusReport",
-    "publish_failure",
-    "published_failure",
-    "resolve_cause",
-    "wait_for_other_nodes",
-    "wait_until_read",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +173,7 @@ class FailureExchange:
 
     def _record_or_report(self, error: BaseException, is_timeout: bool) -> bytes | StatusReport:
         gave_up = failure_time_of(error) if is_timeout else None
-        self._store.set(reply_key(self._own.global_rank), StatusReply.of_this_rank(self._own, gave_up))
+        self._store.set(reply_key(self._own.global_rank), own_status(self._own, gave_up))
         query_status(self._store, len(self._identities), "a collective timed out" if is_timeout else "")
         if wait_for_keys(self._store, [FAILURE], _PUBLISH_TIMEOUT):
             return bytes(self._store.get(FAILURE))
@@ -193,13 +182,13 @@ class FailureExchange:
     def _status_report(self) -> StatusReport:
         keys = {each: reply_key(each.global_rank) for each in self._identities}
         replies = {
-            each: StatusReply(self._store.get(key)) for each, key in keys.items() if self._store.check([key])
+            each: json.loads(self._store.get(key)) for each, key in keys.items() if self._store.check([key])
         }
         lost = tuple(each for each in self._identities if each not in replies)
         others = [each for each in self._identities if each.global_rank != self._own.global_rank]
         return StatusReport(
-            tuple(each.global_rank for each in others if each in lost or not replies[each].waits),
-            tuple(f"{each} does not answer" if each in lost else replies[each].line for each in others),
+            tuple(each.global_rank for each in others if each in lost or not replies[each][0]),
+            tuple(f"{each} does not answer" if each in lost else replies[each][1] for each in others),
             lost,
         )
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from torch._C import _distributed_c10d
 
-__all__ = ["write_flight_record"]
-
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is the older name
 _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 

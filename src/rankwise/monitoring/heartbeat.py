@@ -14,22 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
-__all__ = [
-    "LEAVING",
-    "FailureTime",
-    "NO_FILE",
-    "Heartbeat",
-    "HeartbeatReader",
-    "TEARDOWN",
-    "report_phase",
-    "failure_time_of",
-    "own_heartbeat",
-    "heartbeat_written_to",
-    "report_saving",
-    "blocked_in",
-    "write_heartbeat_to",
-]
-
 # The step (-1 for none), the time on the node's monotonic clock, whether it waits for others, the phase.
 _RECORD = struct.Struct("=qd?47s")
 _LENGTH = 47

@@ -9,8 +9,6 @@ from rankwise.monitoring.heartbeat import Heartbeat, HeartbeatReader
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
 
-__all__ = ["MonitoredRank"]
-
 
 @dataclass(eq=False)
 class MonitoredRank:

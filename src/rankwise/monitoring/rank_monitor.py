@@ -10,16 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import final
 
 import torch.distributed as dist
 
 from rankwise.errors import RankwiseError
-from rankwise.stores.mailbox import message_key
 from rankwise.stores.private import pack_fields
-
-__all__ = ["ChannelMonitor", "PollingMonitor", "RankMonitor"]
 
 # A store answers some ten thousand requests a second: each rank of a large job polls less often.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.25, 0.00025
@@ -27,6 +24,23 @@ _CLOSE_S = 1.0
 
 Post = Callable[[bytes, Callable[[bytes | None], None]], object]
 """Send a request to the private store; the callback gets the reply, or None where none will come."""
+
+
+def send_message(store: dist.Store, ranks: Iterable[int], kind: str, text: str = "") -> None:
+    """Put a message into the mailboxes of some ranks, unless the same message is there already.
+
+    `compare_set` finds the next free number, so a sender that is killed leaves no gap.
+    """
+    message = f"{kind}:{text}".encode()
+    for rank in ranks:
+        number = 1
+        while store.compare_set(message_key(rank, number), "", message.decode()) != message:
+            number += 1
+
+
+def message_key(rank: int, number: int) -> str:
+    """Return the key of a rank's message; numbers start at 1."""
+    return f"mailbox/{rank}/{number}"
 
 
 class RankMonitor(ABC):

@@ -4,50 +4,33 @@ from __future__ import annotations
 
 import faulthandler
 import json
-from typing import final
 
 import torch.distributed as dist
 
-from rankwise.monitoring.heartbeat import FailureTime, own_heartbeat
-from rankwise.monitoring.rank_monitor import RankMonitor
+from rankwise.monitoring.heartbeat import FailureTime, Heartbeat, own_heartbeat
+from rankwise.monitoring.rank_monitor import RankMonitor, send_message
 from rankwise.processes.stderr import write_stderr
-from rankwise.stores.mailbox import send_message
 from rankwise.stores.rendezvous import RankIdentity
-
-__all__ = ["StatusReply", "query_status", "reply_key", "reply_to_status_queries"]
 
 _KIND = "status"
 _STDERR = 2
 
 
-@final
-class StatusReply:
-    """What one rank replied.
+def own_status(own: RankIdentity, gave_up: FailureTime | None = None) -> str:
+    """Return this rank's reply: whether it waits for other ranks, and a line with its phase, as JSON.
 
-    Attributes:
-        waits: whether it waits for other ranks.
-        line: which rank it is, and where.
+    Args:
+        own: this rank's identity.
+        gave_up: when a wait of this rank for others timed out, if one did.
     """
+    heartbeat = own_heartbeat() if gave_up is None else gave_up.heartbeat
+    waits = gave_up is not None or (heartbeat is not None and heartbeat.waits)
+    return json.dumps([waits, f"{own} is there" if heartbeat is None else status_line(own, heartbeat)])
 
-    def __init__(self, text: bytes) -> None:
-        self.waits, self.line = json.loads(text)
 
-    @staticmethod
-    def of_this_rank(own: RankIdentity, gave_up: FailureTime | None = None) -> str:
-        """Return the text of this rank's reply.
-
-        Args:
-            own: this rank's identity.
-            gave_up: when a wait of this rank for others timed out, if one did.
-        """
-        heartbeat = own_heartbeat() if gave_up is None else gave_up.heartbeat
-        seen = (
-            "is there"
-            if heartbeat is None
-            else f"was last in {heartbeat.where()}, {heartbeat.seconds_ago():.0f} s ago"
-        )
-        waits = gave_up is not None or (heartbeat is not None and heartbeat.waits)
-        return json.dumps([waits, f"{own} {seen}"])
+def status_line(identity: RankIdentity, heartbeat: Heartbeat) -> str:
+    """Return a rank's phase, and for how long it is in it."""
+    return f"{identity} was last in {heartbeat.where()}, {heartbeat.seconds_ago():.0f} s ago"
 
 
 def reply_to_status_queries(monitor: RankMonitor, own: RankIdentity, *, shows_stacks: bool) -> None:
@@ -61,7 +44,7 @@ def reply_to_status_queries(monitor: RankMonitor, own: RankIdentity, *, shows_st
 
     def reply(reason: str) -> None:
         # A rank whose own wait has timed out has left its reply already.
-        monitor.set_once(reply_key(own.global_rank), StatusReply.of_this_rank(own))
+        monitor.set_once(reply_key(own.global_rank), own_status(own))
         if shows_stacks and reason:
             write_stderr(f"rankwise: {reason}; stacks of {own}:\n")
             faulthandler.dump_traceback(_STDERR, all_threads=True)

@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from rankwise.monitoring.heartbeat import Heartbeat, own_heartbeat
 from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.status import status_line
 from rankwise.processes.stderr import write_stderr
 from rankwise.stores.rendezvous import RankIdentity
-
-__all__ = ["LocalStragglerMonitor", "StragglerMonitor"]
 
 # How many times the ranks are looked at in the time after which one is reported.
 _LOOKS = 4
@@ -162,11 +161,13 @@ class StragglerMonitor:
             for each, heartbeat in heartbeats.items()
             if _is_straggler(heartbeat, heartbeats.values(), self._warn_after_s)
         }
-        others = [_line(each, heartbeat) for each, heartbeat in heartbeats.items() if each not in stragglers]
+        others = [
+            status_line(each, heartbeat) for each, heartbeat in heartbeats.items() if each not in stragglers
+        ]
         more = "" if len(others) <= _MOST_NAMED else f"; and {len(others) - _MOST_NAMED} more"
         self._reporter.report(
             {
-                each.global_rank: _line(each, heartbeat)
+                each.global_rank: status_line(each, heartbeat)
                 for each, heartbeat in stragglers.items()
                 if not self._is_reported_by_supervisor(each, heartbeats)
             },
@@ -184,7 +185,3 @@ class StragglerMonitor:
 
 def _key(identity: RankIdentity) -> str:
     return f"heartbeat/{identity.global_rank}"
-
-
-def _line(identity: RankIdentity, heartbeat: Heartbeat) -> str:
-    return f"{identity} was last in {heartbeat.where()}, {heartbeat.seconds_ago():.0f} s ago"

@@ -12,12 +12,9 @@ from typing import final
 
 from rankwise.errors import StopAgreementError
 from rankwise.monitoring.heartbeat import blocked_in
-from rankwise.monitoring.rank_monitor import RankMonitor
+from rankwise.monitoring.rank_monitor import RankMonitor, send_message
 from rankwise.ranks import RankInfo
-from rankwise.stores.mailbox import send_message
 from rankwise.stores.waiting import wait_for_keys
-
-__all__ = ["StopAgreement"]
 
 _KIND, _REASON = "stop", "stop/reason"
 # How many parts a step has at most.

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["RendezvousEndpoint", "job_prefix", "store_of_job"]
-
 
 @final
 @dataclass(frozen=True)

@@ -6,11 +6,9 @@ import operator
 import struct
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import final
+from typing import Any, final
 
 import torch.distributed as dist
-
-__all__ = ["PrivateStore", "StoreTable", "is_private", "pack_fields", "unpack_fields"]
 
 _COUNT = struct.Struct("!H")
 _LENGTH = struct.Struct("!I")
@@ -55,8 +53,8 @@ class StoreTable:
     """The supervisor's table of keys; it replies at once, or when the awaited keys are set."""
 
     def __init__(self) -> None:
-        self._values: dict[bytes, bytes] = {}
-        self._waiting: list[tuple[list[bytes], Reply]] = []
+        self._store = dist.HashStore()
+        self._waiting: list[tuple[list[str], Reply]] = []
 
     def handle(self, request: bytes, reply: Reply) -> None:
         """Reply to a request of a `PrivateStore`, now or later.
@@ -66,52 +64,40 @@ class StoreTable:
         """
         operation, *fields = unpack_fields(request)
         if operation == b"wait":
-            self._waiting.append((fields, reply))
-            self._release()
-            return
-        reply(self._answer(operation, fields))
-        if operation in (b"set", b"add", b"compare_set"):
+            self._waiting.append(([key.decode() for key in fields], reply))
+        else:
+            reply(self._reply_to(operation, fields))
+        if operation in (b"wait", b"set", b"add", b"compare_set"):
             self._release()
 
-    def _answer(self, operation: bytes, fields: list[bytes]) -> bytes:
+    def _reply_to(self, operation: bytes, fields: list[bytes]) -> bytes:
+        store: Any = self._store  # whose stubs do not say that it takes bytes
         match operation, fields:
             case b"set", [key, value]:
-                self._values[key] = value
+                store.set(key, value)
                 return b""
             case b"get", [key]:
-                return self._values.get(key, b"")
+                return bytes(store.get(key)) if store.check([key]) else b""
             case b"add", [key, amount]:
-                return self._add(key, amount)
+                return self._add(key, int(amount))
             case b"check", keys:
-                return b"1" if self._has(keys) else b"0"
+                return b"1" if store.check(keys) else b"0"
             case b"compare_set", [key, expected, desired]:
-                return self._compare_set(key, expected, desired)
+                return bytes(store.compare_set(key, expected, desired))
             case b"delete", [key]:
-                return b"1" if self._values.pop(key, None) is not None else b"0"
+                return b"1" if store.delete_key(key) else b"0"
             case b"count", []:
-                return b"%d" % len(self._values)
+                return b"%d" % store.num_keys()
         raise ValueError(f"not a request of the store: {operation!r} with {len(fields)} fields")
 
-    def _add(self, key: bytes, amount: bytes) -> bytes:
+    def _add(self, key: bytes, amount: int) -> bytes:
         try:
-            before = int(self._values.get(key) or b"0")
-        except ValueError:
+            return b"%d" % self._store.add(key.decode(), amount)
+        except (RuntimeError, ValueError):
             return b""  # the rank raises
-        self._values[key] = b"%d" % (before + int(amount))
-        return self._values[key]
-
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        current = self._values.get(key)
-        if current == expected or (current is None and not expected):
-            self._values[key] = desired
-            return desired
-        return expected if current is None else current
-
-    def _has(self, keys: list[bytes]) -> bool:
-        return all(key in self._values for key in keys)
 
     def _release(self) -> None:
-        ready = [waiter for waiter in self._waiting if self._has(waiter[0])]
+        ready = [waiter for waiter in self._waiting if self._store.check(waiter[0])]
         self._waiting = [waiter for waiter in self._waiting if waiter not in ready]
         for _, reply in ready:
             reply(b"")

@@ -19,20 +19,6 @@ from rankwise.ranks import RankInfo
 from rankwise.stores.private import is_private
 from rankwise.stores.waiting import poll_until, wait_for_keys
 
-__all__ = [
-    "FAILURE",
-    "RankIdentity",
-    "RemoteFailure",
-    "duplicate_rank_error",
-    "exclusive_device",
-    "identity_of",
-    "missing_ranks_error",
-    "read_identities",
-    "read_key",
-    "run_rendezvous",
-    "write_identity",
-]
-
 FAILURE = "failure"
 """The key of the first failure's record."""
 

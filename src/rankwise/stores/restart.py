@@ -41,16 +41,6 @@ from rankwise.stores.rendezvous import (
 )
 from rankwise.stores.waiting import poll_until
 
-__all__ = [
-    "RestartInfo",
-    "AgentWorker",
-    "agree_on_restart",
-    "current_restart",
-    "current_agent_worker",
-    "note_restart",
-    "find_restart",
-]
-
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 

@@ -12,8 +12,6 @@ from torch.distributed import distributed_c10d
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.stores.private import PrivateStore
 
-__all__ = ["default_store", "host_store", "open_store"]
-
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 

@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from rankwise.stores.tcp import default_store
 
-__all__ = ["StoreCounter"]
-
 _FOR = 1 << 32  # votes for count in the upper half, all votes in the lower
 
 

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from rankwise.stores.private import is_private
 
-__all__ = ["poll_until", "wait_for_keys"]
-
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 

@@ -22,9 +22,8 @@ from rankwise.monitoring.heartbeat import (
     own_heartbeat,
     report_phase,
 )
-from rankwise.monitoring.rank_monitor import PollingMonitor
-from rankwise.monitoring.status import StatusReply, reply_key, reply_to_status_queries
-from rankwise.stores.mailbox import message_key
+from rankwise.monitoring.rank_monitor import PollingMonitor, message_key
+from rankwise.monitoring.status import own_status, reply_key, reply_to_status_queries
 from rankwise.stores.rendezvous import RankIdentity, read_key
 
 RANKS = [RankIdentity(rank, rank % 2, rank // 2, 4, "ab"[rank // 2], 100 + rank) for rank in range(4)]
@@ -77,7 +76,7 @@ def test_who_does_not_answer_is_named() -> None:
     """Where nobody says that it failed, those that do not answer the report are lost, with their hosts."""
     store = dist.HashStore()
     for rank in (1, 3):
-        store.set(reply_key(rank), StatusReply.of_this_rank(RANKS[rank]))
+        store.set(reply_key(rank), own_status(RANKS[rank]))
     with pytest.raises(NodesLostError, match=r"global_rank 2 \(node 1, host 'b'") as caught:
         raise FailureExchange(store, RANKS, RANKS[0]).find_cause(LOST_PEER)  # type: ignore[misc]  # an exception here
     assert len(caught.value.lost) == 1
@@ -120,7 +119,7 @@ def test_who_is_done_leaves_those_alone_that_work_on() -> None:
     """A rank that answers is at work, and no failure."""
     store = dist.HashStore()
     for place in RANKS[1:]:
-        store.set(reply_key(place.global_rank), StatusReply.of_this_rank(place))
+        store.set(reply_key(place.global_rank), own_status(place))
     assert FailureExchange(store, RANKS, RANKS[0]).wait_for_other_ranks(timedelta(seconds=0.2)) is None
 
 
@@ -190,8 +189,8 @@ def test_a_rank_that_waits_too_is_not_missing() -> None:
     store = dist.HashStore()
     with heartbeat_written_to(NO_FILE):
         report_phase("backward", step=7, waits=True)
-        store.set(reply_key(1), StatusReply.of_this_rank(RANKS[1]))
-    store.set(reply_key(3), StatusReply.of_this_rank(RANKS[3]))
+        store.set(reply_key(1), own_status(RANKS[1]))
+    store.set(reply_key(3), own_status(RANKS[3]))
     report = FailureExchange(store, RANKS, RANKS[0]).find_cause(LOST_PEER, is_timeout=True)
     assert isinstance(report, StatusReport)
     assert (report.missing, report.lost) == ((2, 3), (RANKS[2],))
