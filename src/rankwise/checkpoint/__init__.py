@@ -1,4 +1,4 @@
-"""Checkpoint IO: how a checkpoint, a dictionary, becomes a file and comes back."""
+"""Checkpoint IO: writes dictionaries to checkpoint files, and reads them."""
 
 from rankwise.checkpoint.async_io import AsyncCheckpointIO
 from rankwise.checkpoint.base import CheckpointIO

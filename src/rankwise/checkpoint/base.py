@@ -1,24 +1,28 @@
-"""`CheckpointIO`: what a place that keeps checkpoints must be able to do."""
+"""`CheckpointIO`: the interface for reading and writing checkpoints, and the texts of their errors."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["CheckpointIO"]
+from rankwise.errors import CheckpointError
+
+__all__ = ["CheckpointIO", "as_checkpoint_error", "reason_for"]
 
 
 class CheckpointIO(ABC):
-    """Write, read and remove checkpoints. Subclass it for another format or another kind of storage."""
+    """Writes, reads and removes checkpoints. Subclass it for another format or another kind of storage."""
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write `checkpoint` to `path`; called on global rank 0 only.
 
         Raises:
-            CheckpointError: when it cannot be written; what was at `path` before must then still be whole.
+            CheckpointError: when it cannot be written; the previous file at `path` must then be intact.
         """
 
     @abstractmethod
@@ -26,33 +30,62 @@ class CheckpointIO(ABC):
         """Return the checkpoint at `path`; called on every rank.
 
         Raises:
-            CheckpointError: when it is missing, damaged or not to be trusted.
+            CheckpointError: when it is missing, damaged or not safe to load.
         """
 
     @abstractmethod
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at `path`, if there is one; called on global rank 0 only."""
+        """Remove the checkpoint at `path`, if it exists; called on global rank 0 only."""
 
-    def check_checkpoint(
-        self, part: dict[str, Any], path: str | os.PathLike[str]
-    ) -> None:  # a format may hold all
-        """Refuse a part of what is to be written below `path`, if no checkpoint could hold it.
+    def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Raise if a part of a checkpoint, to be written below `path`, cannot be stored.
 
-        Called before training begins, so that this is not known only when the first is saved.
+        Called before training begins, so that the error does not come with the first checkpoint only.
 
         Raises:
-            CheckpointError: naming what cannot be written, or could not be loaded.
+            CheckpointError: naming what cannot be written or loaded.
         """
 
-    def on_saving_changed(self, tell: Callable[[bool], None]) -> None:  # most write while training waits
-        """Call `tell` with True when a thread begins to write, and with False when nothing is left to write.
+    def on_saving_changed(self, callback: Callable[[bool], None]) -> None:
+        """Set a function to call with True when a thread starts to write, and with False at its end.
 
-        From then on, and from any thread. A rank that has to leave is not killed in between.
+        It may be called from any thread. A rank that must exit is not killed between the two calls.
         """
 
-    def teardown(self) -> None:  # most have nothing to do
-        """Finish what is not finished yet; called on every rank when a job ends, be it by a failure.
+    def teardown(self) -> None:
+        """Finish pending work; called on every rank when a job ends, also after a failure.
 
         Raises:
             CheckpointError: when a checkpoint could not be written.
         """
+
+
+@contextlib.contextmanager
+def as_checkpoint_error(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise errors of the block, which prepares or writes a file, as `CheckpointError`."""
+    handled = sys.exc_info()[1]
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            path=os.fspath(path),
+            problem=f"could not be written: {reason_for(error, handled)}",
+            remedy="remove the cause; a file that was at this path before is untouched.",
+        ) from error
+
+
+def reason_for(error: BaseException, handled: BaseException | None) -> str:
+    """Return the first line of the deepest cause: torch's writer reports a full disk as another error.
+
+    Args:
+        error: the raised exception.
+        handled: the exception that the caller was handling before; it is not a cause.
+    """
+    while error.__context__ not in (None, handled):
+        error = error.__context__
+    if isinstance(error, RecursionError):
+        return "it contains itself, or is nested too deeply"
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

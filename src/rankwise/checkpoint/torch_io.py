@@ -21,97 +21,39 @@ from typing import IO, Any, final
 import torch
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint
 
-from rankwise.checkpoint.base import CheckpointIO
-from rankwise.checkpoint.reasons import as_checkpoint_error, reason_for
+from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error, reason_for
 from rankwise.errors import CheckpointError
 
 __all__ = ["TorchCheckpointIO", "check_loadable"]
 
-_SHOWN = 5
-
-
-def check_loadable(checkpoint: dict[str, Any], file: IO[bytes], path: str) -> None:
-    """Raise if `file`, to which `checkpoint` was written, holds what `weights_only=True` does not load.
-
-    torch looks through the names in the pickle; the tensors' data is not read.
-
-    Raises:
-        CheckpointError: naming the places of such values in the checkpoint for `path`.
-    """
-    file.seek(0)
-    refused = set(get_unsafe_globals_in_checkpoint(file))
-    if not refused:
-        return
-    places = ", ".join(itertools.islice(_places(checkpoint, "checkpoint", refused), _SHOWN))
-    names = ", ".join(sorted(refused)[:_SHOWN])
-    raise CheckpointError(
-        path=path,
-        problem=f"cannot be written, as weights_only=True does not load {places or names}",
-        remedy="keep tensors, numbers, strings, lists and dictionaries of them, such as array.tolist(), "
-        f"member.name, str(date) or vars(namespace); or, if you trust {names}: "
-        "torch.serialization.add_safe_globals([...]), here and wherever it is loaded.",
-    )
-
-
-def _places(value: Any, path: str, refused: set[str]) -> Iterator[str]:
-    """Yield where in nested values something `refused` is: `checkpoint['epochs'][0] (range)`."""
-    if type(value) in (dict, OrderedDict):
-        for key, item in value.items():
-            yield from _places(key, f"the key {key!r} of {path}", refused)
-            yield from _places(item, f"{path}[{key!r}]", refused)
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            yield from _places(item, f"{path}[{index}]", refused)
-    elif not refused.isdisjoint(_names_in(value)):
-        kind = value if isinstance(value, type) else type(value)
-        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        yield f"{path} ({'the class ' if kind is value else ''}{module}{kind.__qualname__})"
-
-
-def _names_in(value: Any) -> Iterator[str]:
-    """Yield the classes and functions that a pickle of `value` refers to."""
-    pickled = io.BytesIO()
-    _WithoutData(pickled, protocol=2, fix_imports=False).dump(value)  # torch.save's; as they are called today
-    for opcode, argument, _ in pickletools.genops(pickled.getvalue()):
-        if opcode.name == "GLOBAL":
-            yield str(argument).replace(" ", ".")
-
-
-class _WithoutData(pickle.Pickler):
-    """Leaves tensors' data out, as torch.save does."""
-
-    def persistent_id(self, value: Any) -> str | None:
-        return "" if torch.is_storage(value) else None
-
-
+_MAX_NAMED = 5
 _OPEN_FILES = "/proc/self/fd"
 _USE_ANOTHER = "use an earlier file that Trainer.save_checkpoint or ModelCheckpoint wrote."
 
 
 @final
 class TorchCheckpointIO(CheckpointIO):
-    """Keep checkpoints as files of `torch.save`, on a local or shared file system.
+    """Stores checkpoints as files of `torch.save`, on a local or shared file system.
 
-    A reader sees the previous file or the new one, nothing between: the data goes to a temporary file in the
-    same folder, is flushed to the disk, and takes the place of the target in one rename. Files are read with
-    `weights_only=True`: tensors and plain types load, anything that would run code is refused.
+    Writing is atomic, so that a reader gets the previous file or the new one: the data is written to a
+    temporary file in the same folder, flushed to the disk, and renamed to the target. Files are read with
+    `weights_only=True`: tensors and plain types load; objects that could run code raise an error.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write `checkpoint` to `path`, creating its folder.
 
         Raises:
-            CheckpointError: when it cannot be written, or could not be loaded; the file that was at `path` is
-                then untouched.
+            CheckpointError: when it cannot be written or loaded; the previous file at `path` is then intact.
         """
         with as_checkpoint_error(path), _replacing(path) as file:
             _write(checkpoint, file, path)
 
     def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Write `part` to memory only, and look whether it could be loaded.
+        """Write `part` to memory, and check that it can be loaded.
 
         Raises:
-            CheckpointError: when it could not be written or loaded.
+            CheckpointError: when it cannot be written or loaded.
         """
         with as_checkpoint_error(path):
             _write(part, io.BytesIO(), path)
@@ -120,8 +62,8 @@ class TorchCheckpointIO(CheckpointIO):
         """Return the checkpoint at `path`, its tensors on `map_location`.
 
         Raises:
-            CheckpointError: when the file is missing, empty, cut off, of another kind, or holds objects that
-                `weights_only=True` does not load.
+            CheckpointError: when the file is missing, empty, truncated, not of `torch.save`, or contains
+                objects that `weights_only=True` does not load.
         """
         handled = sys.exc_info()[1]
         try:
@@ -132,8 +74,9 @@ class TorchCheckpointIO(CheckpointIO):
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 path=os.fspath(path),
-                problem=f"holds {_refused(error)}, which weights_only=True does not load: it could run code",
-                remedy="keep plain types and tensors in a checkpoint; load no stranger's file any other way.",
+                problem=f"holds {_refused_name(error)}, which weights_only=True does not load: "
+                "it could run code",
+                remedy="keep plain types and tensors in a checkpoint; load untrusted files in no other way.",
             ) from error
         except Exception as error:
             raise CheckpointError(
@@ -150,8 +93,11 @@ class TorchCheckpointIO(CheckpointIO):
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the file at `path`, if there is one."""
+        """Remove the file at `path`, if it exists."""
         Path(path).unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------- writing
 
 
 def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[str]) -> None:
@@ -161,8 +107,8 @@ def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[
 
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a temporary file that takes the place of `path` if the block succeeds, and vanishes if not."""
-    target = Path(path).resolve()  # a symbolic link stays one; its target's file system is the one used
+    """Open a temporary file that replaces `path` if the block succeeds, and is deleted otherwise."""
+    target = Path(path).resolve()  # keeps a symbolic link, and uses the file system of its target
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
@@ -184,10 +130,10 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def _open_unnamed(folder: Path) -> IO[bytes] | None:
-    """Open a new file that has no name in `folder` yet, so that a killed process leaves none; Linux only.
+    """Open a file without a name in `folder`, which a killed process does not leave behind.
 
     Returns:
-        None where the platform or the file system has no such files.
+        None if the platform or the file system does not support it; Linux has `O_TMPFILE`.
     """
     flag = getattr(os, "O_TMPFILE", None)
     if flag is None or not Path(_OPEN_FILES).exists():
@@ -199,12 +145,12 @@ def _open_unnamed(folder: Path) -> IO[bytes] | None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Mark a temporary file as being written, for as long as it is open; return whether nobody else does."""
+    """Lock a temporary file while it is open; return whether the lock was acquired."""
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):  # another writes it, or this platform or file system has no such locks
+    except (ImportError, OSError):  # another process has the lock, or locks are not supported
         return False
     return True
 
@@ -218,17 +164,74 @@ def _remove_abandoned(target: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Make a rename in `folder` last through a power cut, where the file system can."""
+    """Flush a rename in `folder` to the disk, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems cannot flush a folder
+        with contextlib.suppress(OSError):  # not supported by some network file systems
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
+def check_loadable(checkpoint: dict[str, Any], file: IO[bytes], path: str) -> None:
+    """Raise if `file`, which contains `checkpoint`, cannot be loaded with `weights_only=True`.
+
+    torch reads the names in the pickle, not the data of tensors.
+
+    Raises:
+        CheckpointError: naming the offending values of the checkpoint for `path`.
+    """
+    file.seek(0)
+    refused = set(get_unsafe_globals_in_checkpoint(file))
+    if not refused:
+        return
+    places = ", ".join(itertools.islice(_places(checkpoint, "checkpoint", refused), _MAX_NAMED))
+    names = ", ".join(sorted(refused)[:_MAX_NAMED])
+    raise CheckpointError(
+        path=path,
+        problem=f"cannot be written, as weights_only=True does not load {places or names}",
+        remedy="keep tensors, numbers, strings, lists and dictionaries of them, such as array.tolist(), "
+        f"member.name, str(date) or vars(namespace); or, if you trust {names}: "
+        "torch.serialization.add_safe_globals([...]), here and wherever it is loaded.",
+    )
+
+
+def _places(value: Any, path: str, refused: set[str]) -> Iterator[str]:
+    """Yield the paths of `refused` classes in nested values, such as `checkpoint['epochs'][0] (range)`."""
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            yield from _places(key, f"the key {key!r} of {path}", refused)
+            yield from _places(item, f"{path}[{key!r}]", refused)
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _places(item, f"{path}[{index}]", refused)
+    elif not refused.isdisjoint(_names_in(value)):
+        kind = value if isinstance(value, type) else type(value)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        yield f"{path} ({'the class ' if kind is value else ''}{module}{kind.__qualname__})"
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """Yield the names of the classes and functions in a pickle of `value`."""
+    pickled = io.BytesIO()
+    _PicklerWithoutData(pickled, protocol=2, fix_imports=False).dump(value)  # torch.save's protocol
+    for opcode, argument, _ in pickletools.genops(pickled.getvalue()):
+        if opcode.name == "GLOBAL":
+            yield str(argument).replace(" ", ".")
+
+
+class _PicklerWithoutData(pickle.Pickler):
+    """Leaves out the data of tensors, as torch.save does."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "" if torch.is_storage(value) else None
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
 def _check_file(path: Path) -> None:
-    """Raise unless `path` is a whole archive; torch itself does not notice changed bytes in a tensor."""
+    """Raise unless `path` is an intact archive; torch itself does not detect changed bytes in a tensor."""
     problem, remedy = "", _USE_ANOTHER
     if not path.exists():
         problem, remedy = "does not exist", "check the path; a relative one starts at the working directory."
@@ -236,7 +239,7 @@ def _check_file(path: Path) -> None:
         problem, remedy = "is a folder, not a file", "pass the path of a file in it."
     elif path.stat().st_size == 0:
         problem = "is empty"
-    elif not _starts_like_an_archive(path):
+    elif not _has_zip_signature(path):
         problem = "is not a file of torch.save"
     elif not zipfile.is_zipfile(path):
         problem = "is cut off"
@@ -246,7 +249,7 @@ def _check_file(path: Path) -> None:
         raise CheckpointError(path=str(path), problem=problem, remedy=remedy)
 
 
-def _starts_like_an_archive(path: Path) -> bool:
+def _has_zip_signature(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(2) == b"PK"
 
@@ -259,6 +262,6 @@ def _damaged_record(path: Path) -> str | None:
         return "table of contents"
 
 
-def _refused(error: pickle.UnpicklingError) -> str:
+def _refused_name(error: pickle.UnpicklingError) -> str:
     match = re.search(r"(?:GLOBAL|global|class) ([\w.]+)", str(error))
     return match[1] if match else "something"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from rankwise.checkpoint.reasons import as_checkpoint_error
+from rankwise.checkpoint.base import as_checkpoint_error
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.ranks import rank_zero_only
 from rankwise.stores.restart import current_restart
