@@ -1,4 +1,4 @@
-"""docs/features.md is true: every row names tests that are there, one of them on several processes."""
+"""docs/features.md: every row names existing tests, one of them on several processes."""
 
 from __future__ import annotations
 

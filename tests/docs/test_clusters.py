@@ -1,4 +1,4 @@
-"""docs/clusters.md is true: its Python runs, the programs it names exist, the doctor prints what it shows."""
+"""docs/clusters.md: its Python code runs, its programs exist, the doctor's output has its titles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_an_environment_of_ones_own(run_script: ScriptRunner) -> None:
-    """The class on the page takes its ranks from its own variables."""
+    """The class on the page reads its ranks from its own variables."""
     [source] = blocks("python")
     result = run_script(f"{source}\nprint(trainer.strategy.environment)\n", env=OWN)
     assert result.returncode == 0, result
@@ -33,7 +33,7 @@ def test_an_environment_of_ones_own(run_script: ScriptRunner) -> None:
 
 
 def test_programs_exist() -> None:
-    """Every example in a command is there, and a shell script can be executed."""
+    """Every example in a command exists, and shell scripts are executable."""
     named = set(re.findall(r"examples/[\w/]+\.\w+", "".join(blocks("bash"))))
     assert len(named) >= 10
     for name in named:
@@ -43,7 +43,7 @@ def test_programs_exist() -> None:
 
 
 def test_what_the_doctor_prints(run_script: ScriptRunner) -> None:
-    """The titles on the page are those of a report, in its order, and so is each option that it names."""
+    """The titles on the page are those of a report, in order, and its options exist."""
     shown = [line for line in blocks("text")[0].splitlines() if re.match(r"[A-Z]", line)]
     result = run_script.command(["python", "-m", "rankwise", "doctor", "--no-collectives"], env=VARIABLES)
     assert result.returncode == 0, result

@@ -1,4 +1,4 @@
-"""What docs/migrating.md says to write can be written: it parses, and its names are there."""
+"""The code in docs/migrating.md parses, and its names exist."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ USERS = {
     *("obj", "objects", "optimizer", "optimizers", "output", "path", "result", "scores", "seed", "state"),
     *("tensor", "wrapped", "wrapper", "x", "MyDDP", "MyWrapper", "sampler", "my_group", "worker_init_fn"),
 }
-"""What the reader has."""
+"""Names that the reader defines."""
 
 OWN = {"self.my_group", "self.accuracy", "strategy.precision", "self.ddp_kwargs"}
 

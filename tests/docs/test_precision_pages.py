@@ -1,4 +1,4 @@
-"""What docs/precision.md, and the precision sections of docs/migrating.md, say to write can be written."""
+"""The code in docs/precision.md and in the precision sections of docs/migrating.md works."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MADE = [code for code in CODE if code.startswith(("Trainer(", "DDPStrategy(")) a
 
 @pytest.mark.parametrize("code", MADE)
 def test_arguments_are_taken(code: str) -> None:
-    """Every `Trainer(...)` and `DDPStrategy(...)` takes what it is given there."""
+    """Every `Trainer(...)` and `DDPStrategy(...)` accepts its arguments."""
     assert eval(code, dict(NAMES)) is not None
 
 
 @pytest.mark.parametrize("code", [code for code in CODE if re.search(r"\b(strategy|self|optimizer)\.", code)])
 def test_methods_exist(code: str) -> None:
-    """What is called on the strategy, its precision, the module and its optimizers is there."""
+    """The methods of the strategy, its precision, the module and its optimizers exist."""
     owners = {
         r"strategy\.precision\.(\w+)": precision.Precision,
         r"strategy\.(\w+)\(": rankwise.Strategy,

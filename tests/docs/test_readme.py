@@ -1,4 +1,4 @@
-"""The README and the docs are true: their code runs, their output is what it prints, their links resolve."""
+"""The README's code runs and prints what the README shows; links in all pages resolve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_complete_file_prints_its_output(run_script: ScriptRunner) -> None:
-    """The complete file has at most 25 lines and prints what stands under it, once."""
+    """The complete file has at most 25 lines and prints the output under it, once."""
     source = blocks("python")[0]
     assert len(source.splitlines()) <= 25
     result = run_script(source)
@@ -34,7 +34,7 @@ def test_the_complete_file_prints_its_output(run_script: ScriptRunner) -> None:
 
 
 def test_the_failure_looks_like_that(run_script: ScriptRunner) -> None:
-    """The same file with a raise on rank 1 ends as shown: its words, its traceback last, exit code 1."""
+    """The same file with a raise on rank 1 ends as shown: same text, traceback last, exit code 1."""
     line = "        loss = cross_entropy(self.net(batch[0]), batch[1])\n"
     fault = (
         '        if self.global_rank == 1 and batch_idx == 20:\n            raise ValueError("loss is nan")\n'
@@ -51,7 +51,7 @@ def test_the_failure_looks_like_that(run_script: ScriptRunner) -> None:
 
 
 def test_the_custom_strategy_runs(run_script: ScriptRunner) -> None:
-    """The class in the README is a strategy by its name, and its wrapper is used."""
+    """The README's class works by its registered name, and its wrapper is used."""
     source = blocks("python")[1]
     assert len([line for line in source.splitlines() if line.strip()]) <= 12
     use = """
@@ -89,7 +89,7 @@ def test_links_resolve(page: Path) -> None:
 
 
 def test_the_commands_are_one_line_each() -> None:
-    """The README has one command that trains on two processes, and one that passes the tests."""
+    """The README has one command that trains on two processes, and one that runs the tests."""
     commands = blocks("bash")[:2]
     assert [len(command.splitlines()) for command in commands] == [1, 1]
     assert "examples/digits.py" in commands[0]
