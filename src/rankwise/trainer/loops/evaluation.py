@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.loops.stopping import Stopping
 
-__all__ = ["EvaluationLoop", "evaluating"]
+__all__ = ["EvaluationLoop", "evaluating", "run_batch"]
 
 _NAMES = {"validate": "validation", "test": "test"}
 
@@ -35,6 +35,27 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             submodule.training = is_training
 
 
+def run_batch(context: LoopContext, results: Results, name: str, batch: Any, *indices: int) -> Any:
+    """Run `{name}_step` of the module on a batch, and the hooks around it; return the outputs.
+
+    Args:
+        context: what the loop uses of the Trainer.
+        results: where the module logs to.
+        name: `"validation"`, `"test"` or `"predict"`.
+        batch: the batch.
+        indices: the number of the batch and, with several loaders, of the loader.
+    """
+    precision = context.strategy.precision
+    batch = precision.convert_input(context.strategy.batch_to_device(batch))
+    results.begin_batch(batch)
+    context.hooks.call(f"on_{name}_batch_start", batch, *indices)
+    with precision.forward_context():
+        outputs = getattr(context.module, f"{name}_step")(batch, *indices)
+    context.hooks.call(f"on_{name}_batch_end", outputs, batch, *indices)
+    results.end_batch()
+    return outputs
+
+
 @final
 class EvaluationLoop:
     """Evaluate the module without its wrapper, since ranks may have different numbers of batches.
@@ -49,7 +70,6 @@ class EvaluationLoop:
         self._shares = shares
         self._stage = stage
         self._name = _NAMES[stage]
-        self._step = f"{self._name}_step"
         self._suffixes = [f"/dataloader_idx_{index}" for index in range(len(shares))]
         if len(shares) == 1:
             self._suffixes = [""]
@@ -97,19 +117,8 @@ class EvaluationLoop:
         for batch_idx, (batch, _) in enumerate(share):
             if stopping is not None:
                 stopping.begin_evaluation_batch()
-            self._run_batch(batch, (batch_idx, *index))
-
-    def _run_batch(self, batch: Any, indices: tuple[int, ...]) -> None:
-        strategy = self._context.strategy
-        precision = strategy.precision
-        report_phase(self._name)
-        batch = precision.convert_input(strategy.batch_to_device(batch))
-        self._results.begin_batch(batch)
-        self._hook("batch_start", batch, *indices)
-        with precision.forward_context():
-            outputs = getattr(self._context.module, self._step)(batch, *indices)
-        self._hook("batch_end", outputs, batch, *indices)
-        self._results.end_batch()
+            report_phase(self._name)
+            run_batch(self._context, self._results, self._name, batch, batch_idx, *index)
 
     def _hook(self, moment: str, *args: Any) -> None:
         self._context.hooks.call(f"on_{self._name}_{moment}", *args)

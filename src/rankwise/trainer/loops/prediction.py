@@ -9,7 +9,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.trainer.loops.evaluation import evaluating
+from rankwise.trainer.loops.evaluation import evaluating, run_batch
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class PredictionLoop:
     def __init__(self, context: LoopContext, shares: list[LoaderShard]) -> None:
         self._context = context
         self._shares = shares
+        self._results = Results(is_evaluation=True)
 
     def run(self, gather: Gather = "all") -> list[Any]:
         """Return the outputs, batch by batch, on the ranks of `gather`; with several loaders a list for each.
@@ -48,7 +49,7 @@ class PredictionLoop:
         Collective: every rank must call this.
         """
         context = self._context
-        with context.metrics.in_phase("predict", Results(is_evaluation=True)), evaluating(context.module):
+        with context.metrics.in_phase("predict", self._results), evaluating(context.module):
             context.hooks.call("on_predict_start")
             context.hooks.call("on_predict_epoch_start")
             own = [self._run_loader(index, share) for index, share in enumerate(self._shares)]
@@ -69,15 +70,10 @@ class PredictionLoop:
 
     def _run_loader(self, dataloader_idx: int, share: LoaderShard) -> list[Any]:
         index = (dataloader_idx,) if len(self._shares) > 1 else ()
-        return [self._run_batch(batch, (number, *index)) for number, (batch, _) in enumerate(share)]
-
-    def _run_batch(self, batch: Any, indices: tuple[int, ...]) -> Any:
-        context, strategy = self._context, self._context.strategy
-        precision = strategy.precision
-        report_phase("prediction")
-        batch = precision.convert_input(strategy.batch_to_device(batch))
-        context.hooks.call("on_predict_batch_start", batch, *indices)
-        with precision.forward_context():
-            outputs = context.module.predict_step(batch, *indices)
-        context.hooks.call("on_predict_batch_end", outputs, batch, *indices)
-        return apply_to_collection(precision.convert_output(outputs), Tensor, lambda tensor: tensor.cpu())
+        outputs = []
+        for batch_idx, (batch, _) in enumerate(share):
+            report_phase("prediction")
+            output = run_batch(self._context, self._results, "predict", batch, batch_idx, *index)
+            output = self._context.strategy.precision.convert_output(output)
+            outputs.append(apply_to_collection(output, Tensor, lambda tensor: tensor.cpu()))
+        return outputs
