@@ -1,4 +1,4 @@
-"""rankwise: DistributedDataParallel strategies for PyTorch trainers. Public names are imported when used."""
+"""rankwise: DistributedDataParallel strategies for PyTorch. Public names are imported on first use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.processes.command_line import CONTEXT_VARIABLE
 
-if (
-    CONTEXT_VARIABLE in os.environ
-):  # a script that is run again: it attaches to its main process before all else
+if CONTEXT_VARIABLE in os.environ:  # a re-run script: connect to the main process before anything else
     from rankwise.launchers.worker_main import attach
 
     attach(os.environ.pop(CONTEXT_VARIABLE))
