@@ -103,64 +103,31 @@ class ModuleHooks:
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before the optimizer steps; gradients are not clipped yet."""
 
-    # ------------------------------------------------------------------ validation
+    # ------------------------------------------------------------------ validation, testing, prediction
 
     def on_validation_start(self) -> None:
-        """Called when validation begins."""
+        """Called before an evaluation (or prediction)."""
 
     def on_validation_end(self) -> None:
-        """Called when validation has ended; its metrics are in `trainer.callback_metrics`."""
+        """Called after an evaluation, when its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self) -> None:
-        """Called before the first validation batch."""
+        """Called after `on_validation_start`, before the first batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Called after the last validation batch; values logged here are reduced with the rest."""
+        """Called after the last batch; values logged here are reduced with the rest."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a validation batch."""
+        """Called before a batch; in prediction `batch_idx` counts this rank's batches."""
 
     def on_validation_batch_end(
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after a validation batch."""
+        """Called after a batch; `outputs` is the return value of the step."""
 
-    # ------------------------------------------------------------------ testing
-
-    def on_test_start(self) -> None:
-        """Called when testing begins."""
-
-    def on_test_end(self) -> None:
-        """Called when testing has ended; its metrics are in `trainer.callback_metrics`."""
-
-    def on_test_epoch_start(self) -> None:
-        """Called before the first test batch."""
-
-    def on_test_epoch_end(self) -> None:
-        """Called after the last test batch; values logged here are reduced with the rest."""
-
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a test batch."""
-
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called after a test batch."""
-
-    # ------------------------------------------------------------------ prediction
-
-    def on_predict_start(self) -> None:
-        """Called when prediction begins."""
-
-    def on_predict_end(self) -> None:
-        """Called when prediction has ended."""
-
-    def on_predict_epoch_start(self) -> None:
-        """Called before the first batch to predict."""
-
-    def on_predict_epoch_end(self) -> None:
-        """Called after the last batch to predict."""
-
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a batch to predict; `batch_idx` counts this rank's batches."""
-
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called after a batch to predict."""
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
