@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 import torch.distributed as dist
@@ -29,18 +29,37 @@ class _Reporter:
         self._warn_after_s = warn_after_s
         self._reported: dict[int, float] = {}
 
-    def report(self, stragglers: Mapping[int, str], waiting: str) -> None:
-        """Report what stragglers do, by global rank, and who waits for them."""
+    def report_stragglers(
+        self,
+        statuses: Mapping[int, tuple[Heartbeat, str]],
+        is_reported_elsewhere: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
+        """Report stragglers.
+
+        Args:
+            statuses: heartbeats and status lines by global rank.
+            is_reported_elsewhere: whether not to report a straggler.
+        """
+        heartbeats = [heartbeat for heartbeat, _ in statuses.values()]
+        stragglers = {
+            rank: line for rank, (heartbeat, line) in statuses.items() if self._lags(heartbeat, heartbeats)
+        }
+        others = [line for rank, (_, line) in statuses.items() if rank not in stragglers]
+        more = "" if len(others) <= _MOST_NAMED else f"; and {len(others) - _MOST_NAMED} more"
+        for rank, line in stragglers.items():
+            if not is_reported_elsewhere(rank):
+                self.report(rank, f"{line}. The others wait: {'; '.join(others[:_MOST_NAMED])}{more}.")
+
+    def report(self, rank: int, text: str) -> None:
+        """Write a text about a rank, if the last one is long enough ago."""
         now_s = time.monotonic()
-        for rank, status in stragglers.items():
-            if now_s - self._reported.get(rank, -self._warn_after_s) >= self._warn_after_s:
-                self._reported[rank] = now_s
-                write_stderr(f"rankwise: {status}. {waiting}\n")
+        if now_s - self._reported.get(rank, -self._warn_after_s) >= self._warn_after_s:
+            self._reported[rank] = now_s
+            write_stderr(f"rankwise: {text}\n")
 
-
-def _is_straggler(heartbeat: Heartbeat, others: Iterable[Heartbeat], warn_after_s: float) -> bool:
-    is_late = not heartbeat.waits and heartbeat.seconds_ago() > warn_after_s
-    return is_late and _is_waited_for(heartbeat, others)
+    def _lags(self, heartbeat: Heartbeat, others: Iterable[Heartbeat]) -> bool:
+        is_late = not heartbeat.waits and heartbeat.seconds_ago() > self._warn_after_s
+        return is_late and _is_waited_for(heartbeat, others)
 
 
 def _is_waited_for(heartbeat: Heartbeat, others: Iterable[Heartbeat]) -> bool:
@@ -49,7 +68,7 @@ def _is_waited_for(heartbeat: Heartbeat, others: Iterable[Heartbeat]) -> bool:
 
 @final
 class LocalStragglerMonitor:
-    """Report stragglers among the ranks that one supervisor sees.
+    """Report stragglers among the ranks of one supervisor.
 
     Args:
         workers: all local ranks; the list is the supervisor's, and grows.
@@ -78,24 +97,16 @@ class LocalStragglerMonitor:
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + self._warn_after_s / _LOOKS
+        running = [each for each in self._workers if not each.has_ended]
         if self._exit_since_s is None:
-            self._report_stragglers()
+            self._reporter.report_stragglers(
+                {each.ranks.global_rank: (each.heartbeat.read(), each.status()) for each in running}
+            )
         elif now_s - self._exit_since_s >= self._warn_after_s:
-            running = [each for each in self._workers if each.process is not None and not each.has_ended]
-            self._report(running, "The main process waits for it to leave.")
-
-    def _report_stragglers(self) -> None:
-        heartbeats = {each: each.heartbeat.read() for each in self._workers if not each.has_ended}
-        stragglers = [
-            each
-            for each, heartbeat in heartbeats.items()
-            if _is_straggler(heartbeat, heartbeats.values(), self._warn_after_s)
-        ]
-        others = "; ".join(each.status() for each in self._workers if each not in stragglers)
-        self._report(stragglers, f"The others wait: {others}.")
-
-    def _report(self, workers: Sequence[MonitoredRank], waiting: str) -> None:
-        self._reporter.report({each.ranks.global_rank: each.status() for each in workers}, waiting)
+            for each in running:
+                if each.process is not None:
+                    text = f"{each.status()}. The main process waits for it to leave."
+                    self._reporter.report(each.ranks.global_rank, text)
 
 
 @final
@@ -108,8 +119,8 @@ class StragglerMonitor:
         identities: all ranks, by global rank.
         own: this rank's identity.
         warn_after_s: after how long in one phase a rank is reported that others wait for.
-        is_supervised: whether a supervisor reports on the same stderr which rank of this node other ranks of
-            it wait for.
+        is_supervised: whether a supervisor reports the stragglers of this node for which other ranks of it
+            wait.
 
     Attributes:
         interval_s: how often to call `look`.
@@ -126,7 +137,6 @@ class StragglerMonitor:
         self.interval_s = min(max(warn_after_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
         self._identities = identities
         self._own = own
-        self._warn_after_s = warn_after_s
         self._reporter = _Reporter(warn_after_s)
         self._is_supervised = is_supervised
         self._looks = 0
@@ -143,6 +153,18 @@ class StragglerMonitor:
         if self._own.global_rank == 0:
             self._report(self._read(store))
 
+    def _report(self, heartbeats: Mapping[RankIdentity, Heartbeat]) -> None:
+        statuses = {each.global_rank: (beat, status_line(each, beat)) for each, beat in heartbeats.items()}
+        supervised = {
+            each.global_rank: heartbeat
+            for each, heartbeat in heartbeats.items()
+            if self._is_supervised and each.node_rank == self._own.node_rank
+        }
+        self._reporter.report_stragglers(
+            statuses,
+            lambda rank: rank in supervised and _is_waited_for(supervised[rank], supervised.values()),
+        )
+
     def _read(self, store: dist.Store) -> dict[RankIdentity, Heartbeat]:
         heartbeats = {}
         for each in self._identities:
@@ -154,33 +176,6 @@ class StragglerMonitor:
                 # Each node has a clock of its own.
                 heartbeats[each] = Heartbeat(step, self._seen[each][1] - ago_s, waits, phase)
         return heartbeats
-
-    def _report(self, heartbeats: Mapping[RankIdentity, Heartbeat]) -> None:
-        stragglers = {
-            each: heartbeat
-            for each, heartbeat in heartbeats.items()
-            if _is_straggler(heartbeat, heartbeats.values(), self._warn_after_s)
-        }
-        others = [
-            status_line(each, heartbeat) for each, heartbeat in heartbeats.items() if each not in stragglers
-        ]
-        more = "" if len(others) <= _MOST_NAMED else f"; and {len(others) - _MOST_NAMED} more"
-        self._reporter.report(
-            {
-                each.global_rank: status_line(each, heartbeat)
-                for each, heartbeat in stragglers.items()
-                if not self._is_reported_by_supervisor(each, heartbeats)
-            },
-            f"The others wait: {'; '.join(others[:_MOST_NAMED])}{more}.",
-        )
-
-    def _is_reported_by_supervisor(
-        self, straggler: RankIdentity, heartbeats: Mapping[RankIdentity, Heartbeat]
-    ) -> bool:
-        """Return whether the straggler and a rank that waits for it are both on this node."""
-        local = [heartbeat for each, heartbeat in heartbeats.items() if each.node_rank == self._own.node_rank]
-        is_local = straggler.node_rank == self._own.node_rank
-        return self._is_supervised and is_local and _is_waited_for(heartbeats[straggler], local)
 
 
 def _key(identity: RankIdentity) -> str:

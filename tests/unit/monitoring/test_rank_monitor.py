@@ -1,0 +1,124 @@
+"""The monitor of a rank: messages of other ranks, over a store or over a channel; timers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rankwise.monitoring.rank_monitor import (
+    ChannelMonitor,
+    PollingMonitor,
+    RankMonitor,
+    message_key,
+    send_message,
+)
+from rankwise.stores.endpoint import job_prefix, store_of_job
+from rankwise.stores.private import PrivateStore, StoreTable
+
+TIMEOUT_S = 30.0
+
+
+@contextmanager
+def polling() -> Iterator[tuple[RankMonitor, dist.Store]]:
+    """Return a monitor of rank 1 that polls, and its store."""
+    store = dist.HashStore()
+    monitor = PollingMonitor(1, 2, store, lambda: store)
+    yield monitor, store
+    monitor.close()
+
+
+@contextmanager
+def over_a_channel() -> Iterator[tuple[RankMonitor, dist.Store]]:
+    """Return a monitor of rank 1 whose replies come at once, in the sender's thread, and its store."""
+    table = StoreTable()
+
+    def ask(request: bytes, timeout_s: float) -> bytes:
+        replies: list[bytes] = []
+        table.handle(request, replies.append)
+        return replies[0]
+
+    private = PrivateStore(ask, timedelta(seconds=TIMEOUT_S))
+    store = store_of_job(private, 1)
+    monitor = ChannelMonitor(
+        1, store, job_prefix(1), lambda request, on_reply: table.handle(request, on_reply)
+    )
+    yield monitor, store
+    monitor.close()
+
+
+def wait_for(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind_of_monitor", [polling, over_a_channel])
+def test_messages_are_delivered_in_order(kind_of_monitor: Any) -> None:
+    """Each subscriber gets those of its kind; one that came before the subscription, too."""
+    received: list[str] = []
+    with kind_of_monitor() as (monitor, store):
+        monitor.subscribe("other", received.append)
+        send_message(store, [0, 1], "status", "early")
+        for text in ("first", "second: with a colon"):
+            send_message(store, [1], "other", text)
+        wait_for(lambda: len(received) == 2)
+        assert received == ["first", "second: with a colon"]
+        monitor.subscribe("status", received.append)
+        assert received[2:] == ["early"]
+        monitor.unsubscribe("other")
+        send_message(store, [1], "other", "third")
+        send_message(store, [1], "status", "last")
+        wait_for(lambda: len(received) == 4)
+        assert received[3:] == ["last"]
+
+
+@pytest.mark.parametrize("kind_of_monitor", [polling, over_a_channel])
+def test_a_subscriber_sets_keys(kind_of_monitor: Any) -> None:
+    """It replies through the monitor; a key that is set stays as it is."""
+    with kind_of_monitor() as (monitor, store):
+        store.set("mine", "before")
+        monitor.subscribe(
+            "status", lambda text: (monitor.set_once("mine", text), monitor.set_once("new", text))
+        )
+        send_message(store, [1], "status", "now")
+        wait_for(lambda: store.check(["new"]))
+        assert (store.get("mine"), store.get("new")) == (b"before", b"now")
+
+
+def test_the_same_message_is_sent_once() -> None:
+    """What is in a mailbox is not put there again, whoever sends it."""
+    store = dist.HashStore()
+    for text in ("a", "b", "a", "b"):
+        send_message(store, [3], "status", text)
+    assert [store.check([message_key(3, number)]) for number in (1, 2, 3)] == [True, True, False]
+
+
+def test_timers_run_between_messages() -> None:
+    """At their interval, with the store of the thread; a monitor with a timer alone runs, too."""
+    store, times = dist.HashStore(), list[float]()
+    monitor = PollingMonitor(0, 2, store, lambda: store)
+    monitor.call_every(0.1, lambda given: times.append(time.monotonic()))
+    wait_for(lambda: len(times) == 3)
+    monitor.close()
+    assert times[2] - times[0] >= 0.2
+    assert "rankwise-monitor" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_store_that_is_gone_ends_the_thread() -> None:
+    """Nobody is left to send messages."""
+
+    def fail() -> dist.Store:
+        raise RuntimeError("Connection refused")
+
+    monitor = PollingMonitor(0, 2, dist.HashStore(), fail)
+    monitor.subscribe("status", lambda text: None)
+    wait_for(lambda: "rankwise-monitor" not in [thread.name for thread in threading.enumerate()])
+    monitor.close()
