@@ -40,7 +40,7 @@ from rankwise.strategies.config import (
     check_instance,
     take_changes,
 )
-from rankwise.strategies.job import Job, RankEntry, rank_zero_set, variables_set
+from rankwise.strategies.job import Job, RankEntry, variables_set
 from rankwise.strategies.module_wrapping import forward_redirect, uncompiled
 from rankwise.strategies.placement import Placement, find_placement
 
@@ -315,7 +315,7 @@ class Strategy(ABC):
         """
         job = self.job
         job.cleanup.enter_context(variables_set(job.worker.variables))
-        job.cleanup.enter_context(rank_zero_set(job.ranks.global_rank))
+        job.cleanup.callback(set_rank_zero_only, set_rank_zero_only(job.ranks.global_rank))
         self.precision.device_type = job.device.type
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)

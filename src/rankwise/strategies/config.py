@@ -271,17 +271,6 @@ def _check_start_method(value: object) -> str:
     return start_method
 
 
-def _check_grace_period(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidTypeError(argument="grace_period_s", value=value, expected="a number of seconds")
-    longest = _MAX_DURATION.total_seconds()
-    if not 0 <= value <= longest:  # false for NaN
-        raise InvalidArgumentError(
-            argument="grace_period_s", value=value, expected=f"0 to {longest:g} seconds"
-        )
-    return float(value)
-
-
 def _check_command(value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
@@ -300,22 +289,31 @@ def _check_command(value: object) -> tuple[str, ...] | None:
 
 
 def _check_timeout(name: str, value: object) -> timedelta:
-    if isinstance(value, bool) or not isinstance(value, (int, float, timedelta)):
-        raise InvalidTypeError(
-            argument=name,
-            value=value,
-            expected="a number of seconds or a datetime.timedelta",
-            remedy=f"{name}=timedelta(seconds=...)",
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    else:
+        seconds = _check_seconds(
+            name, value, "a number of seconds or a datetime.timedelta", f"{name}=timedelta(seconds=...)"
         )
-    try:
-        duration = value if isinstance(value, timedelta) else timedelta(seconds=value)
-    except (ValueError, OverflowError):  # NaN or infinite
-        duration = timedelta(0)
-    if not timedelta(0) < duration <= _MAX_DURATION:
-        raise InvalidArgumentError(
-            argument=name, value=value, expected=f"a duration from 0 to {_MAX_DURATION}"
-        )
-    return duration
+    if not 0 < seconds <= _MAX_DURATION.total_seconds():  # false for NaN
+        expected = f"a duration from 0 to {_MAX_DURATION}"
+        raise InvalidArgumentError(argument=name, value=value, expected=expected)
+    return value if isinstance(value, timedelta) else timedelta(seconds=seconds)
+
+
+def _check_grace_period(value: object) -> float:
+    seconds = _check_seconds("grace_period_s", value, "a number of seconds")
+    longest = _MAX_DURATION.total_seconds()
+    if not 0 <= seconds <= longest:  # false for NaN
+        expected = f"0 to {longest:g} seconds"
+        raise InvalidArgumentError(argument="grace_period_s", value=value, expected=expected)
+    return seconds
+
+
+def _check_seconds(name: str, value: object, expected: str, remedy: str = "") -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidTypeError(argument=name, value=value, expected=expected, remedy=remedy)
+    return float(value)
 
 
 def _check_collectives(value: object) -> bool:

@@ -33,7 +33,7 @@ from rankwise.strategies.config import (
     config_from,
     from_parallel_devices,
 )
-from rankwise.strategies.job import Job, threads_shared_by
+from rankwise.strategies.job import Job, threads_per_rank
 from rankwise.strategies.module_wrapping import (
     averages_everywhere,
     check_collectives_of,
@@ -241,7 +241,8 @@ class DDPStrategy(Strategy):
         """
         super().setup_environment()
         job = self.job
-        job.cleanup.enter_context(threads_shared_by(job.ranks.local_world_size))
+        job.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads_per_rank(job.ranks.local_world_size))
         job.cleanup.enter_context(gloo_on_interface(interface_of(job.ranks, job.worker.address)))
         if job.has_group:
             self._join_group(job)

@@ -17,21 +17,21 @@ __all__ = ["DDPElasticStrategy"]
 class DDPElasticStrategy(DDPStrategy):
     """`DDPStrategy` on torch's elastic agent: after a failure all ranks start again.
 
-    What is launched runs from its beginning then; `Trainer.fit` goes on from the last checkpoint that a
-    `ModelCheckpoint` of the same run has written. The calling process is the agent. For a script as a whole
-    torchrun does the same: `torchrun --max-restarts=3 train.py`, with strategy `"ddp"`.
+    The launched function then runs from its beginning; `Trainer.fit` continues from the last checkpoint that
+    a `ModelCheckpoint` of the same run has written. The calling process is the agent. For a whole script use
+    torchrun: `torchrun --max-restarts=3 train.py`, with strategy `"ddp"`.
 
     Args:
-        max_restarts: how many failures are answered with a new start.
-        node_range: how many nodes, as `2` or `"1:4"`: the job begins with the fewest, and takes up to the
-            most. The same program is started on each of them.
-        endpoint: where the nodes' agents meet: the first node's `"host:port"`.
-        run_id: what the agents of a job have in common; must be given with several nodes.
+        max_restarts: after how many failures the ranks are started again.
+        node_range: the number of nodes, or the smallest and largest number, as in `"1:4"`. Start the same
+            program on each of them.
+        endpoint: the rendezvous address of the nodes' agents: the first node's `"host:port"`.
+        run_id: identifies the job; required with several nodes.
 
     The other arguments are `DDPStrategy`'s; `start_method` is `"spawn"`, `"fork"` or `"forkserver"`.
 
     Raises:
-        InvalidArgumentError, ConfigurationError: for values that cannot work.
+        InvalidArgumentError, ConfigurationError: for impossible values.
     """
 
     default_start_method: ClassVar[str] = "forkserver"
@@ -53,15 +53,15 @@ class DDPElasticStrategy(DDPStrategy):
             )
         if self.rendezvous == "private":
             raise ConfigurationError(
-                message="ddp_elastic cannot meet privately: torch's agent brings a TCP store.",
+                message="ddp_elastic cannot use a private rendezvous: torch's agent has a TCP store.",
                 remedy='leave rendezvous at "auto"; on one node that store listens on loopback only.',
             )
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
             raise InvalidArgumentError(argument="max_restarts", value=max_restarts, expected="0 or more")
-        fewest, most = _parsed(node_range)
+        fewest, most = _parse_node_range(node_range)
         if most > 1 and not (endpoint and run_id):
             raise ConfigurationError(
-                message=f"node_range={node_range!r} needs to know where the nodes meet.",
+                message=f"node_range={node_range!r} needs an endpoint and a run_id.",
                 remedy='DDPElasticStrategy(endpoint="first-node:29400", run_id="a name for the job", ...)',
             )
         self.max_restarts = max_restarts
@@ -72,7 +72,7 @@ class DDPElasticStrategy(DDPStrategy):
             return super()._create_launcher(placement)
         if (existing := script_ranks()) is not None:
             raise LaunchRefusedError(
-                message=f"ddp_elastic cannot start processes: this script runs as {existing} processes "
+                message=f"ddp_elastic cannot start anybody: this script runs as {existing} processes "
                 'already, under strategy "ddp", and each of them would start ranks of its own.',
                 remedy='use "ddp_spawn" or "ddp_fork" before it; for a script as a whole: '
                 "torchrun --max-restarts=3 train.py",
@@ -90,7 +90,7 @@ class DDPElasticStrategy(DDPStrategy):
         return "tcp"
 
 
-def _parsed(node_range: int | str) -> tuple[int, int]:
+def _parse_node_range(node_range: int | str) -> tuple[int, int]:
     words = str(node_range).split(":")
     numbers = [int(word) if word.isdecimal() else 0 for word in words]
     fewest, most = (numbers[0], numbers[-1]) if len(numbers) <= 2 else (0, 0)

@@ -7,16 +7,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
-from rankwise.checkpoint import CheckpointIO
 from rankwise.failures.classify import start_exception_chain
 from rankwise.failures.exchange import resolve_cause, wait_for_other_nodes
 from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
-from rankwise.ranks import RankInfo, job_entry, set_rank_zero_only
+from rankwise.ranks import RankInfo, job_entry
 from rankwise.strategies.collectives import Collectives
 from rankwise.strategies.deferred_sigterm import sigterm_deferred
 from rankwise.strategies.module_wrapping import WrappedModules
@@ -57,31 +56,12 @@ class Job:
         self.cleanup.close()
 
 
-class RankStrategy(Protocol):
-    """The methods of a strategy that run a rank."""
-
-    checkpoint_io: CheckpointIO
-
-    @property
-    def ranks(self) -> RankInfo: ...
-
-    def attach(self, worker: WorkerContext, init_process_group: bool) -> None: ...
-
-    def setup_environment(self) -> None: ...
-
-    def before_finish(self) -> None: ...
-
-    def translate_error(self, error: BaseException) -> BaseException: ...
-
-    def teardown(self) -> None: ...
-
-
 @final
 @dataclass
 class RankEntry:
     """The function that a launcher runs as each rank; picklable if the strategy and the arguments are."""
 
-    strategy: RankStrategy
+    strategy: Any  # a Strategy; its module imports this one
     function: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -152,16 +132,6 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-@contextmanager
-def rank_zero_set(global_rank: int) -> Iterator[None]:
-    """Set the rank of `rank_zero_only` in the block."""
-    before = set_rank_zero_only(global_rank)
-    try:
-        yield
-    finally:
-        set_rank_zero_only(before)
-
-
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     if "sched_getaffinity" in os.__dict__:  # Linux only
@@ -169,13 +139,9 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-@contextmanager
-def threads_shared_by(local_world_size: int) -> Iterator[None]:
-    """Divide this machine's cores among the local ranks in the block, unless `OMP_NUM_THREADS` is set."""
-    before = torch.get_num_threads()
-    if local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(before, usable_cores() // local_world_size)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def threads_per_rank(local_world_size: int) -> int:
+    """Return this rank's share of torch's threads; all of them if it is alone or `OMP_NUM_THREADS` is set."""
+    threads = torch.get_num_threads()
+    if local_world_size == 1 or "OMP_NUM_THREADS" in os.environ:
+        return threads
+    return max(1, min(threads, usable_cores() // local_world_size))
