@@ -94,6 +94,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         name: the environment's name, for `Trainer(plugins=["name"])` and messages.
         variables: fact to variable name. The facts are `global_rank`, `world_size`, `local_rank`,
             `local_world_size`, `node_rank`, `num_nodes`, `main_address` and `main_port`.
+        constants: fact to number, for facts that are the same in every process.
         required: further variables that must be set, which other launchers may set too.
         optional: further variables to show in messages.
         markers: variables that only this launcher sets. If one of them is set, an incomplete or contradictory
@@ -106,6 +107,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     name: ClassVar[str] = ""
     variables: ClassVar[Mapping[str, str]] = {}
+    constants: ClassVar[Mapping[str, int]] = {}
     required: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
     markers: ClassVar[tuple[str, ...]] = ()
@@ -289,6 +291,8 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         return tuple(dict.fromkeys([*cls.markers, *cls.required, *cls.table(environ).values()]))
 
     def _number(self, fact: str) -> int:
+        if fact in self.constants:
+            return self.constants[fact]
         variable = self._table.get(fact)
         if variable is None:
             raise EnvironmentVariableError(environment=self.name, problem=f"no variable is known for {fact}")

@@ -31,6 +31,7 @@ class KubeflowEnvironment(NodesEnvironment):
     }
     required = ("KUBERNETES_SERVICE_HOST",)
     optional = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "HOSTNAME")
+    has_num_nodes = True  # it follows from `WORLD_SIZE` and `nprocPerNode`
 
     @classmethod
     def rejection(cls, environ: Mapping[str, str]) -> str | None:
@@ -38,11 +39,6 @@ class KubeflowEnvironment(NodesEnvironment):
         if is_set("LOCAL_RANK", environ):
             return "LOCAL_RANK is set: a launcher in the pod has started this process"
         return super(NodesEnvironment, cls).rejection(environ)
-
-    @property
-    def has_num_nodes(self) -> bool:
-        """Always True: it follows from `WORLD_SIZE` and `nprocPerNode`."""
-        return True
 
     @property
     def processes_per_node(self) -> int | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import final
+from typing import ClassVar, final
 
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.errors import ConfigurationError
-from rankwise.ranks import RankInfo
 
 __all__ = ["LocalEnvironment"]
 
@@ -17,45 +16,18 @@ class LocalEnvironment(ClusterEnvironment):
     """A terminal, a notebook or a test: one process, from which the strategy starts the others."""
 
     name = "local"
+    constants: ClassVar[Mapping[str, int]] = {
+        "global_rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "local_world_size": 1,
+    }
+    creates_processes_externally = False
+    main_address = "127.0.0.1"
 
     @classmethod
     def rejection(cls, environ: Mapping[str, str]) -> None:
         """Return None: this environment is the last one, and fits every process."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """False: the strategy starts the other processes."""
-        return False
-
-    @property
-    def ranks(self) -> RankInfo:
-        """The ranks of a job of one process."""
-        return RankInfo()
-
-    @property
-    def global_rank(self) -> int:
-        """Always 0."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """Always 1."""
-        return 1
-
-    @property
-    def local_rank(self) -> int:
-        """Always 0."""
-        return 0
-
-    @property
-    def local_world_size(self) -> int:
-        """Always 1."""
-        return 1
-
-    @property
-    def main_address(self) -> str:
-        """Loopback."""
-        return "127.0.0.1"
 
     @property
     def main_port(self) -> int:

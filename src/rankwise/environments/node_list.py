@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -12,6 +13,9 @@ __all__ = ["expand_counts", "expand_node_list"]
 
 _MAX_NODES = 100_000  # more than any cluster has: a longer list is damaged, and is not expanded
 
+_WORD = r"(?:[A-Za-z0-9._-]|\[[^\[\]]*\])+"
+_WORDS = re.compile(_WORD)
+_LIST = re.compile(f"{_WORD}(?:,{_WORD})*")
 _PART = re.compile(r"\[([^\[\]]*)\]|([A-Za-z0-9._-]+)")
 _RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
@@ -32,14 +36,15 @@ def expand_node_list(text: str) -> list[str]:
         >>> expand_node_list("gpu[08-10,3],login")
         ['gpu08', 'gpu09', 'gpu10', 'gpu3', 'login']
     """
+    if _LIST.fullmatch(text.strip()) is None:
+        raise _parse_error(text)
     names: list[str] = []
-    for word in _words(text):
-        parts = _parts(word, text)
-        count = 1
-        for part in parts:
-            count *= _size(part, text)
-            _check_size(len(names) + count, text)
-        names.extend("".join(chosen) for chosen in product(*(list(_expanded(part)) for part in parts)))
+    for word in _WORDS.findall(text):
+        parts = [
+            [(plain, plain)] if plain else _ranges(inside, text) for inside, plain in _PART.findall(word)
+        ]
+        _check_size(len(names) + math.prod(map(_size, parts)), text)
+        names.extend("".join(chosen) for chosen in product(*map(_expanded, parts)))
     return names
 
 
@@ -66,57 +71,26 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def _words(text: str) -> Iterator[str]:
-    """Split the text at the commas outside of brackets."""
-    word: list[str] = []
-    depth = 0
-    for character in text.strip():
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            yield "".join(word)
-            word = []
-        else:
-            word.append(character)
-    yield "".join(word)
-
-
-def _parts(word: str, text: str) -> list[Part]:
-    parts, end = [], 0
-    for found in _PART.finditer(word):
-        if found.start() != end:
-            break
-        end = found.end()
-        parts.append([(found[2], found[2])] if found[2] else _ranges(found[1], text))
-    if end != len(word) or not word:
-        raise _parse_error(text)
-    return parts
-
-
 def _ranges(inside: str, text: str) -> Part:
     ranges = []
     for item in inside.split(","):
         found = _RANGE.fullmatch(item)
-        if found is None:
+        if found is None or int(found[1]) > int(found[2] or found[1]):
             raise _parse_error(text)
-        low, high = found[1], found[2] or found[1]
-        if int(low) > int(high):
-            raise _parse_error(text)
-        ranges.append((low, high))
+        ranges.append((found[1], found[2] or found[1]))
     return ranges
 
 
-def _size(part: Part, text: str) -> int:
-    size = sum(1 if low == high else int(high) - int(low) + 1 for low, high in part)
-    _check_size(size, text)
-    return size
+def _size(part: Part) -> int:
+    return sum(1 if first == last else int(last) - int(first) + 1 for first, last in part)
 
 
 def _expanded(part: Part) -> Iterator[str]:
-    for low, high in part:
-        if low == high:
-            yield low
+    for first, last in part:
+        if first == last:
+            yield first
         else:
-            yield from (str(number).zfill(len(low)) for number in range(int(low), int(high) + 1))
+            yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
 
 
 def _check_size(size: int, text: str) -> None:

@@ -70,6 +70,8 @@ class NodesEnvironment(ClusterEnvironment):
         "main_port": "MASTER_PORT",
     }
     optional: ClassVar[tuple[str, ...]] = ("NNODES",)
+    constants: ClassVar[Mapping[str, int]] = {"local_rank": 0, "local_world_size": 1}
+    creates_processes_externally = False
 
     @classmethod
     def rejection(cls, environ: Mapping[str, str]) -> str | None:
@@ -77,11 +79,6 @@ class NodesEnvironment(ClusterEnvironment):
         if is_set("RANK", environ):
             return "RANK is set: whoever set it has started a process for each rank"
         return super().rejection(environ)
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """False: the strategy starts the other processes of this node."""
-        return False
 
     @property
     def has_num_nodes(self) -> bool:
@@ -107,13 +104,3 @@ class NodesEnvironment(ClusterEnvironment):
     def world_size(self) -> int:
         """The number of nodes, with one process on each node."""
         return self.num_nodes
-
-    @property
-    def local_rank(self) -> int:
-        """Always 0."""
-        return 0
-
-    @property
-    def local_world_size(self) -> int:
-        """Always 1."""
-        return 1
