@@ -33,22 +33,21 @@ def check_hook(strategy: Strategy, on_nonfinite: str | None) -> None:
     Raises:
         ConfigurationError: when it does not.
     """
-    hook = strategy.gradients.hook
-    precision = strategy.precision
-    if hook is not None and hook.is_local_sgd and isinstance(precision, MasterWeightsPrecision):
+    hook, precision = strategy.gradients.hook, strategy.precision
+    if hook is None:
+        return
+    if hook.is_local_sgd and isinstance(precision, MasterWeightsPrecision):
         raise ConfigurationError(
-            message="Post-local SGD cannot be used with master weights: it would average them unseen.",
+            message="Post-local SGD cannot be used with master weights: it averages them after the rounding.",
             facts=f"precision={precision.name!r}, comm_hook={hook.name!r}.",
             remedy='use precision="bf16-mixed", or comm_hook="bf16_compress".',
         )
-    is_skipping = precision.scales_loss or on_nonfinite == "skip"
-    if hook is None or "powersgd" not in hook.name.lower() or not is_skipping:
-        return
-    raise ConfigurationError(
-        message="PowerSGD cannot be used where steps are skipped: it remembers their infinite gradients.",
-        facts=f"precision={precision.name!r}, on_nonfinite={on_nonfinite!r}, comm_hook={hook.name!r}.",
-        remedy='use precision="bf16-mixed", which skips nothing, or comm_hook="bf16_compress".',
-    )
+    if "powersgd" in hook.name.lower() and (precision.scales_loss or on_nonfinite == "skip"):
+        raise ConfigurationError(
+            message="PowerSGD cannot be used where steps are skipped: it keeps their infinite gradients.",
+            facts=f"precision={precision.name!r}, on_nonfinite={on_nonfinite!r}, comm_hook={hook.name!r}.",
+            remedy='use precision="bf16-mixed", which skips nothing, or comm_hook="bf16_compress".',
+        )
 
 
 @final

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, final
 
 from typing_extensions import Self
@@ -51,12 +50,7 @@ class Stopping:
         self._cleanup.enter_context(ROUTER.subscribe(self._signals(), self._on_signal, in_main_thread=True))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self._cleanup.close()
         if kind is None and self._caught is not None:  # the signal came after the last step
             raise SystemExit(128 + self._caught)
@@ -93,7 +87,7 @@ class Stopping:
         self._raise_unless(self._agreement.end_parts())
 
     def _raise_unless(self, may_continue: bool) -> None:
-        if not may_continue and self._is_for_signal:  # `should_stop` does not interrupt a validation
+        if not may_continue and self._signal is not None:  # `should_stop` does not interrupt a validation
             raise EvaluationStopped
 
     def finish(self) -> None:
@@ -111,12 +105,12 @@ class Stopping:
         Raises:
             StoppedBySignal: for a signal.
         """
-        if not self._is_for_signal:
+        number = self._signal
+        if number is None:
             self._condition.state.should_stop = True
             return
         if self._save_checkpoint is not None:
             self._save_checkpoint()
-        number = int(self._reason.removeprefix(_SIGNAL))
         environment = self._strategy.environment
         if number == environment.requeue_signal and self._strategy.is_global_zero:
             # The scheduler may end the job when it requeues it: first wait for asynchronous checkpoints.
@@ -126,12 +120,10 @@ class Stopping:
         raise StoppedBySignal(signal.SIGTERM)  # the same exit code for every signal
 
     @property
-    def _reason(self) -> str:
-        return self._agreement.reason or ""
-
-    @property
-    def _is_for_signal(self) -> bool:
-        return self._reason.startswith(_SIGNAL)
+    def _signal(self) -> int | None:
+        """The signal that all ranks stop for; None for another reason, or for none."""
+        reason = self._agreement.reason or ""
+        return int(reason.removeprefix(_SIGNAL)) if reason.startswith(_SIGNAL) else None
 
     # ------------------------------------------------------------------ signals
 
