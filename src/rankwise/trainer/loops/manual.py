@@ -145,22 +145,14 @@ class ManualOptimization:
 
     def _factor(self, weight: float | Tensor | None) -> float | Tensor:
         """Return the factor of a loss."""
-        weighting = self._strategy.gradient_weighting
-        if weighting == "logged":
+        if self._strategy.gradient_weighting == "logged":
             if weight is None or self._is_blocked:
                 what = "has no weight" if weight is None else "has a weight, but is blocked"
-                raise ConfigurationError(
-                    message=f'gradient_weighting="logged", but a backward pass {what}.',
-                    facts=f"global_rank={self._strategy.global_rank}; the others wait.",
-                    remedy="self.manual_backward(loss, weight=n), outside of self.no_backward_sync().",
-                )
+                remedy = "self.manual_backward(loss, weight=n), outside of self.no_backward_sync()."
+                raise self.weighting.missing_weight(f"a backward pass {what}", remedy)
             return 0.0 if self._schedule.is_padding else weight
         if weight is not None:
-            raise ConfigurationError(
-                message="manual_backward got a weight, but gradients are not weighted by it.",
-                facts=f"gradient_weighting={weighting!r}.",
-                remedy='DDPStrategy(gradient_weighting="logged").',
-            )
+            raise self.weighting.unused_weight("manual_backward got a weight")
         return self._weight
 
     @contextmanager

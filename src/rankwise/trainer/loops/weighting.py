@@ -94,14 +94,11 @@ class BatchWeighting:
             logged = outputs["weight"]
         if self._strategy.gradient_weighting == "logged":
             if logged is None:
-                raise ConfigurationError(
-                    message=f'gradient_weighting="logged", but batch {batch_idx} has no weight.',
-                    facts=f"global_rank={self._strategy.global_rank}; the others wait.",
-                    remedy='self.log_weight(n) in training_step, or return {"loss": loss, "weight": n}.',
-                )
+                remedy = 'self.log_weight(n) in training_step, or return {"loss": loss, "weight": n}.'
+                raise self.missing_weight(f"batch {batch_idx} has no weight", remedy)
             return 0.0 if self._schedule.is_padding else logged
         if logged is not None and self._has_effect:
-            raise self._unused_weight("", 'DDPStrategy(gradient_weighting="logged").')
+            raise self.unused_weight("training_step logged a weight")
         return self.factor(batch_idx)
 
     def refuse_logged(self) -> None:
@@ -112,16 +109,24 @@ class BatchWeighting:
         """
         logged = self._module.take_weight()
         if logged is not None and (self._has_effect or self._strategy.gradient_weighting == "logged"):
-            raise self._unused_weight(
+            raise self.unused_weight(
+                "training_step logged a weight",
                 ": it optimises manually",
-                'self.manual_backward(loss, weight=n), with DDPStrategy(gradient_weighting="logged").',
+                "self.manual_backward(loss, weight=n), with ",
             )
 
-    def _unused_weight(self, why: str, remedy: str) -> ConfigurationError:
+    def missing_weight(self, problem: str, remedy: str) -> ConfigurationError:
+        """Return the error for a weight that `gradient_weighting="logged"` needs."""
+        facts = f"global_rank={self._strategy.global_rank}; the others wait."
+        message = f'gradient_weighting="logged", but {problem}.'
+        return ConfigurationError(message=message, facts=facts, remedy=remedy)
+
+    def unused_weight(self, problem: str, why: str = "", remedy: str = "") -> ConfigurationError:
+        """Return the error for a weight without `gradient_weighting="logged"`."""
         return ConfigurationError(
-            message=f"training_step logged a weight, but gradients are not weighted by it{why}.",
+            message=f"{problem}, but gradients are not weighted by it{why}.",
             facts=f"gradient_weighting={self._strategy.gradient_weighting!r}.",
-            remedy=remedy,
+            remedy=f'{remedy}DDPStrategy(gradient_weighting="logged").',
         )
 
     def scaled(self, loss: Tensor, weight: float | Tensor) -> Tensor:
