@@ -14,7 +14,7 @@ from typing import final
 
 import torch.distributed as dist
 
-from rankwise.errors import NodesLostError
+from rankwise.errors import NodesLostError, RankwiseError
 from rankwise.failures.classify import text_of
 from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.flight_recorder import write_flight_record
@@ -209,7 +209,7 @@ class FailureExchange:
 def _is_answered(request: Callable[[], object]) -> bool:
     try:
         request()
-    except Exception:  # noqa: BLE001  a store that is gone, or was never there
+    except (RuntimeError, ValueError, KeyError, RankwiseError):  # the store is gone, or was never there
         return False
     return True
 

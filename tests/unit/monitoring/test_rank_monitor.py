@@ -46,9 +46,7 @@ def over_a_channel() -> Iterator[tuple[RankMonitor, dist.Store]]:
 
     private = PrivateStore(ask, timedelta(seconds=TIMEOUT_S))
     store = store_of_job(private, 1)
-    monitor = ChannelMonitor(
-        1, store, job_prefix(1), lambda request, on_reply: table.handle(request, on_reply)
-    )
+    monitor = ChannelMonitor(1, store, job_prefix(1), table.handle)
     yield monitor, store
     monitor.close()
 
