@@ -13,8 +13,8 @@ from rankwise.errors import RankwiseError
 
 # The types of torch's errors from gloo, NCCL and the stores; not the types that derive from them.
 _TORCH_TYPES = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
-# Torch's texts for a rank that is gone. An error of another type with the same words is the user's own: a web
-# service may refuse a connection, too.
+# Torch's texts for a rank that has ended. An error of another type with the same text is the user's own: a
+# web service may refuse a connection, too.
 _TORCH_CONSEQUENCE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited|socket closed"
     r"|store: \w+ of .* had no answer in|rank_zero_first\(\) failed on",
@@ -45,12 +45,12 @@ _handled_before: ContextVar[BaseException | None] = ContextVar("handled_before",
 
 
 def is_consequence(type_name: str, text: str) -> bool:
-    """Return whether an exception of this type and text says that another rank has failed or was stopped."""
+    """Return whether an exception of this type and text means that another rank has failed."""
     return _matches(_CONSEQUENCES, type_name, text)
 
 
 def is_timeout(type_name: str, text: str) -> bool:
-    """Return whether an exception of this type and text says that other ranks did not come in time."""
+    """Return whether an exception of this type and text means that other ranks did not come in time."""
     return _matches(_TIMEOUTS, type_name, text)
 
 
@@ -60,7 +60,7 @@ def has_consequence_in_chain(error: BaseException) -> bool:
 
 
 def has_timeout_in_chain(error: BaseException) -> bool:
-    """Return whether an exception, or one that led to it, says that other ranks did not come in time."""
+    """Return whether an exception, or one that led to it, means that other ranks did not come in time."""
     return any(_link_matches(_TIMEOUTS, link) for link in _what_led_to(error))
 
 

@@ -149,8 +149,8 @@ class FailureExchange:
             is_timeout: whether it means that others did not come in time; the ranks then show their stacks.
 
         Returns:
-            The record of the rank that failed first; or which ranks do not reply, if a whole node does not or
-            nobody was late; or else what all have replied.
+            The record of the rank that failed first; or which ranks do not reply, if a whole node does not
+            or this is no timeout; or else what all have replied.
         """
         if self._received is not None:
             return self._received

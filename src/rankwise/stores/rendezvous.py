@@ -1,4 +1,4 @@
-"""Rendezvous: all ranks exchange in the store who they are, and check that this fits together."""
+"""Rendezvous: all ranks exchange their identities in the store, and check that they fit together."""
 
 from __future__ import annotations
 

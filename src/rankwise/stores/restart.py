@@ -7,7 +7,7 @@ agents' store, which still has the keys of ranks that have ended:
 - Rank 0 takes the next number and writes it. When all others have come under that number, it writes that the
   restart is complete.
 - The others read the number, come, and wait until rank 0 has counted them. A rank that is faster than its
-  rank 0 reads the number of an earlier restart. Nobody counts it there, so it waits until its own rank 0
+  rank 0 reads the number of an earlier restart. It is not counted there, so it waits until its own rank 0
   writes the next number.
 
 This relies on torch's agents, which start no rank before all ranks of the restart before have ended.

@@ -1,4 +1,4 @@
-"""The failures of a job: which ranks a timeout names, and what is told twice."""
+"""The failures of a job: which ranks a timeout names, and records of the same failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GAVE_UP = "Timed out waiting 3000ms for recv operation to complete"
 def test_who_is_missing(
     workers: list[MonitoredRank], waits: bool, came_late: bool, missing: tuple[int, ...]
 ) -> None:
-    """A rank is, unless it had come before the other gave up; however late that is read."""
+    """A rank is missing unless it had come before the other timed out, however late that is read."""
     descriptor = create_memory_file()
     workers[1].heartbeat = HeartbeatReader(descriptor)
     failures = FailureCollector(workers)
@@ -88,7 +88,7 @@ def timed_out(
 def test_who_has_given_up_just_as_well(
     workers: list[MonitoredRank], heartbeat: Heartbeat, text: str, after_s: float, missing: tuple[int, ...]
 ) -> None:
-    """Who waited for the same rank is not missing, and is seen where it waited, not where it left to."""
+    """A rank that waited for the same rank is not missing; its status is that of the wait."""
     descriptor = create_memory_file()
     workers[1].heartbeat = HeartbeatReader(descriptor)
     failures = FailureCollector(workers)
@@ -106,7 +106,7 @@ def test_who_has_given_up_just_as_well(
 
 
 def test_who_waits_for_one_another(workers: list[MonitoredRank]) -> None:
-    """Two ranks in two collectives: neither has come to the other's, so the one that is told of names it."""
+    """Two ranks in two collectives: neither has come to the other's, so the error names the other one."""
     failures = FailureCollector(workers)
     failures.add(timed_out(0, 10.0))
     failures.add(timed_out(1, 10.1))
@@ -116,7 +116,7 @@ def test_who_waits_for_one_another(workers: list[MonitoredRank]) -> None:
 
 
 def test_who_hangs_in_its_wait_is_missing(workers: list[MonitoredRank]) -> None:
-    """Of three that all wait, the one that does not give up hangs there: it alone held up the others."""
+    """Of three ranks that all wait, the one that does not time out hangs: it alone is missing."""
     descriptor = create_memory_file()
     workers[1].heartbeat = HeartbeatReader(descriptor)
     failures = FailureCollector(workers)
@@ -131,7 +131,7 @@ def test_who_hangs_in_its_wait_is_missing(workers: list[MonitoredRank]) -> None:
 
 
 def test_the_rank_that_reports_is_not_missing(workers: list[MonitoredRank]) -> None:
-    """Where the first to give up is heard last, it still is neither missing nor stopped by us."""
+    """A rank that timed out first and reports last is neither missing nor stopped."""
     failures = FailureCollector(workers)
     failures.add(timed_out(1, 10.1))
     failures.stopped += [0]
@@ -142,7 +142,7 @@ def test_the_rank_that_reports_is_not_missing(workers: list[MonitoredRank]) -> N
 
 
 def test_a_failure_that_several_ranks_have_heard_of(workers: list[MonitoredRank]) -> None:
-    """What comes from another node by way of two ranks is one failure, and told on once."""
+    """A failure of another node that two ranks report is one failure, and is passed on once."""
     seen: list[FailureRecord] = []
     failures = FailureCollector(workers, seen.append)
     record = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="ValueError", traceback_text="there")
@@ -158,7 +158,7 @@ def killed(rank: int, at_s: float) -> FailureRecord:
 
 
 def test_another_that_was_killed_has_its_line(workers: list[MonitoredRank]) -> None:
-    """Be it before the ranks were told to stop, on another node, or after; the first one is the cause."""
+    """Before the ranks are stopped, on another node, or after; the first one is the cause."""
     failures = FailureCollector(workers)
     failures.add(killed(1, 2.0))
     failures.add(killed(3, 2.5))
@@ -171,7 +171,7 @@ def test_another_that_was_killed_has_its_line(workers: list[MonitoredRank]) -> N
 
 
 def test_a_rank_whose_end_is_seen_late_is_the_cause(workers: list[MonitoredRank]) -> None:
-    """Where the others report lost connections only, and are told to stop before its process has ended."""
+    """Where the others report lost connections only, and are stopped before its process has ended."""
     lost = FailureRecord(
         0, 0, 0, 100, 1.0, exception_type="RuntimeError", exception_message="Connection reset by peer"
     )
@@ -186,7 +186,7 @@ def test_a_rank_whose_end_is_seen_late_is_the_cause(workers: list[MonitoredRank]
 
 
 def test_what_ends_without_a_failure_is_none(workers: list[MonitoredRank]) -> None:
-    """A rank that a signal to all ended, when the job was to stop anyway, is no failure of the job."""
+    """A rank that a signal has ended while the job was stopping is no failure."""
     failures = FailureCollector(workers)
     failures.add_late(killed(1, 2.0))
     assert failures.error() is None

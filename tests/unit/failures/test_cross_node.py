@@ -1,4 +1,4 @@
-"""What a node's launching process tells the ranks of other nodes."""
+"""Failures that a node's launching process publishes to the ranks of other nodes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     forget_store(address)
 
 
-def test_an_end_without_a_word_is_told(address: tuple[str, int]) -> None:
-    """From another node, over its own connection: how a rank ended; in its job, and no other."""
+def test_a_kill_is_published(address: tuple[str, int]) -> None:
+    """Over its own connection to the store, under the keys of its job and no other."""
     second = CrossNodeFailures(RendezvousEndpoint(address, hosts=False), RANKS[1], job=2)
     second.publish(FailureRecord(2, 0, 1, 99, at_s=1.0, exception_type="ValueError"))  # which it says itself
     second.publish(KILLED)
@@ -52,7 +52,7 @@ RAISED = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="RuntimeError", ha
 
 
 @pytest.mark.parametrize(
-    ("record", "is_told"),
+    ("record", "is_published"),
     [
         (RAISED, True),
         (dataclasses.replace(RAISED, has_met=True), False),
@@ -62,21 +62,21 @@ RAISED = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="RuntimeError", ha
     ],
     ids=["before it met them", "after", "of another node", "an echo", "waited in vain"],
 )
-def test_an_exception_is_told_where_its_rank_cannot(
-    record: FailureRecord, is_told: bool, address: tuple[str, int]
+def test_an_exception_is_published_where_its_rank_cannot(
+    record: FailureRecord, is_published: bool, address: tuple[str, int]
 ) -> None:
-    """What ended a rank of this node before it could tell others, and no consequence of another's end."""
+    """A failure before the rendezvous, and no consequence of another rank's failure."""
     node = CrossNodeFailures(RendezvousEndpoint(address, hosts=False), RANKS[1])
     node.publish(record)
     node.wait_until_published()
     left = published_failure(store_of_job(hosted_store(LIMIT, address), 1))
-    assert (left is not None) is is_told
+    assert (left is not None) is is_published
 
 
-def test_the_host_stays_until_the_other_nodes_have_heard(
+def test_the_host_waits_until_the_other_nodes_have_read_it(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But it waits for no rank of a node that has failed itself, nor where nothing has."""
+    """It does not wait for ranks of the node that has failed, nor without a failure."""
     host = CrossNodeFailures(RendezvousEndpoint(address, hosts=True), RANKS[0])
     store = store_of_job(hosted_store(LIMIT, address), 1)
     monkeypatch.setattr(exchange, "_READ_TIMEOUT", timedelta(minutes=1))
@@ -95,8 +95,8 @@ def test_the_host_stays_until_the_other_nodes_have_heard(
     assert not store.check([read_key(2)])
 
 
-def test_nobody_there() -> None:
-    """A store that is gone keeps nobody, and neither does a job on one node."""
+def test_a_store_that_is_gone() -> None:
+    """A store that is gone does not block, and neither does a job on one node."""
     for endpoint in (None, RendezvousEndpoint(("127.0.0.1", free_port()), hosts=True)):
         alone = CrossNodeFailures(endpoint, RANKS[0])
         alone.publish(KILLED)

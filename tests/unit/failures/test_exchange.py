@@ -32,12 +32,12 @@ LOST_PEER = RuntimeError("Connection closed by peer")
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a thread of a loaded machine take its time: a store that is gone says so at once."""
+    """Give threads on a loaded machine enough time: a store that is gone raises at once."""
     monkeypatch.setattr(exchange, "_REQUESTS_S", 60.0)
 
 
 class Gone:
-    """A store that is with a node which is not there any more."""
+    """A store whose node is gone."""
 
     def __getattr__(self, name: str) -> object:
         raise RuntimeError("Connection reset by peer")
@@ -65,15 +65,15 @@ def monitored(
 
 
 def test_the_first_failure_is_found() -> None:
-    """A rank that feels a failure hears the record that the first one left, and no later one."""
+    """A rank that fails in consequence finds the record that was published first."""
     store = dist.HashStore()
     FailureExchange(store, RANKS, RANKS[3]).publish(b"the first")
     FailureExchange(store, RANKS, RANKS[2]).publish(b"the second")
     assert FailureExchange(store, RANKS, RANKS[0]).find_cause(LOST_PEER) == b"the first"
 
 
-def test_who_does_not_answer_is_named() -> None:
-    """Where nobody says that it failed, those that do not answer the report are lost, with their hosts."""
+def test_ranks_that_do_not_reply_are_named() -> None:
+    """Without a published failure the ranks that do not reply are lost; the error has their hosts."""
     store = dist.HashStore()
     for rank in (1, 3):
         store.set(reply_key(rank), own_status(RANKS[rank]))
@@ -83,8 +83,8 @@ def test_who_does_not_answer_is_named() -> None:
     assert "closed by peer" in str(caught.value)
 
 
-def test_who_is_done_waits_for_the_others() -> None:
-    """All ranks leave together once the last is done, and none has anything to say then."""
+def test_a_rank_that_is_done_waits_for_the_others() -> None:
+    """All ranks go on together once the last one is done."""
     store = dist.HashStore()
     order: list[int] = []
 
@@ -99,7 +99,7 @@ def test_who_is_done_waits_for_the_others() -> None:
         assert list(ranks.map(finish, range(4))) == [None] * 4
 
 
-def test_who_is_done_hears_of_a_later_failure() -> None:
+def test_a_rank_that_is_done_receives_a_later_failure() -> None:
     """A rank that waits for the others gets the record of one that failed after it was done."""
     store = dist.HashStore()
     with ThreadPoolExecutor(1) as thread:
@@ -108,15 +108,15 @@ def test_who_is_done_hears_of_a_later_failure() -> None:
         assert waiting.result(timeout=30) == b"the first"
 
 
-def test_who_is_done_does_not_wait_for_ever() -> None:
-    """Ranks that are neither done nor failed, nor answer, are lost at the end of this one's patience."""
+def test_a_rank_that_is_done_waits_with_a_limit() -> None:
+    """Ranks that are neither done nor failed, and do not reply, are lost after the time limit."""
     found = FailureExchange(dist.HashStore(), RANKS, RANKS[0]).wait_for_other_ranks(timedelta(seconds=0.2))
     assert isinstance(found, NodesLostError)
     assert found.lost == tuple(str(place) for place in RANKS[1:])
 
 
-def test_who_is_done_leaves_those_alone_that_work_on() -> None:
-    """A rank that answers is at work, and no failure."""
+def test_ranks_that_are_still_at_work_are_not_lost() -> None:
+    """A rank that replies is still at work; that is no failure."""
     store = dist.HashStore()
     for place in RANKS[1:]:
         store.set(reply_key(place.global_rank), own_status(place))
@@ -124,7 +124,7 @@ def test_who_is_done_leaves_those_alone_that_work_on() -> None:
 
 
 def test_a_store_that_is_gone_means_the_other_node() -> None:
-    """The store is with node 0: if it does not answer, each side misses the other."""
+    """Node 0 hosts the store: if it does not answer, each side has lost the other."""
     for mine, others in ((RANKS[2], RANKS[:2]), (RANKS[0], RANKS[2:])):
         found = FailureExchange(gone(), RANKS, mine).find_cause(LOST_PEER)
         assert isinstance(found, NodesLostError)
@@ -133,8 +133,8 @@ def test_a_store_that_is_gone_means_the_other_node() -> None:
 
 
 @pytest.mark.parametrize("was_asked", [False, True], ids=["at_once", "after_a_report"])
-def test_a_failure_wakes_every_rank(was_asked: bool) -> None:
-    """A rank that is in no collective hears what was left, and knows it when the store is gone."""
+def test_a_failure_is_sent_to_every_rank(was_asked: bool) -> None:
+    """A rank in no collective receives the failure, and keeps it when the store is gone."""
     store = dist.HashStore()
     exchange = FailureExchange(store, RANKS, RANKS[2])
     with monitored(store, RANKS[2], exchange):
@@ -147,8 +147,8 @@ def test_a_failure_wakes_every_rank(was_asked: bool) -> None:
     assert exchange.find_cause(LOST_PEER) == exchange.wait_for_other_ranks() == b"the first"
 
 
-def test_who_has_the_store_stays_until_the_others_have_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for who has not, but not for ever; and not at all where nothing has failed."""
+def test_the_host_of_the_store_waits_until_a_failure_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for ranks that have not read it, but with a limit; not at all without a failure."""
     monkeypatch.setattr(exchange, "_READ_TIMEOUT", timedelta(minutes=1))
     store = dist.HashStore()
     host = FailureExchange(store, RANKS[:2], RANKS[0])
@@ -165,7 +165,7 @@ def test_who_has_the_store_stays_until_the_others_have_found(monkeypatch: pytest
 
 
 def test_a_job_that_is_done_does_not_fail_any_more() -> None:
-    """What ends after all ranks are done wakes nobody."""
+    """A failure after all ranks are done is sent to no rank."""
     store = dist.HashStore()
     assert FailureExchange(store, RANKS[:1], RANKS[0]).wait_for_other_ranks() is None
     publish_failure(store, b"too late", 1)
@@ -173,8 +173,8 @@ def test_a_job_that_is_done_does_not_fail_any_more() -> None:
     assert not store.check([message_key(0, 1)])
 
 
-def test_a_rank_that_is_late_says_where_it_is() -> None:
-    """After a timeout the ranks that are there answer: who does not wait is missing; where, and how long."""
+def test_a_late_rank_replies_with_its_phase() -> None:
+    """After a timeout the ranks reply: one that does not wait is missing, with its phase."""
     store = dist.HashStore()
     with heartbeat_written_to(NO_FILE):
         report_phase("data loading", step=7)
@@ -185,7 +185,7 @@ def test_a_rank_that_is_late_says_where_it_is() -> None:
 
 
 def test_a_rank_that_waits_too_is_not_missing() -> None:
-    """Who waits in a collective itself holds nobody up; who does not answer does."""
+    """A rank that waits in a collective itself is not missing; one that does not reply is."""
     store = dist.HashStore()
     with heartbeat_written_to(NO_FILE):
         report_phase("backward", step=7, waits=True)
@@ -197,8 +197,8 @@ def test_a_rank_that_waits_too_is_not_missing() -> None:
     assert report.last_seen[1] == f"{RANKS[2]} does not answer"
 
 
-def test_a_rank_that_has_given_up_too_is_not_missing() -> None:
-    """Its own status counts, also in a collective without a phase, not what it is asked later."""
+def test_a_rank_that_has_timed_out_too_is_not_missing() -> None:
+    """Its status at its own timeout counts, also in a collective without a phase, not a later one."""
     store = dist.HashStore()
     with heartbeat_written_to(NO_FILE):
         report_phase("running")
@@ -210,7 +210,7 @@ def test_a_rank_that_has_given_up_too_is_not_missing() -> None:
 
 
 def test_a_collective_that_failed_is_where_a_rank_was() -> None:
-    """Ranks that time out together see each other in the collective still; any other error ends it."""
+    """After a RuntimeError a rank is still in the collective's phase; after any other error it is not."""
     with heartbeat_written_to(NO_FILE):
         for error, seen in ((ValueError(), ("running", False)), (RuntimeError(), ("barrier", True))):
             report_phase("running")
@@ -222,7 +222,7 @@ def test_a_collective_that_failed_is_where_a_rank_was() -> None:
 
 
 def test_stacks_are_shown_on_request(capfd: pytest.CaptureFixture[str]) -> None:
-    """A timeout elsewhere makes a rank that no supervisor sees write its stacks; closing it does not."""
+    """A timeout elsewhere makes a rank without a supervisor write its stacks; closing it does not."""
     store = dist.HashStore()
     with monitored(store, RANKS[1], shows_stacks=True):
         FailureExchange(store, RANKS[:2], RANKS[0]).find_cause(LOST_PEER, is_timeout=True)

@@ -1,4 +1,4 @@
-"""The moment of a failure: what the rank does afterwards does not change it."""
+"""The time of a failure: what the rank does afterwards does not change it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rankwise.monitoring.heartbeat import NO_FILE, failure_time_of, heartbeat_wr
 
 
 def test_the_first_note_counts() -> None:
-    """A rank is where it was when its work failed, however far its clean-up is when that is reported."""
+    """The heartbeat is that of the failure, however far the clean-up is when it is reported."""
     error = RuntimeError()
     with heartbeat_written_to(NO_FILE):
         report_phase("backward", step=3, waits=True)
@@ -18,5 +18,5 @@ def test_the_first_note_counts() -> None:
 
 
 def test_a_process_without_a_heartbeat() -> None:
-    """Where nobody reads where this process is, there is a time and nothing else."""
+    """A process without a heartbeat has the time only."""
     assert failure_time_of(ValueError()).heartbeat is None

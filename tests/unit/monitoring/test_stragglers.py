@@ -1,4 +1,4 @@
-"""Ranks that no supervisor sees together: who holds the others up is reported by rank zero."""
+"""Stragglers among ranks that no supervisor sees together are reported by rank zero."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IDENTITIES = [RankIdentity(rank, 0, rank, 2, "ab"[rank], 100 + rank) for rank in
 
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Let the clock go forward by seconds, so many that what a loaded machine takes does not matter."""
+    """Set the clock forward, by more than a loaded machine takes."""
     real, passed = time.monotonic, [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: real() + sum(passed))
     return passed.append
@@ -27,7 +27,7 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def test_who_lags_is_reported_while_it_does(
     capfd: pytest.CaptureFixture[str], pass_time: Callable[[float], None]
 ) -> None:
-    """With identity and phase, once in each such time, by rank zero alone; and no more when it goes on."""
+    """With identity and phase, once in each interval, by rank zero alone; not when it goes on."""
     store = dist.HashStore()
     watches = [StragglerMonitor(IDENTITIES, identity, 60.0) for identity in IDENTITIES]
     with heartbeat_written_to(NO_FILE):
@@ -54,7 +54,7 @@ def test_who_lags_is_reported_while_it_does(
 def test_a_rank_that_writes_nothing_new_is_where_it_was(
     capfd: pytest.CaptureFixture[str], pass_time: Callable[[float], None]
 ) -> None:
-    """One that is suspended ages by rank zero's clock; one that nobody waits for is let alone."""
+    """A suspended rank ages by rank zero's clock; one that no rank waits for is not reported."""
     store = dist.HashStore()
     store.set("heartbeat/1", json.dumps([1, 3, 0.0, False, "forward"]))
     watch = StragglerMonitor(IDENTITIES, IDENTITIES[0], 60.0)
@@ -75,7 +75,7 @@ def test_a_rank_that_writes_nothing_new_is_where_it_was(
 def test_what_the_supervisor_reports_is_not_told_twice(
     capfd: pytest.CaptureFixture[str], waits: int, is_supervised: bool, is_reported: bool
 ) -> None:
-    """It sees its own node alone: who holds up nobody but ranks of other nodes is rank zero's to report."""
+    """A supervisor sees its own node alone: a straggler for ranks of other nodes is rank zero's to report."""
     store = dist.HashStore()
     identities = [RankIdentity(rank, rank % 2, rank // 2, 3, "aab"[rank], 100 + rank) for rank in range(3)]
     for rank in (0, 1, 2):

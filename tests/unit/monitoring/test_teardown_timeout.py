@@ -52,12 +52,12 @@ def test_a_teardown_that_hangs(workers: list[MonitoredRank]) -> None:
 
 
 def test_work_may_take_its_time(workers: list[MonitoredRank]) -> None:
-    """What a rank does before its teardown has no end."""
+    """What a rank does before its teardown has no limit."""
     assert watched(workers, "running", 2 * TIMEOUT_S) == []
 
 
 def test_a_watch_that_was_suspended(workers: list[MonitoredRank]) -> None:
-    """Who looks late has perhaps been suspended together with the ranks: they get another moment."""
+    """A late look means that this process was suspended, perhaps with the ranks: they get more time."""
     found: list[MonitoredRank] = []
     watch = TeardownTimeout(workers, TIMEOUT_S, lambda witness, error: found.append(witness))
     watch.look()
@@ -72,7 +72,7 @@ def test_a_watch_that_was_suspended(workers: list[MonitoredRank]) -> None:
 
 
 def test_the_way_out_may_take_longer(workers: list[MonitoredRank], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interpreter needs time to leave, however short a collective may take; but it has an end too."""
+    """A process has a limit of its own to exit, longer than that of a collective."""
     assert watched(workers, LEAVING, 2 * TIMEOUT_S) == []
     monkeypatch.setattr(teardown_timeout, "LEAST_TO_LEAVE_S", TIMEOUT_S)
     assert [witness for witness, _ in watched(workers, LEAVING, LONG_S)] == workers[:1]

@@ -20,8 +20,8 @@ from rankwise.ranks import RankInfo
 TIMEOUT = timedelta(seconds=20)
 
 
-def member(rank: int, world_size: int, store: dist.Store, timeout: timedelta = TIMEOUT) -> StopAgreement:
-    """Return a rank's agreement over `store`, listening."""
+def started(rank: int, world_size: int, store: dist.Store, timeout: timedelta = TIMEOUT) -> StopAgreement:
+    """Return a rank's agreement over `store`, started."""
     ranks = RankInfo(rank, rank, 0, world_size, world_size, 1)
     agreement = StopAgreement(ranks, PollingMonitor(rank, world_size, store, lambda: store), timeout)
     agreement.start()
@@ -49,7 +49,7 @@ def together(
 ) -> tuple[list[tuple[int, bool]], list[StopAgreement]]:
     """Run all ranks at once; `act` gets the agreement, the rank and the step."""
     store = dist.HashStore()
-    workers = [member(rank, world_size, store) for rank in range(world_size)]
+    workers = [started(rank, world_size, store) for rank in range(world_size)]
     ends: list[tuple[int, bool]] = [(-1, False)] * world_size
 
     def run(rank: int) -> None:
@@ -65,7 +65,7 @@ def together(
     return ends, workers
 
 
-def test_nobody_asks() -> None:
+def test_without_a_request() -> None:
     """Without a request every rank comes to its end, and no thread is left."""
     ends, workers = together(3, 50, lambda agreement, rank, step: None)
     assert ends == [(50, False)] * 3
@@ -90,7 +90,7 @@ def test_all_stop_after_the_same_step(asking: list[int]) -> None:
     assert {each.reason for each in workers} == {"enough"}
 
 
-def test_who_asks_at_the_same_step_stops_there() -> None:
+def test_a_request_of_all_ranks_in_one_step() -> None:
     """Where every rank asks in the same step, as with early stopping, that step is the last."""
 
     def act(agreement: StopAgreement, rank: int, step: int) -> None:
@@ -143,7 +143,7 @@ def test_steps_in_parts() -> None:
     """Ranks have different numbers of parts; all stop in the same step, in the middle of it or at its end."""
     for repetition in range(40):
         store = dist.HashStore()
-        workers = [member(rank, 3, store) for rank in range(3)]
+        workers = [started(rank, 3, store) for rank in range(3)]
         ends: list[list[int]] = [[]] * 3
 
         def run(rank: int, number: int = repetition, each: Any = workers, into: Any = ends) -> None:
@@ -159,7 +159,7 @@ def test_steps_in_parts() -> None:
         assert len({(len(begun), begun[-1] == -1) for begun in ends}) == 1, ends
 
 
-def test_the_first_reason_is_everybodys() -> None:
+def test_the_first_reason_counts() -> None:
     """Two ranks ask for different reasons; all ranks name the same one."""
 
     def act(agreement: StopAgreement, rank: int, step: int) -> None:
@@ -171,7 +171,7 @@ def test_the_first_reason_is_everybodys() -> None:
 
 
 def test_alone() -> None:
-    """A single rank asks nobody: no thread, no store."""
+    """A single rank needs no other: no thread, no store."""
     agreement = StopAgreement(RankInfo(), None, TIMEOUT)
     agreement.start()
     assert agreement.begin_step()
@@ -183,7 +183,7 @@ def test_alone() -> None:
 def test_a_silent_rank_is_named() -> None:
     """A rank that never answers is named by those that wait for it."""
     store = dist.HashStore()
-    first = member(0, 2, store, timedelta(seconds=0.2))
+    first = started(0, 2, store, timedelta(seconds=0.2))
     first.request("enough")
     with pytest.raises(StopAgreementError, match="global_rank 1 did not say"):
         first.begin_step()

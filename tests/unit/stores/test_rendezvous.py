@@ -1,4 +1,4 @@
-"""The ranks meet before they make a group: over a store, each in a thread."""
+"""The rendezvous over a store, with each rank in a thread."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def run_together(
         return list(pool.map(come, identities))
 
 
-def test_every_rank_learns_of_all() -> None:
-    """Each comes back with all identities, by global rank, whatever the order of arrival."""
+def test_every_rank_gets_all_identities() -> None:
+    """Each rank gets all identities, by global rank, whatever the order of arrival."""
     identities = [identity(2, 3), identity(0, 3), identity(1, 3)]
     assert run_together(identities) == [tuple(sorted(identities, key=lambda one: one.global_rank))] * 3
 
 
-def test_who_waits_hears_of_a_failure() -> None:
-    """A rank that cannot come any more keeps nobody waiting; that it was heard is left in its turn."""
+def test_a_failure_ends_the_wait() -> None:
+    """A published failure ends the wait for other ranks, and is marked as read."""
     store = dist.HashStore()
     store.set(FAILURE, "the record")
     with pytest.raises(RemoteFailure) as caught:
@@ -75,8 +75,8 @@ def test_who_waits_hears_of_a_failure() -> None:
     ],
     ids=["rank", "local rank", "device", "world"],
 )
-def test_what_does_not_fit_is_said_on_every_rank(identities: Sequence[RankIdentity], problem: str) -> None:
-    """One sentence names what is the same, the ranks and their hosts; nobody goes on."""
+def test_a_disagreement_is_an_error_on_every_rank(identities: Sequence[RankIdentity], problem: str) -> None:
+    """The error on every rank names what is the same, the ranks and their hosts."""
     errors = run_together(identities, SECOND)  # who has met one too many waits in vain
     assert any(isinstance(error, ProcessGroupError) for error in errors)
     text = next(str(error) for error in errors if isinstance(error, ProcessGroupError))
@@ -94,13 +94,13 @@ def test_what_does_not_fit_is_said_on_every_rank(identities: Sequence[RankIdenti
     ],
     ids=["local ranks of two hosts", "devices of two hosts", "the CPU"],
 )
-def test_what_only_looks_the_same_is_fine(identities: Sequence[RankIdentity]) -> None:
+def test_no_conflict(identities: Sequence[RankIdentity]) -> None:
     """The same local rank or device on another host, and the CPU, which all share, are no conflict."""
     assert run_together(identities) == [tuple(identities)] * 2
 
 
-def test_who_does_not_come_is_named() -> None:
-    """After the time-out those who are here hear who is not, and who is."""
+def test_a_missing_rank_is_named() -> None:
+    """After the timeout the error names the missing ranks, and those that have come."""
     errors = run_together([identity(0, 4), identity(3, 4)], SECOND)
     for error in errors:
         assert isinstance(error, RendezvousTimeoutError)
@@ -108,8 +108,8 @@ def test_who_does_not_come_is_named() -> None:
         assert "global_rank 3 (node 0, host 'a', pid 103)" in str(error)
 
 
-def test_a_store_that_falls_silent() -> None:
-    """It is said so, and not waited for once more."""
+def test_a_store_that_stops_answering() -> None:
+    """The error says so, after one wait."""
     table, answers = StoreTable(), list[bytes]()
 
     def request(payload: bytes, limit_s: float) -> bytes:
@@ -126,8 +126,8 @@ def test_a_store_that_falls_silent() -> None:
     assert time.monotonic() - began_s < 30
 
 
-def test_who_comes_at_the_very_deadline() -> None:
-    """Who gives up just as the last one comes has met it: nobody is missing."""
+def test_the_last_rank_comes_at_the_deadline() -> None:
+    """A rank whose wait ends just as the last one comes has met it: no rank is missing."""
     table, came = StoreTable(), list[tuple[RankIdentity, ...]]()
 
     def ask(payload: bytes, limit_s: float) -> bytes:
@@ -149,7 +149,7 @@ def test_who_comes_at_the_very_deadline() -> None:
 
 
 def test_one_too_many() -> None:
-    """A rank that comes when all are there is of another job, or was started twice."""
+    """A rank that comes when all are there belongs to another job, or was started twice."""
     store = dist.HashStore()
     run_rendezvous(store, identity(0, 1), SECOND)
     with pytest.raises(ProcessGroupError, match="started twice, or another job"):
@@ -157,7 +157,7 @@ def test_one_too_many() -> None:
 
 
 def test_a_ranks_identity() -> None:
-    """A place holds the ranks and this host; the CPU can be shared."""
+    """An identity has the ranks and this host; all ranks may use the CPU."""
     own = identity_of(RankInfo(1, 1, 0, 2, 2, 1), exclusive_device("gloo", torch.device("cpu")))
     assert (own.global_rank, own.local_rank, own.world_size, own.pid, own.device) == (
         1,

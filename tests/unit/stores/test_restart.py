@@ -1,4 +1,4 @@
-"""The ranks of one start find one another in a store with the keys of earlier starts; each in a thread."""
+"""The ranks of a restart agree on its number in a store with the keys of earlier ones; each in a thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ranks(rank: int, size: int) -> RankInfo:
 
 
 def start(store: dist.Store, size: int, *, pause_s: float = 0.0) -> set[RestartInfo]:
-    """Let all ranks of a start agree, rank 0 so much later than the others; return what they believe."""
+    """Let all ranks agree, rank 0 later than the others by `pause_s`; return what each has agreed on."""
     with ThreadPoolExecutor(size) as pool:
         others = [pool.submit(agree_on_restart, store, ranks(rank, size), LONG) for rank in range(1, size)]
         time.sleep(pause_s)
@@ -32,7 +32,7 @@ def start(store: dist.Store, size: int, *, pause_s: float = 0.0) -> set[RestartI
 
 
 def test_all_starts_of_a_job_have_its_name() -> None:
-    """They are counted from 0, and another job's store gives another name."""
+    """They are numbered from 0, and another job's store gives another name."""
     store = dist.HashStore()
     starts = [start(store, size) for size in (3, 3, 1, 2)]
     assert [len(agreed) for agreed in starts] == [1] * 4
@@ -45,7 +45,7 @@ def test_all_starts_of_a_job_have_its_name() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_who_comes_before_rank_zero_waits_for_it(size: int) -> None:
-    """What the start before has left, of three ranks that had all met, is taken for nobody's answer."""
+    """The keys of an earlier, complete start are not mistaken for the present one's."""
     store = dist.HashStore()
     start(store, 3)
     [agreed] = start(store, size, pause_s=0.1)
@@ -53,7 +53,7 @@ def test_who_comes_before_rank_zero_waits_for_it(size: int) -> None:
 
 
 def test_a_start_that_was_never_complete() -> None:
-    """A rank that comes where one was missing does not complete it: that start's rank 0 is gone."""
+    """A rank that comes later does not complete it: that start's rank 0 has ended."""
     store = dist.HashStore()
     with pytest.raises(RendezvousTimeoutError, match=r"global_rank 1 to come .*here are global_rank 0"):
         agree_on_restart(store, ranks(0, 2), SHORT)
@@ -62,7 +62,7 @@ def test_a_start_that_was_never_complete() -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    """Also by a rank other than 0, whether rank 0 is there or not."""
+    """By a rank other than 0, too, whether rank 0 is there or not."""
     store = dist.HashStore()
     with pytest.raises(RendezvousTimeoutError, match=r"global_rank 0, 2 to come .*here are global_rank 1"):
         agree_on_restart(store, ranks(1, 3), SHORT)
@@ -76,7 +76,7 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_one_too_many() -> None:
-    """A rank that was started twice says so, where the start is complete without it."""
+    """A rank that was started twice is an error where the start is complete without it."""
     store = dist.HashStore()
     start(store, 2)
     with pytest.raises(ProcessGroupError, match="a rank was started twice"):
@@ -84,7 +84,7 @@ def test_one_too_many() -> None:
 
 
 def test_again_and_again() -> None:
-    """However the ranks of a start come, and with one lost in every other start, no two starts mix."""
+    """In whatever order ranks come, with one lost in every other start, no two starts mix."""
     store = dist.HashStore()
     for number in range(0, 40, 2):
         lost = [threading.Thread(target=_comes_in_vain, args=(store, rank)) for rank in (0, 2)]
@@ -110,7 +110,7 @@ class _Lone:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(self._folder / "0" / "error.json"))
 
     def start(self, processes: int) -> list[RestartInfo]:
-        """Start its worker; return what so many of its processes believe, one after another."""
+        """Start its worker; return what its processes agree on, one after another."""
         self._folder.mkdir(exist_ok=True)
         self._starts += 1
         os.utime(self._folder, (self._starts, self._starts))
@@ -127,7 +127,7 @@ def test_a_lone_rank_is_known_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_several_processes_of_a_lone_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are one start, and the next one's have nothing to go on with."""
+    """They belong to one start, and those of the next one resume no job."""
     lone = _Lone(tmp_path, monkeypatch)
     first, second, third = lone.start(3)
     assert first.job
@@ -136,7 +136,7 @@ def test_several_processes_of_a_lone_rank(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_where_the_agent_keeps_no_error_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The starts of a lone rank are those that its agent counts."""
+    """Without an error file a lone rank has its agent's count."""
     store = dist.HashStore()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
