@@ -224,6 +224,37 @@ class TorchSettings(Check):
         }
 
 
+class TorchFunctions(Check):
+    """The functions of `torch.distributed` and the methods of its groups, which a test may replace.
+
+    Every rank that is forked later would have the replacement.
+    """
+
+    def __init__(self) -> None:
+        self._before = {owner: dict(vars(owner)) for owner in self._owners()}
+
+    def problems(self) -> list[str]:
+        return [f"{owner.__name__}.{name} was replaced" for owner, name in self._replaced()]
+
+    def clean_up(self) -> None:
+        for owner, name in self._replaced():
+            setattr(owner, name, self._before[owner][name])
+
+    def _replaced(self) -> list[tuple[Any, str]]:
+        return [
+            (owner, name)
+            for owner, members in self._before.items()
+            for name, member in members.items()
+            if callable(member) and vars(owner).get(name) is not member
+        ]
+
+    def _owners(self) -> list[Any]:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_available():
+            return []
+        return [distributed, distributed.distributed_c10d, distributed.ProcessGroup]
+
+
 class ListeningSockets(Check):
     """Listening sockets of this process. They are reported, not closed: C++ code may own one."""
 
@@ -321,6 +352,7 @@ def all_checks(marker: str, temp_folder: Path, base_folder: Path) -> list[Check]
         SignalHandlers(),
         ExceptHooks(),
         TorchSettings(),
+        TorchFunctions(),
         ListeningSockets(),
         RankZeroOnly(),
         SharedMemory(),

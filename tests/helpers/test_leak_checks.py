@@ -93,6 +93,19 @@ def test_a_setting_of_torch_is_found() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
+def test_a_replaced_function_of_torch_is_found() -> None:
+    """A function or method of torch.distributed that was replaced is reported and restored."""
+    distributed = pytest.importorskip("torch.distributed")
+    before, method = distributed.all_reduce, distributed.ProcessGroup.allreduce
+    check = leak_checks.TorchFunctions()
+    distributed.all_reduce = distributed.ProcessGroup.allreduce = lambda *_: None
+    found = caught(check)
+    assert "torch.distributed.all_reduce was replaced" in found
+    assert "ProcessGroup.allreduce was replaced" in found
+    assert distributed.all_reduce is before
+    assert distributed.ProcessGroup.allreduce is method
+
+
 def test_a_thread_is_found() -> None:
     """A thread that is no daemon is named."""
     check = leak_checks.Threads()
