@@ -192,22 +192,25 @@ class WorkerContext:
             JobStopped: when the supervisor said stop. Anything that `entry` raises.
             StoppedBySignal: when all ranks have stopped for a signal.
         """
-        if self.channel is None:
-            raise ValueError("this worker has no channel to a supervisor")
+        channel = self.channel
+        if channel is None:
+            value = entry(self)
+            finish(value)
+            return value
         try:
             with Interruptible() as block:
-                self.channel.call_on_stop(partial(self._leave, block))
+                channel.call_on_stop(partial(self._leave, block))
                 value = entry(self)
                 finish(value)
                 return value
         except StoppedBySignal as stopped:
-            self.channel.send(Kind.STOPPED, b"%d" % stopped.signal_number)
+            channel.send(Kind.STOPPED, b"%d" % stopped.signal_number)
             raise
         except BaseException as error:
             self.report_failure(error)
             raise
         finally:
-            self.channel.call_on_stop(None)
+            channel.call_on_stop(None)
 
     def _leave(self, block: Interruptible) -> None:
         if self.on_stop is not None:

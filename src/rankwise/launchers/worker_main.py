@@ -1,45 +1,189 @@
-"""What a re-run script finds of its place in the job, and how a worker waits for the end."""
+"""Being a worker: set up the process, run the entry as a rank, report how it ended, exit.
+
+A re-run script imports this module before torch.
+"""
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import gc
 import json
+import multiprocessing
 import os
 import socket
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
 from rankwise.errors import RendezvousTimeoutError
+from rankwise.failures.classify import start_exception_chain
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.monitoring.heartbeat import write_heartbeat_to
+from rankwise.launchers.context import Entry, WorkerContext, torchrun_variables
+from rankwise.monitoring.heartbeat import LEAVING, report_phase, write_heartbeat_to
 from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import parent_death
-from rankwise.processes.signals import ignore_interrupts_in_workers
+from rankwise.processes.exit_codes import exit_now
+from rankwise.processes.signals import StoppedBySignal, ignore_interrupts_in_workers
 from rankwise.processes.started_process import is_suspended
 from rankwise.ranks import RankInfo
+
+if TYPE_CHECKING:
+    from rankwise.processes.shared_memory import Descriptor
+
+# How often to check, within its time limit, whether the main process is suspended.
+_CHECKS = 8
+
+
+@final
+@dataclass
+class JobSpec:
+    """What every worker of a launch that runs a function receives.
+
+    Attributes:
+        entry: the function; None where it is packed.
+        packed_entry: a memory file with the pickled function.
+        copies_entry: whether to copy its tensors out of the file, so that the file can be read again.
+        start_method: multiprocessing's default in the launching process.
+        environ: the launching process's environment, where the worker does not inherit it.
+        openmp_threads: how many threads to use; None for as many as torch does.
+    """
+
+    entry: Entry | None
+    packed_entry: Descriptor | None
+    start_method: str
+    copies_entry: bool = False
+    environ: dict[str, str] | None = None
+    openmp_threads: int | None = None
+
+    def set_up_process(self, own_variables: Mapping[str, str]) -> None:
+        """Give this process what it does not inherit from the launching one.
+
+        Args:
+            own_variables: environment variables of this worker, which have precedence.
+        """
+        multiprocessing.set_start_method(self.start_method, force=True)
+        if self.environ is not None:
+            os.environ.clear()
+            os.environ.update({**self.environ, **own_variables})
+        if self.openmp_threads is not None:
+            import torch
+
+            torch.set_num_threads(self.openmp_threads)
+
+    def run(self, worker: WorkerContext) -> Any:
+        """Run the function as the rank that `worker` describes."""
+        if self.packed_entry is None:
+            if self.entry is None:
+                raise ValueError("the job has no function")
+            return self.entry(worker)
+        from rankwise.processes.shared_memory import unpack
+
+        return unpack(self.packed_entry.number, copy=self.copies_entry)(worker)
+
+
+def bind_to_main_process() -> None:
+    """End what this process starts when it ends itself, and leave SIGINT to the main process."""
+    parent_death.end_children_with_this_process()
+    ignore_interrupts_in_workers()
+
+
+def open_channel(sock: socket.socket, heartbeat: int) -> RankChannel:
+    """Connect this process to its supervisor: it ends when the launching process does."""
+    bind_to_main_process()
+    write_heartbeat_to(heartbeat)
+    write_stacks_on_signal()
+    channel = RankChannel(sock, on_lost=_exit)
+    channel.send(Kind.HELLO)
+    return channel
+
+
+def _exit() -> None:
+    exit_now(1)
+
+
+@start_exception_chain()
+def run_worker(
+    spec: JobSpec,
+    worker: WorkerContext,
+    pack_value: Callable[[Any], None],
+    on_failure: Callable[[BaseException], int],
+) -> None:
+    """Run a job's function as a rank; return after success, and after a stop that the supervisor knows of.
+
+    Args:
+        spec: the job.
+        worker: which rank this process is.
+        pack_value: called with what the function returns.
+        on_failure: called with what it raises; the process then exits with the code that this returns.
+    """
+    try:
+        worker.run(spec.run, finish=pack_value)
+        if worker.channel is not None:
+            worker.channel.send(Kind.DONE)
+    except BaseException as error:  # noqa: BLE001  whatever ended it
+        if worker.channel is None or not isinstance(error, StoppedBySignal):
+            exit_now(on_failure(error))
+
+
+# ---------------------------------------------------------------------------------------- a re-run script
 
 
 @final
 @dataclass
 class InheritedContext:
-    """This process is a worker of strategy `"ddp"`: its place, its channel, the file for its values."""
+    """The rank of a re-run script: who it is, its channel, the file for its values, its jobs so far."""
 
     ranks: RankInfo
     address: tuple[str, int] | None
     run_id: str
     channel: RankChannel
-    value_descriptor: int
-    heartbeat_descriptor: int
+    values: int
     jobs: int = 0
 
+    def run(self, entry: Entry, timeout_s: float | None) -> dict[int, Any]:
+        """Run one job as this rank, until it is over on every rank.
 
-_worker: InheritedContext | None = None
+        Args:
+            entry: what to run.
+            timeout_s: how long the main process may be suspended at the end; None for no limit.
+
+        Raises:
+            StoppedBySignal: when all ranks have stopped for a signal.
+            SystemExit: with code 1, when the job failed; the main process raises what ended it.
+        """
+        self.jobs += 1
+        if self.jobs == 1:
+            atexit.register(report_phase, LEAVING)
+        variables = torchrun_variables(self.ranks, self.address, self.run_id)
+        worker = WorkerContext(self.ranks, variables, self.address, channel=self.channel, job=self.jobs)
+
+        def finish(value: object) -> None:
+            from rankwise.processes.shared_memory import pack
+
+            try:
+                pack(value, self.values)
+            except Exception:  # noqa: BLE001  pickling runs anybody's code
+                os.ftruncate(self.values, 0)  # the value stays in this process
+            self.channel.send(Kind.DONE)
+            _wait_until_over(self.channel, timeout_s)
+
+        try:
+            return {self.ranks.global_rank: worker.run(entry, finish)}
+        except StoppedBySignal:
+            raise
+        except BaseException:  # noqa: BLE001  whatever ended it
+            gc.freeze()  # a last collection with torch loaded takes most of a second
+            raise SystemExit(1) from None
+
+
+_inherited: InheritedContext | None = None
 
 
 def inherited_context() -> InheritedContext | None:
-    """Return this process's context, or None if no launcher started it again."""
-    return _worker
+    """Return this process's context, or None where no launching process re-ran it."""
+    return _inherited
 
 
 def describe_context(
@@ -48,64 +192,43 @@ def describe_context(
     run_id: str,
     *,
     channel: int,
-    value_descriptor: int,
-    heartbeat_descriptor: int,
+    values: int,
+    heartbeat: int,
 ) -> str:
-    """Encode a context for the environment variable of a script that is run again."""
-    fields = {
-        "ranks": dataclasses.asdict(ranks),
-        "address": address,
-        "run_id": run_id,
-        "channel": channel,
-        "value_descriptor": value_descriptor,
-        "heartbeat_descriptor": heartbeat_descriptor,
-    }
-    return json.dumps(fields)
+    """Return the text of the environment variable from which a re-run script reads its context."""
+    descriptors = {"channel": channel, "values": values, "heartbeat": heartbeat}
+    return json.dumps([dataclasses.asdict(ranks), address, run_id, descriptors])
 
 
 def attach(description: str) -> None:
-    """Attach to the main process: this process exits when the main process does.
+    """Become the worker that `describe_context` described: this process ends when the main process does.
 
-    Mutates: the handler of SIGINT, which is the main process's to answer.
+    Mutates: the handler of SIGINT, which the main process handles.
     """
-    global _worker
-    fields = json.loads(description)
-    address = fields["address"]
-    os.set_inheritable(fields["channel"], False)
-    os.set_inheritable(fields["value_descriptor"], False)
-    os.set_inheritable(fields["heartbeat_descriptor"], False)
-    parent_death.end_children_with_this_process()
-    ignore_interrupts_in_workers()
-    _worker = InheritedContext(
-        ranks=RankInfo(**fields["ranks"]),
-        address=None if address is None else (address[0], address[1]),
-        run_id=fields["run_id"],
-        channel=RankChannel(socket.socket(fileno=fields["channel"]), on_lost=_leave),
-        value_descriptor=fields["value_descriptor"],
-        heartbeat_descriptor=fields["heartbeat_descriptor"],
+    global _inherited
+    ranks, address, run_id, descriptors = json.loads(description)
+    for descriptor in descriptors.values():
+        os.set_inheritable(descriptor, False)
+    channel = open_channel(socket.socket(fileno=descriptors["channel"]), descriptors["heartbeat"])
+    _inherited = InheritedContext(
+        RankInfo(**ranks),
+        None if address is None else (address[0], address[1]),
+        run_id,
+        channel,
+        descriptors["values"],
     )
-    write_heartbeat_to(_worker.heartbeat_descriptor)
-    write_stacks_on_signal()
-    _worker.channel.send(Kind.HELLO)
 
 
-def _leave() -> None:
-    os._exit(1)
-
-
-_LOOKS = 8
-
-
-def wait_until_over(channel: RankChannel, timeout_s: float | None) -> None:
+def _wait_until_over(channel: RankChannel, timeout_s: float | None) -> None:
     """Wait until the job is over on every rank.
 
-    The main process may take its time, but not suspended: nothing else could end this wait then.
+    The main process may take its time, but not while it is suspended: nothing else could end this wait.
 
     Raises:
-        RendezvousTimeoutError: when it was found suspended for longer than `timeout_s`.
+        RendezvousTimeoutError: when it was suspended for longer than `timeout_s`.
     """
     suspended_at_s: float | None = None
-    while not channel.is_over_within(None if timeout_s is None else timeout_s / _LOOKS):
+    while not channel.is_over_within(None if timeout_s is None else timeout_s / _CHECKS):
         now_s = time.monotonic()
         if timeout_s is None or not is_suspended(os.getppid()):
             suspended_at_s = None

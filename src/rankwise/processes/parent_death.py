@@ -1,19 +1,16 @@
 """End a process when the one that started it ends.
 
-A worker leaves by itself when its channel ends. It cannot while it starts, as its first seconds go into
-importing torch before it reaches rankwise, nor while C code holds the interpreter's lock. So the launching
-process also holds the one end of a pipe, and asks for a SIGKILL to the worker when that end is closed.
-Source: fcntl(2), F_SETSIG and F_SETOWN.
+A process that shall end with another one holds the read end of a pipe whose write end that other one holds.
+On Linux it asks the kernel for SIGKILL at end of file (fcntl(2): F_SETSIG, F_SETOWN, O_ASYNC). So it ends in
+every state: while it imports torch, and while C code holds the interpreter's lock. Elsewhere a thread reads.
 
-A rank holds the write end of a pipe, and each process that it forks, or that multiprocessing starts in it,
-waits in a thread for the end of file. A fork has the pipe by itself. A spawned process runs no hook of a
-fork, and what a forkserver has forked is no child of the rank; these get the pipe with their `Process`
-object, which takes over the `_config` of the process that makes it, and is pickled with it. They read it
-before the user's data, and after the main module: until that is imported they are not tied.
-
-So no function of multiprocessing is replaced, a rank that is killed has nothing left to do, and programs that
-it starts with `subprocess` are left alone. To look for a rank's children instead would come too late: a rank
-that was killed has none any more.
+- Workers: the launching process asks in their place, as soon as it has their process id.
+- Workers of torch's elastic agent, whose process ids it keeps to itself: each asks for itself.
+- What a rank forks, or starts by multiprocessing, such as a DataLoader's workers: each asks for itself.
+  A fork inherits the pipe, and a hook runs in it. A spawned process runs no such hook, and a process of a
+  forkserver is no child of the rank: these get the pipe with their `Process` object, which takes over the
+  `_config` of the process that makes it, and is pickled with it. It is read after the main module is
+  imported, and before the user's data. Programs that a rank starts by `subprocess` are left alone.
 
 Only the standard library is imported: the processes that unpickle this need not have torch.
 """
@@ -24,6 +21,7 @@ import fcntl
 import functools
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -34,17 +32,22 @@ from typing import Any, final
 
 from rankwise.processes import fork_safety
 
-__all__ = ["ParentDeathPipe", "children_end_with_parent", "end_children_with_this_process"]
+__all__ = [
+    "ParentDeathPipe",
+    "children_end_with_parent",
+    "end_children_with_this_process",
+    "end_with_writer",
+]
 
 _IS_LINUX = sys.platform == "linux"
 
 
 @final
 class ParentDeathPipe:
-    """One worker's. On Linux alone; elsewhere it does nothing.
+    """A pipe whose write end this process holds for its workers, and no process that it forks.
 
     Attributes:
-        worker_end: the descriptor that the worker must inherit; it need not know what for.
+        worker_end: the read end, which a worker must inherit.
     """
 
     def __init__(self) -> None:
@@ -54,64 +57,90 @@ class ParentDeathPipe:
         self._is_tied = False
 
     def tie(self, pid: int) -> None:
-        """Tie a worker that has inherited its end to this process's life."""
+        """End the one worker that has inherited `worker_end` with this process. Only on Linux."""
         if _IS_LINUX:
             with suppress(ProcessLookupError):  # it has ended already
-                fcntl.fcntl(self.worker_end, fcntl.F_SETOWN, pid)
-                fcntl.fcntl(self.worker_end, fcntl.F_SETSIG, signal.SIGKILL)
-                flags = fcntl.fcntl(self.worker_end, fcntl.F_GETFL)
-                fcntl.fcntl(self.worker_end, fcntl.F_SETFL, flags | os.O_ASYNC)
+                _kill_at_end_of_file(self.worker_end, pid)
         self._is_tied = True
         os.close(self.worker_end)
 
     def close(self) -> None:
-        """Let go of a worker that has ended, or was never started."""
+        """Close this process's ends; the workers must have ended, or never have been started."""
         if not self._is_tied:
             os.close(self.worker_end)
         fork_safety.forget(self._own_end)
         self._own_end.close()
 
 
+def end_with_writer(read_end: int) -> None:
+    """End this process when the last write end of a pipe is closed."""
+    try:
+        # The signal belongs to an open file: not to the one that other processes have inherited too.
+        own = os.open(f"/proc/self/fd/{read_end}", os.O_RDONLY | os.O_CLOEXEC)
+        _kill_at_end_of_file(own, os.getpid())
+    except (OSError, AttributeError):  # no Linux
+        threading.Thread(target=_exit_at_end_of_file, args=(read_end,), daemon=True).start()
+        return
+    if select.select([own], [], [], 0)[0]:  # closed before
+        os._exit(1)
+
+
+def _kill_at_end_of_file(read_end: int, pid: int) -> None:
+    fcntl.fcntl(read_end, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(read_end, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(read_end, fcntl.F_SETFL, fcntl.fcntl(read_end, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _exit_at_end_of_file(read_end: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread handles them
+    os.read(read_end, 1)
+    os._exit(1)
+
+
+# ---------------------------------------------------------------------------------------- a rank's children
+
 _KEY = "rankwise"
 
-_parent_pipe: tuple[int, int] | None = None  # a pipe; in a child the write end, its parent's, is -1
-_reasons = 0  # to tie children: the blocks that this process is in, and one for good in a rank
+_pipe: tuple[int, int] | None = (
+    None  # read end and write end; the latter is -1 in a child, whose parent has it
+)
+_users = 0  # blocks in which children are tied, and one for good in a rank and in a tied child
 
 
 def end_children_with_this_process() -> None:
-    """Make every process that this rank forks, or starts by multiprocessing, leave when this rank is gone.
+    """Make every process that this one forks, or starts by multiprocessing, end when this one has ended.
 
     Creates: one pipe, for the life of this process.
     """
-    global _parent_pipe, _reasons
-    _reasons += 1
+    global _pipe, _users
+    _users += 1
     _config()[_KEY] = _TIE
-    if _parent_pipe is None or _parent_pipe[1] < 0:
-        _hook()
-        _parent_pipe = os.pipe()
+    if _pipe is None or _pipe[1] < 0:
+        _hook_forks()
+        _pipe = os.pipe()
 
 
 @contextmanager
 def children_end_with_parent() -> Iterator[None]:
-    """Do so with what is started in the block, and leave later children of this process alone."""
-    global _reasons
+    """Do so for what is started in the block, and leave later children of this process alone."""
+    global _users
     end_children_with_this_process()
     try:
         yield
     finally:
-        _reasons -= 1
-        if not _reasons:
+        _users -= 1
+        if not _users:
             _config().pop(_KEY, None)
 
 
 @final
 class _Tie:
-    """What a `Process` object carries: unpickled in the process that it stands for, it ties that one."""
+    """Carried by a `Process` object: unpickled in the process that it stands for, it ties that one."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        if _parent_pipe is None or not _reasons:
+        if _pipe is None or not _users:
             return type(None), ()  # the block in which the object was made has been left
-        return _receive, (reduction.DupFd(_parent_pipe[0]),)
+        return _receive, (reduction.DupFd(_pipe[0]),)
 
 
 _TIE = _Tie()  # one, as a descriptor can be given to a new process only once
@@ -120,41 +149,35 @@ _TIE = _Tie()  # one, as a descriptor can be given to a new process only once
 def _receive(duplicate: Any) -> _Tie:
     read_end = duplicate.detach()
     os.set_inheritable(read_end, False)
-    _hook()
-    _be_tied(read_end)
+    _hook_forks()
+    _tie_this_process(read_end)
     return _TIE
 
 
 @functools.cache  # a hook stays, in children too
-def _hook() -> None:
+def _hook_forks() -> None:
     os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
-    global _parent_pipe
-    if _parent_pipe is None:
+    global _pipe
+    if _pipe is None:
         return
-    read_end, write_end = _parent_pipe
+    read_end, write_end = _pipe
     if write_end >= 0:
         os.close(write_end)
-    if _reasons:
-        _be_tied(read_end)
+    if _users:
+        _tie_this_process(read_end)
     else:
-        _parent_pipe = None
+        _pipe = None
         os.close(read_end)
 
 
-def _be_tied(read_end: int) -> None:
-    global _parent_pipe, _reasons
-    _parent_pipe = (read_end, -1)
-    _reasons += 1
-    threading.Thread(target=_leave_with_parent, args=(read_end,), daemon=True).start()
-
-
-def _leave_with_parent(read_end: int) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread's to take
-    os.read(read_end, 1)  # end of file, when the rank is gone
-    os._exit(1)
+def _tie_this_process(read_end: int) -> None:
+    global _pipe, _users
+    _pipe = (read_end, -1)
+    _users += 1
+    end_with_writer(read_end)
 
 
 def _config() -> dict[str, object]:

@@ -12,7 +12,9 @@ import os
 import pickle
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from multiprocessing import reduction
 from typing import Any, final
 
 import torch
@@ -29,6 +31,28 @@ def create_memory_file() -> int:
         return os.memfd_create("rankwise", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:  # unlinked from the start: what platforms without memfd have
         return os.dup(file.fileno())
+
+
+@final
+class Descriptor:
+    """A file descriptor that a worker receives: inherited by a fork, duplicated where it is pickled."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Callable[[Any], Descriptor], tuple[Any]]:
+        return _receive_descriptor, (reduction.DupFd(self.number),)
+
+
+def _receive_descriptor(duplicate: Any) -> Descriptor:
+    return Descriptor(duplicate.detach())
+
+
+def owned_descriptor(cleanup: ExitStack) -> Descriptor:
+    """Return a memory file that is closed with `cleanup`."""
+    descriptor = create_memory_file()
+    cleanup.callback(os.close, descriptor)
+    return Descriptor(descriptor)
 
 
 def pack(value: object, descriptor: int) -> None:

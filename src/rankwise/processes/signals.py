@@ -191,14 +191,18 @@ class SignalRouter:
             if sockets is not self._sockets:
                 return  # a forked process leaves the block too
             self._subscriptions.remove(subscription)
-            if not self._subscriptions:
-                self._request_s = -math.inf
-                current = signal.set_wakeup_fd(-1)
-                is_ours = current == sockets[1].fileno()
-                with suppress(OSError, ValueError):  # closed meanwhile
-                    signal.set_wakeup_fd(self._next_descriptor if is_ours else current)
-                self._next_descriptor = -1
-            self._release(sockets)
+            try:
+                if not self._subscriptions:
+                    self._request_s = -math.inf
+                    self._restore_wakeup(sockets[1].fileno())
+            finally:
+                self._release(sockets)
+
+    def _restore_wakeup(self, mine: int) -> None:
+        current = signal.set_wakeup_fd(-1)
+        with suppress(OSError, ValueError):  # closed meanwhile
+            signal.set_wakeup_fd(self._next_descriptor if current == mine else current)
+        self._next_descriptor = -1
 
     def _acquire(self) -> tuple[socket.socket, socket.socket]:
         if self._sockets is None:

@@ -10,7 +10,8 @@ import pytest
 
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.elastic import _Job
-from rankwise.launchers.multiprocess import Descriptor, owned_descriptor
+from rankwise.launchers.worker_main import JobSpec
+from rankwise.processes.shared_memory import owned_descriptor
 from rankwise.stores.restart import RestartInfo
 
 THERE = FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=0)
@@ -24,16 +25,11 @@ ECHO = FailureRecord(
 def job() -> Iterator[_Job]:
     """Return a job of two ranks on one node."""
     with ExitStack() as cleanup:
-        failures = [Descriptor(owned_descriptor(cleanup)) for _ in range(2)]
         yield _Job(
-            entry=None,
-            packed_entry=None,
+            JobSpec(entry=None, packed_entry=None, start_method="fork"),
             values=[],
-            failures=failures,
-            start_method="fork",
-            environ=None,
-            openmp_threads=None,
-            agent_pid=os.getpid(),
+            failures=[owned_descriptor(cleanup) for _ in range(2)],
+            parent_pipe=owned_descriptor(cleanup),
             is_alone=True,
         )
 
@@ -67,4 +63,4 @@ def test_why_all_start_again(
         job.note_exit(pid, status)
     job.begin(RestartInfo(1, "a job"))
     assert caplog.messages == [f"All ranks start again (restart 1): {why}"]
-    assert job.silent == []
+    assert job.unreported == []

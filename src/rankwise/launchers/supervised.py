@@ -1,0 +1,163 @@
+"""`SupervisedLauncher`: start the local ranks by a `WorkerStarter`, supervise them, end them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, final
+
+from rankwise.failures.exchange import CrossNodeFailures
+from rankwise.launchers.base import Launcher
+from rankwise.launchers.supervisor import Supervisor
+from rankwise.monitoring.heartbeat import HeartbeatReader
+from rankwise.processes import fork_safety
+from rankwise.processes.parent_death import ParentDeathPipe
+from rankwise.processes.shared_memory import create_memory_file
+from rankwise.processes.signals import interrupts_blocked
+from rankwise.processes.started_process import StartedProcess
+from rankwise.ranks import RankInfo
+from rankwise.stores.endpoint import RendezvousEndpoint
+from rankwise.stores.tcp import host_store, hosted_store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["SupervisedLauncher", "WorkerGroup", "WorkerLinks", "WorkerStarter"]
+
+
+@final
+@dataclass(frozen=True)
+class WorkerLinks:
+    """What connects a worker to the launching process.
+
+    Attributes:
+        channel: the worker's end of its channel.
+        values: the memory file for what it returns.
+        heartbeat: the memory file for its phase.
+        parent_pipe: ends the worker when the launching process ends.
+    """
+
+    channel: socket.socket
+    values: int
+    heartbeat: int
+    parent_pipe: ParentDeathPipe
+
+
+class WorkerStarter(Protocol):
+    """Starts processes by one start method."""
+
+    def start(self, ranks: RankInfo, links: WorkerLinks) -> StartedProcess:
+        """Start one rank's process, which inherits `links`. Leaves no process behind when it raises."""
+
+
+class SupervisedLauncher(Launcher):
+    """A launcher whose workers a `Supervisor` watches.
+
+    Args:
+        local_ranks: the ranks of this node, in order.
+        grace_period_s: how long a rank has after STOP before it is killed.
+        init_timeout: how long the ranks may take to meet.
+        stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
+        stall_warning_s: after how long in one phase a rank is reported that others wait for.
+        teardown_timeout_s: how long a rank's teardown may take; None for no limit.
+        endpoint: where the nodes of the job meet; None for a job on one node.
+    """
+
+    def __init__(
+        self,
+        local_ranks: tuple[RankInfo, ...],
+        *,
+        grace_period_s: float,
+        init_timeout: timedelta,
+        stop_signals: Sequence[int] = (signal.SIGTERM,),
+        stall_warning_s: float = 60.0,
+        teardown_timeout_s: float | None = None,
+        endpoint: RendezvousEndpoint | None = None,
+    ) -> None:
+        self._local_ranks = local_ranks
+        self._init_timeout = init_timeout
+        self._supervision = (grace_period_s, tuple(stop_signals), stall_warning_s, teardown_timeout_s)
+        self._teardown_timeout_s = teardown_timeout_s
+        self._endpoint = endpoint
+
+    def _new_group(self, job: int) -> WorkerGroup:
+        cross_node_failures = CrossNodeFailures(self._endpoint, self._local_ranks[0], job)
+        supervisor = Supervisor(*self._supervision, cross_node_failures.publish)
+        return WorkerGroup(supervisor, cross_node_failures)
+
+
+@final
+class WorkerGroup:
+    """The workers that one launching process has started, and what it shares with them.
+
+    Attributes:
+        supervisor: watches the workers.
+        cross_node_failures: reports their ends to the other nodes.
+        address: host and port of the store; None where it is private.
+        store: the store, where this process hosts it and has to keep it.
+        run_id: names the group in torchrun's variables.
+        values: the memory files for what the workers return, by global rank.
+    """
+
+    def __init__(self, supervisor: Supervisor, cross_node_failures: CrossNodeFailures) -> None:
+        self.supervisor = supervisor
+        self.cross_node_failures = cross_node_failures
+        self.address: tuple[str, int] | None = None
+        self.store: Store | None = None
+        self.run_id = f"rankwise-{os.getpid()}"
+        self.values: dict[int, int] = {}
+        self._memory_files = ExitStack()
+
+    def open_rendezvous(
+        self, endpoint: RendezvousEndpoint | None, rendezvous: str, init_timeout: timedelta
+    ) -> None:
+        """Host the store through which the ranks meet, where this process has to."""
+        if endpoint is not None:
+            self.address = endpoint.address
+            self.store = hosted_store(init_timeout, endpoint.address) if endpoint.hosts else None
+        elif rendezvous == "tcp":
+            self.store, self.address = host_store(init_timeout)
+
+    def start(self, local_ranks: Iterable[RankInfo], starter: WorkerStarter) -> None:
+        """Start a worker for each rank and hand it to the supervisor."""
+        for ranks in local_ranks:
+            self.values[ranks.global_rank] = self.new_memory_file()
+            heartbeat = self.new_memory_file()
+            reader = HeartbeatReader(heartbeat)
+            with interrupts_blocked(), ExitStack() as undo:
+                parent_pipe = ParentDeathPipe()
+                undo.callback(parent_pipe.close)
+                ours, theirs = socket.socketpair()
+                fork_safety.close_in_child(ours)
+                undo.callback(_close, ours)
+                with theirs:
+                    links = WorkerLinks(theirs, self.values[ranks.global_rank], heartbeat, parent_pipe)
+                    process = starter.start(ranks, links)
+                self.supervisor.add(ranks, ours, process, reader)
+                undo.pop_all()  # from here on the supervisor's
+
+    def new_memory_file(self) -> int:
+        """Return the descriptor of a memory file that `close` closes."""
+        descriptor = create_memory_file()
+        self._memory_files.callback(os.close, descriptor)
+        return descriptor
+
+    def close(self) -> None:
+        """End all workers and close everything."""
+        try:
+            self.supervisor.end_all()
+        finally:
+            self.supervisor.close()
+            self._memory_files.close()
+            self.cross_node_failures.wait_until_published()
+            self.store = None  # it listens for as long as somebody refers to it, as a traceback may
+
+
+def _close(sock: socket.socket) -> None:
+    fork_safety.forget(sock)
+    sock.close()
