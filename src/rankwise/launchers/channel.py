@@ -1,4 +1,4 @@
-"""A rank's end of its channel to the supervisor, and the frames that travel on it."""
+"""A rank's end of its channel to the supervisor, and the frames that it transports."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any, final
 
+from rankwise.processes.event_loop import EventLoop
+
 _HEADER = struct.Struct("!IB")
 _REQUEST_ID = struct.Struct("!Q")
 _CHUNK = 1 << 16
 
 
 class Kind(IntEnum):
-    """What a frame says."""
+    """The type of a frame."""
 
-    HELLO = 1  # worker: my code runs
+    HELLO = 1  # worker: the process has started
     FAILURE = 2  # worker: a failure record, as JSON
-    DONE = 3  # worker: my part of the job is finished, my value is packed
-    STOP = 4  # supervisor: leave; the payload says why
+    DONE = 3  # worker: its part of the job is finished, its value is packed
+    STOP = 4  # supervisor: end the job; the payload is the reason
     OVER = 5  # supervisor: the job is over on every rank
-    STORE_REQUEST = 6  # worker: a question to the private store
-    STORE_REPLY = 7  # supervisor: its answer
-    IN_LOOP = 8  # worker: from here on I stop at a boundary, if asked ("1"); no longer ("0")
-    REQUEST = 9  # supervisor: the main process was told by this signal (its number) to stop
+    STORE_REQUEST = 6  # worker: a request to the private store
+    STORE_REPLY = 7  # supervisor: the reply
+    IN_LOOP = 8  # worker: it stops at a boundary on REQUEST ("1"), or no longer does ("0")
+    REQUEST = 9  # supervisor: stop training, because of this signal (its number)
     STOPPED = 10  # worker: as DONE, but training has stopped for this signal (its number)
     ELSEWHERE = 11  # worker: a rank of another node has failed; its record, as JSON
 
@@ -38,12 +40,12 @@ def frame(kind: Kind, payload: bytes = b"") -> bytes:
 
 
 def with_id(request_id: int, payload: bytes) -> bytes:
-    """Return a store message that carries the number of its request."""
+    """Return a store message with the number of its request before it."""
     return _REQUEST_ID.pack(request_id) + payload
 
 
 def split_id(payload: bytes) -> tuple[int, bytes]:
-    """Take a store message apart into the number of its request and the rest."""
+    """Return the number of a store message's request, and the message."""
     return _REQUEST_ID.unpack_from(payload)[0], payload[_REQUEST_ID.size :]
 
 
@@ -69,7 +71,9 @@ class FrameReader:
 
 @final
 class RankChannel:
-    """Send frames to the supervisor, ask its store, and hear from it in a thread of its own.
+    """Send frames to the supervisor and request from its store; receive in a thread.
+
+    The thread also delivers the signals of this process while the main thread is blocked: see `EventLoop`.
 
     Args:
         sock: this rank's end of the socket pair; owned from here on.
@@ -87,16 +91,19 @@ class RankChannel:
         self._pending: dict[int, Callable[[bytes | None], None]] = {}
         self._last_id = 0
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._listen, name="rankwise-channel", daemon=True)
+        self._reader = FrameReader()
+        self._loop = EventLoop()
+        self._loop.register(sock, self._receive)
+        self._thread = threading.Thread(target=self._loop.run, name="rankwise-channel", daemon=True)
         self._thread.start()
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Send one frame; silent when the launching process is gone, which `on_lost` deals with."""
+        """Send one frame; do nothing when the launching process is gone: see `on_lost`."""
         data = frame(kind, payload)
         if len(data) <= _CHUNK or threading.current_thread() is not threading.main_thread():
             self._send(data)
             return
-        # This takes a while: a signal handler that raises meanwhile would cut it, and spoil what follows.
+        # A signal handler that raises in the meantime would cut the frame, and spoil what follows.
         sending = threading.Thread(target=self._send, args=(data,), name="rankwise-send", daemon=True)
         sending.start()
         sending.join()
@@ -113,7 +120,7 @@ class RankChannel:
         self.send(kind, json.dumps(record).encode("utf-8", "backslashreplace"))
 
     def ask_store(self, request: bytes, timeout_s: float) -> bytes:
-        """Send a request to the private store and wait for its answer.
+        """Send a request to the private store and wait for the reply.
 
         Raises:
             TimeoutError: when there is none in time, the job is stopped, or its launching process is gone.
@@ -148,18 +155,17 @@ class RankChannel:
         return request_id
 
     def call_on_stop(self, on_stop: Callable[[], None] | None) -> None:
-        """Call `on_stop` from the channel's thread when the supervisor says stop (at once if it has)."""
+        """Call `on_stop` in another thread when the supervisor sends STOP; at once if it has."""
         self._on_stop = on_stop
-        if on_stop is not None and self._stop_reason is not None:
-            threading.Thread(target=on_stop, name="rankwise-stop", daemon=True).start()
+        self._call_stop()
 
     def call_on_request(self, on_request: Callable[[int], None] | None) -> None:
-        """Say whether this rank stops at a boundary when `on_request` is called with a signal's number."""
+        """Call `on_request` with a signal's number when this rank shall stop at a boundary, if it can."""
         self._on_request = on_request
         self.send(Kind.IN_LOOP, b"0" if on_request is None else b"1")
 
     def is_over_within(self, seconds: float | None) -> bool:
-        """Wait for the supervisor to say that the job is over on every rank; return whether it did."""
+        """Wait until the job is over on every rank; return whether it is in time."""
         try:
             self._over.get(timeout=seconds)
         except queue.Empty:
@@ -168,35 +174,31 @@ class RankChannel:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the supervisor has told this rank to leave."""
+        """Whether the supervisor has sent STOP."""
         return self._stop_reason is not None
 
     def close(self) -> None:
         """Close the channel from this side and end its thread."""
-        self._on_lost = _nothing
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side was first
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._loop.stop()
+        self._thread.join()
+        self._loop.close()
         self._sock.close()
 
-    def _listen(self) -> None:
-        reader = FrameReader()
-        while True:
-            try:
-                data = self._sock.recv(_CHUNK)
-            except OSError:
-                data = b""
-            if not data:
-                break
-            for kind, payload in reader.feed(data):
-                self._receive(kind, payload)
-        self._release_pending()
-        self._on_lost()
+    # ------------------------------------------------------------------ the channel's thread
 
-    def _receive(self, kind: Kind, payload: bytes) -> None:
+    def _receive(self, events: int) -> None:
+        try:
+            data = self._sock.recv(_CHUNK)
+        except OSError:
+            data = b""
+        for kind, payload in self._reader.feed(data):
+            self._on_frame(kind, payload)
+        if not data:
+            self._loop.unregister(self._sock)
+            self._release_pending()
+            self._on_lost()
+
+    def _on_frame(self, kind: Kind, payload: bytes) -> None:
         if kind is Kind.STORE_REPLY:
             request_id, answer = split_id(payload)
             if on_reply := self._pending.pop(request_id, None):
@@ -209,15 +211,15 @@ class RankChannel:
         elif kind is Kind.STOP:
             self._stop_reason = payload.decode("utf-8", "replace")
             self._release_pending()
-            if self._on_stop is not None:
-                threading.Thread(target=self._on_stop, name="rankwise-stop", daemon=True).start()
+            self._call_stop()
+
+    def _call_stop(self) -> None:
+        if self._on_stop is not None and self._stop_reason is not None:
+            # In a thread of its own: it wakes the main thread until that has left its work.
+            threading.Thread(target=self._on_stop, name="rankwise-stop", daemon=True).start()
 
     def _release_pending(self) -> None:
         self._is_answered = False  # nor will later ones be
         for request_id in list(self._pending):
             if on_reply := self._pending.pop(request_id, None):
                 on_reply(None)
-
-
-def _nothing() -> None:
-    pass

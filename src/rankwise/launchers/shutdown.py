@@ -1,4 +1,4 @@
-"""End the ranks of a job: the word, the grace, SIGKILL; a checkpoint that is being written is waited for."""
+"""End the ranks of a job: STOP, the grace period, SIGKILL; wait for checkpoints that are being written."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from rankwise.launchers.worker_state import WorkerState
 from rankwise.processes.event_loop import Timers
 from rankwise.processes.stderr import write_stderr
 
-# How often, at most, to look whether a checkpoint has been written.
-_SHORTEST_LOOK_S = 0.1
+# The shortest pause between two checks whether a checkpoint has been written.
+_SHORTEST_PAUSE_S = 0.1
 
 
 @final
 class ShutdownSequence:
-    """What the supervisor does once its ranks have to go.
+    """Ends the ranks of a supervisor.
 
     Args:
-        members: all local ranks; the list is the supervisor's, and grows.
-        failures: why.
+        workers: all local ranks; the list is the supervisor's, and grows.
+        failures: the failures of the job.
         timers: whose deadline is set from then on.
-        send: sends a rank a frame.
-        grace_period_s: how long a rank that was told to stop has before it is killed.
-        saving_timeout_s: how long, at most, one has whose checkpoints a thread still writes; None for as long
-            as that takes.
+        send: sends a frame to a rank.
+        grace_period_s: how long a rank has after STOP before it is killed.
+        saving_timeout_s: how long a rank has whose thread still writes a checkpoint; None for no limit.
 
     Attributes:
-        has_begun: whether the ranks have been told; an end of theirs is no failure any more.
+        has_begun: whether STOP has been sent; a rank that ends afterwards has not failed.
     """
 
     def __init__(
@@ -49,33 +48,33 @@ class ShutdownSequence:
         self._grace_period_s = grace_period_s
         self._saving_timeout_s = saving_timeout_s
         self._began_s = 0.0
-        self._has_told_of_saving = False
+        self._has_reported_saving = False
         self.has_begun = False
 
     def begin(self, job: int) -> None:
-        """Tell the ranks to leave, once; those that are still there after the grace are killed.
+        """Send STOP, once; kill the ranks that are still there after the grace period.
 
         Args:
-            job: the number of the job, whose ranks that are not done yet are noted as stopped.
+            job: the number of the job; its ranks that are not done yet are recorded as stopped.
         """
         if self.has_begun:
             return
         self.has_begun = True
         self._began_s = time.monotonic()
         reason = self._failures.reason().encode(errors="backslashreplace")
-        for member in self._workers:
-            if not member.has_failed and not member.has_ended and member.jobs_done < max(1, job):
-                self._failures.stopped.append(member.ranks.global_rank)
-            self._send(member, Kind.STOP, reason)
-            if member.process is not None and member.process.is_stopped():
-                member.process.kill()  # it cannot hear the word
+        for worker in self._workers:
+            if not worker.has_failed and not worker.has_ended and worker.jobs_done < max(1, job):
+                self._failures.stopped.append(worker.ranks.global_rank)
+            self._send(worker, Kind.STOP, reason)
+            if worker.process is not None and worker.process.is_stopped():
+                worker.process.kill()  # it would not react
         self._timers.set(self._grace_period_s, self._end_grace)
 
     def kill(self) -> None:
-        """Kill all that are left, whatever they are doing."""
+        """Kill all that are left."""
         self.has_begun = True
         self._kill_but(())
-        self._timers.set(self._grace_period_s, self._tell_that_main_is_busy)
+        self._timers.set(self._grace_period_s, self._report_busy_main)
 
     def _end_grace(self) -> None:
         saving = self._saving()
@@ -83,28 +82,28 @@ class ShutdownSequence:
             self.kill()
             return
         self._kill_but(saving)
-        if not self._has_told_of_saving:
-            self._has_told_of_saving = True
-            ranks = ", ".join(str(member.ranks.global_rank) for member in saving)
+        if not self._has_reported_saving:
+            self._has_reported_saving = True
+            ranks = ", ".join(str(worker.ranks.global_rank) for worker in saving)
             write_stderr(f"rankwise: the job ends when global_rank={ranks} has written its checkpoint.\n")
-        self._timers.set(max(_SHORTEST_LOOK_S, self._grace_period_s), self._end_grace)
+        self._timers.set(max(_SHORTEST_PAUSE_S, self._grace_period_s), self._end_grace)
 
     def _saving(self) -> list[WorkerState]:
         limit_s = self._saving_timeout_s
         if limit_s is not None and time.monotonic() - self._began_s > limit_s:
             return []
         return [
-            member
-            for member in self._workers
-            if member.process is not None and not member.has_ended and member.heartbeat.is_saving()
+            worker
+            for worker in self._workers
+            if worker.process is not None and not worker.has_ended and worker.heartbeat.is_saving()
         ]
 
     def _kill_but(self, spared: Sequence[WorkerState]) -> None:
-        for member in self._workers:
-            if member.process is not None and not member.has_ended and member not in spared:
-                member.process.kill()
+        for worker in self._workers:
+            if worker.process is not None and not worker.has_ended and worker not in spared:
+                worker.process.kill()
 
-    def _tell_that_main_is_busy(self) -> None:
-        # Only rank 0 in the main process itself can still be at work, in a C call that nothing can cut.
+    def _report_busy_main(self) -> None:
+        # Only rank 0 in the main process itself can still be at work, in a C call that nothing interrupts.
         if error := self._failures.error():
             write_stderr(f"rankwise: {error}\n  (raised when rank 0's present call returns)\n")
