@@ -1,4 +1,4 @@
-"""`Launcher`: start the local ranks of a job, watch them, end them."""
+"""`Launcher`: the interface of what starts, supervises and ends the local ranks of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Launcher(ABC):
     Attributes:
         runs_in_caller: whether the calling process is a rank itself, so that what the function changes is
             changed in the caller.
-        pickles_entry: whether the function and its arguments travel as a pickle.
+        pickles_entry: whether the function and its arguments are pickled.
     """
 
     runs_in_caller: ClassVar[bool]
@@ -28,16 +28,16 @@ class Launcher(ABC):
         """Run `entry(worker)` once per local rank; return the values by global rank.
 
         Args:
-            entry: what to run. It must set up and tear down by itself.
-            described: the parts of `entry` by the names that its user knows them by, for error messages.
-            rendezvous: `"private"` or `"tcp"`; where the processes exist already, they have their own.
+            entry: what to run; it sets up and tears down.
+            described: the parts of `entry` by the names that error messages use for them.
+            rendezvous: `"private"` or `"tcp"`; ignored where the processes exist already.
 
         Raises:
             LaunchRefusedError: when this launcher cannot work here; nothing was started.
-            NotPicklableError: when something cannot travel; nothing was started.
-            WorkerError: when a rank failed; all others are gone by then.
+            NotPicklableError: when a part cannot be pickled; nothing was started.
+            WorkerError: when a rank failed; all others have ended by then.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End what the launcher has started and still keeps."""
+        """End what the launcher has started and keeps between launches."""

@@ -34,18 +34,18 @@ Entry = Callable[["WorkerContext"], Any]
 @final
 @dataclass
 class WorkerContext:
-    """What a launcher hands to the function that it runs as a rank.
+    """What a launcher passes to the function that it runs as a rank.
 
     Attributes:
         ranks: who this process is.
-        variables: environment variables that the rank is to see: torchrun's contract.
+        variables: environment variables for the rank, as torchrun sets them.
         address: host and port of the store, or None where it is private (or not needed).
         hosts_store: whether this rank has to host the store itself.
-        store_outlives: whether the store may have the keys of an earlier start, as an elastic agent's has.
+        store_outlives: whether the store may hold keys of an earlier start, as an elastic agent's does.
         channel: to the supervisor; None where nothing was launched (`inline`).
-        on_stop: called from another thread when this rank has to leave, before it is interrupted.
+        on_stop: called from another thread after STOP, before this rank is interrupted.
         job: counts the jobs of this group of processes, from 1; keeps their keys apart in the store.
-        failure_exchange: to the ranks that no supervisor of this node sees, once they have met.
+        failure_exchange: with the ranks that this node's supervisor does not see, after the rendezvous.
     """
 
     ranks: RankInfo
@@ -81,12 +81,12 @@ class WorkerContext:
         return self._of_this_job(self._store)
 
     def limit_store(self, timeout: timedelta) -> None:
-        """Let the store have that long to answer from here on: the ranks have met."""
+        """Set the store's timeout for the time after the rendezvous."""
         if self._store is not None:
             self._store.set_timeout(timeout)
 
     def agree_on_stopping(self, timeout: timedelta) -> StopAgreement:
-        """Return this rank's part in agreeing with the others when to stop; not started yet.
+        """Return this rank's part in the agreement on when to stop; not started yet.
 
         Args:
             timeout: how long to wait for the other ranks' answers.
@@ -160,36 +160,36 @@ class WorkerContext:
             self.channel.send(Kind.ELSEWHERE, record.to_json())
 
     def open_another(self, store: Store, timeout: timedelta) -> Store:
-        """Return the job's store once more, where a thread that waits in it would hold up others."""
+        """Return another client of the job's store: threads that share one wait for each other."""
         from rankwise.stores.tcp import open_another
 
         if self.address is None:
-            return store  # a private store answers several threads at once
+            return store  # several threads can use a private store at once
         return self._of_this_job(open_another(self.address, timeout))
 
     def _of_this_job(self, store: Store) -> Store:
         return store_of_job(store, self.job, self._start)
 
     def report_failure(self, error: BaseException, record: FailureRecord | None = None) -> None:
-        """Tell the supervisor what ended this rank's work; only the first report counts.
+        """Report to the supervisor what ended this rank's work; only the first report counts.
 
         Args:
             error: what was raised.
             record: what to report where the failure was another node's.
         """
         if isinstance(error, StoppedBySignal):
-            return  # no failure: every rank stops, at the same step
+            return  # no failure: every rank stops at the same step
         if self.channel is not None and not self._has_reported:
             record = FailureRecord.of_exception(self.ranks, error) if record is None else record
             record = dataclasses.replace(record, has_met=self.failure_exchange is not None)
             self.channel.send(Kind.FAILURE, record.to_json())
-            self._has_reported = True  # not before: what a signal handler raises meanwhile is reported then
+            self._has_reported = True  # not before: a signal handler may raise meanwhile, which is reported
 
     def run(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
         """Run `entry` as this rank, then `finish` with its value; report how it ended.
 
         Raises:
-            JobStopped: when the supervisor said stop. Anything that `entry` raises.
+            JobStopped: after STOP from the supervisor. Anything that `entry` raises.
             StoppedBySignal: when all ranks have stopped for a signal.
         """
         channel = self.channel
@@ -199,7 +199,7 @@ class WorkerContext:
             return value
         try:
             with Interruptible() as block:
-                channel.call_on_stop(partial(self._leave, block))
+                channel.call_on_stop(partial(self._on_stop, block))
                 value = entry(self)
                 finish(value)
                 return value
@@ -212,7 +212,7 @@ class WorkerContext:
         finally:
             channel.call_on_stop(None)
 
-    def _leave(self, block: Interruptible) -> None:
+    def _on_stop(self, block: Interruptible) -> None:
         if self.on_stop is not None:
             self.on_stop()
         block.interrupt()
@@ -238,7 +238,7 @@ def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None, run_id:
         variables |= {
             "MASTER_ADDR": address[0],
             "MASTER_PORT": address[1],
-            # every rank is a client of the launching process's store, as under torchrun's agent
+            # Every rank is a client of the launching process's store, as under torchrun's agent.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": 0,

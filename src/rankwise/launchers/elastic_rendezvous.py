@@ -1,8 +1,8 @@
 """Rendezvous handlers for torch's elastic agent: on one node, and between nodes.
 
-torch (2.13) keeps the store of the first start for all others and tells its address in that start only: a
-node that comes back waits for it in vain. And each agent counts restarts by itself, so that nodes disagree
-about which start it is. Its stores listen on every interface.
+torch (2.13) keeps the store of the first start for all later ones and publishes its address in that start
+only: a node that comes back waits for it in vain. Each agent counts restarts by itself, so that nodes may
+disagree on which start it is. Torch's stores listen on every interface.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ LOOPBACK = "rankwise_loopback"
 
 
 def register_loopback() -> None:
-    """Make the back end known to torch; again and again does no harm."""
+    """Register the back end with torch; idempotent."""
     rendezvous_handler_registry.register(LOOPBACK, LoopbackRendezvous)
 
 
 @final
 class LoopbackRendezvous(RendezvousHandler):
-    """A rendezvous of one. torch's own back ends listen on every interface.
+    """A rendezvous of one agent, on the loopback interface.
 
     Args:
-        parameters: what the launcher was configured with; `on_start` in it is told of each start.
+        parameters: of the launcher; `on_start` in it is called with each start.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -66,7 +66,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return LOOPBACK
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Host a new store: a restarted job must not find the keys of the one before."""
+        """Host a new store, without the keys of the start before."""
         self._on_start(RestartInfo(self._starts, self._job))
         self._starts += 1
         self._store, address = host_store(self._timeout)
@@ -102,18 +102,17 @@ _MEETING = "rankwise/meeting"
 
 
 def register_nodes() -> None:
-    """Make the back end known to torch; again and again does no harm."""
+    """Register the back end with torch; idempotent."""
     rendezvous_handler_registry.register(NODES, NodesRendezvous)
 
 
 @final
 class NodesRendezvous(RendezvousHandler):
-    """torch's handler, but that the node of rank 0 hosts a store of its own for each start.
+    """torch's handler, except that the node of rank 0 hosts a new store for each start.
 
     Args:
-        parameters: what the launcher was configured with; `on_start` in it is told of each start, the same
-            on all nodes; `own_address` says, given the endpoint's host, at which address
-            this node listens.
+        parameters: of the launcher; `on_start` in it is called with each start, the same on all nodes;
+            `own_address` returns, given the endpoint's host, the address at which this node listens.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -135,7 +134,7 @@ class NodesRendezvous(RendezvousHandler):
         return NODES
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other agents; a restarted job must not find the keys of the one before."""
+        """Meet the other agents; take the store of this start, without the keys of the one before."""
         self._store = None
         info: RendezvousInfo = self._inner.next_rendezvous()
         if info.rank == 0:
@@ -145,18 +144,18 @@ class NodesRendezvous(RendezvousHandler):
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(host, port))
 
     def _open(self, endpoint: Any) -> None:
-        """Host the store of this start, and say where; `endpoint` is the agents' own, new for each start."""
+        """Host the store of this start; publish its address in `endpoint`, the agents' own store."""
         self._store, (host, port) = host_store(self._timeout, (self._own_address(), 0))
         agents = PrefixStore(f"rankwise/{self.get_run_id()}", endpoint.underlying_store)
         token = agents.compare_set("job", "", secrets.token_hex(8)).decode()  # the first start's
         job = f"{self.get_run_id()}/{token}"  # another job may have the same id, at another time
         endpoint.set(_MEETING, json.dumps([host, port, agents.add("starts", 1) - 1, job]))
-        # What torch's handler waits for on a node that is new in this start.
+        # torch's handler waits for these on a node that is new in this start.
         endpoint.set(RendezvousStoreInfo.MASTER_ADDR_KEY, host)
         endpoint.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port))
 
     def _agents_store(self, host: str, port: int, is_host: bool | None) -> Store:
-        """Return the store in which the agents meet: hosted here if the endpoint is, and by nobody yet."""
+        """Return the store in which the agents meet; host it if the endpoint is this host, and free."""
         is_here = _is_this_host(host, port) if is_host is None else is_host
         address = (self._own_address() if is_here else host, port)
         try:
@@ -186,12 +185,12 @@ class NodesRendezvous(RendezvousHandler):
 
 
 def _is_this_host(host: str, port: int) -> bool:
-    """Whether a name or an address is this very host's: what goes there comes from there. Sends nothing."""
+    """Whether a name or an address is this host's own. Sends nothing."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             own, other = (str(end[0]).partition("%")[0] for end in (probe.getsockname(), probe.getpeername()))
     except OSError:
-        return False  # not known, or not yet
+        return False  # the name does not resolve, or not yet
     return own == other or ipaddress.ip_address(own).is_loopback

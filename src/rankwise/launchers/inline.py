@@ -1,4 +1,4 @@
-"""Start nothing: the processes are there (torchrun, by hand), or one is enough."""
+"""`InlineLauncher`: start nothing: the processes exist (torchrun, by hand), or one is enough."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rankwise.stores.tcp import open_store
 __all__ = ["InlineLauncher"]
 
 _ANSWER = timedelta(seconds=60)
-# One count for the whole process: its jobs meet in the one store of the launcher that started it.
+# Counts the jobs of this process: all of them use the one store of the launcher that started it.
 _jobs = itertools.count(1)
 
 
 @final
 class InlineLauncher(Launcher):
-    """Run the function in this process, as the rank that it is already.
+    """Run the function in this process, which is a rank already.
 
     Args:
         ranks: who this process is.
-        address: where the job's store is; None for a process that is alone, but under an elastic agent.
+        address: where the job's store is; None for a single process, unless an elastic agent started it.
         hosts_store: whether this rank has to host that store.
-        store_outlives: whether it is an elastic agent's, which is there when the ranks start again.
+        store_outlives: whether it is an elastic agent's, which stays when the ranks are restarted.
     """
 
     runs_in_caller = True
@@ -53,7 +53,7 @@ class InlineLauncher(Launcher):
         self._hosts_store = hosts_store
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
-        """Call `entry`; a failure is the exception itself, and in torchrun's error file if there is one."""
+        """Call `entry`; record a failure in torchrun's error file, if there is one, and raise it."""
         if self._agents_store is not None and self._address is None:
             _find_start(self._agents_store, self._ranks)
         worker = WorkerContext(
@@ -71,16 +71,14 @@ class InlineLauncher(Launcher):
                     stack.enter_context(heartbeat_written_to(NO_FILE))
                 return {self._ranks.global_rank: entry(worker)}
         except Exception as error:
-            get_error_handler().record_exception(
-                error
-            )  # writes where TORCHELASTIC_ERROR_FILE says, or nowhere
+            get_error_handler().record_exception(error)  # to TORCHELASTIC_ERROR_FILE, if it is set
             raise
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
 
 def _find_start(address: tuple[str, int], ranks: RankInfo) -> None:
-    """Learn from the agent's store which start this is; a rank that is alone needs it for nothing else."""
+    """Read from the agent's store which start this is, for a rank that needs the store for nothing else."""
     store = open_store(None, address, hosts=False, timeout=_ANSWER)
     find_restart(address, store, ranks, _ANSWER)

@@ -1,7 +1,7 @@
-"""What the forkserver imports once, so that the processes it forks need not; and how it ends.
+"""What the forkserver imports once for all processes that it forks; and how it ends.
 
-It must not raise: the forkserver would end with it, and say nothing. Any other process may import it too, as
-tools that read all modules do, and is left as it is.
+It must not raise: the forkserver would end without a message. Any other process may import it too, as tools
+that read all modules do; in such a process it changes nothing.
 """
 
 import atexit
@@ -23,15 +23,15 @@ _IS_SERVER = any("multiprocessing.forkserver" in argument for argument in sys.or
 
 
 def exit_when_idle(server: int, main_process: int, folder: Path | None) -> None:
-    """End the server: it has nothing to finish, and unloading torch would take it a second or more.
+    """End the server without unloading torch, which would take a second or more.
 
-    A main process that was killed has left multiprocessing's folder for the server's socket behind.
+    Removes multiprocessing's folder for the server's socket where the main process was killed.
     """
     if os.getpid() != server:  # a process that the server has forked
         return
     deadline = time.monotonic() + _PARENT_ENDS_S
     while os.getppid() == main_process and time.monotonic() < deadline:
-        time.sleep(_POLL_S)  # it has closed its files, and has yet to end
+        time.sleep(_POLL_S)  # it has closed its files, but not ended yet
     if folder is not None and os.getppid() != main_process:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
@@ -48,9 +48,9 @@ def _folder_of_the_socket() -> Path | None:
 
 
 def enable_interrupts(_: object) -> None:
-    """Let a process that is no rank of ours be interrupted, before it begins with its work.
+    """Unblock SIGINT in a forked process that is no rank of ours.
 
-    The server was started with SIGINT blocked, for the ranks' sake, and hands that on to all that it forks.
+    The server was started with SIGINT blocked, because of the ranks, and all that it forks inherits that.
     """
     if not multiprocessing.current_process().name.startswith("rankwise-"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -73,4 +73,4 @@ with contextlib.suppress(Exception):
     import rankwise.launchers.multiprocess  # noqa: F401  the worker function lives there
 
     if _IS_SERVER:
-        gc.freeze()  # what is here stays: its forks need not search it when they end
+        gc.freeze()  # forks need not search this for garbage when they end

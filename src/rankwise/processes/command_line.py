@@ -1,4 +1,4 @@
-"""The command line that runs this script again, and the count of its launches."""
+"""The command line that runs this script again, and the number of its launches."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ def _problem(command: Sequence[str]) -> str | None:
         return "in a notebook"
     if "ps1" in sys.__dict__ or sys.flags.interactive:
         return "in an interactive shell"
-    if (
-        "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules
-    ):  # a script that a test starts has no pytest
+    # A script that a test starts has the variable, but not the module.
+    if "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules:
         return "inside pytest"
     if multiprocessing.process.parent_process() is not None:
         return "in a process that multiprocessing started"
@@ -87,7 +86,7 @@ def _running_flag(word: str) -> str | None:
 
 
 def _original_directory(command: Sequence[str]) -> str:
-    """Return where the process was started: the script's full path less the one on the command line."""
+    """Return the directory in which the process was started: the script's full path less the given one."""
     script = _script(command) or ""
     full = getattr(sys.modules["__main__"], "__file__", None)
     if script.startswith("-") or full is None or Path(script).is_absolute() or not Path(full).is_absolute():
@@ -98,16 +97,16 @@ def _original_directory(command: Sequence[str]) -> str:
     return str(Path(*parts[: -len(given)]))
 
 
-_begun = 0
+_launches = 0
 
 
 def launch_count() -> int:
-    """Return how many launches have begun in this process, whatever became of them."""
-    return _begun
+    """Return how many launches this process has begun, failed ones included."""
+    return _launches
 
 
 def count_launch() -> int:
-    """Note that one more begins; return how many did before it."""
-    global _begun
-    _begun += 1
-    return _begun - 1
+    """Count one more launch; return how many were begun before."""
+    global _launches
+    _launches += 1
+    return _launches - 1

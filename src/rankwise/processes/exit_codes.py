@@ -18,24 +18,23 @@ __all__ = ["exit_now"]
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process without exit hooks, once what it has printed is written out."""
+    """Flush stdout and stderr, then end this process without exit hooks."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
-            continue  # closed, or nobody reads it any more, or there is none
+            continue  # closed, without a reader, or None
     os._exit(code)
 
 
-# Where each module keeps the threads that serve its pools. They wait for work until they are told of the end.
+# Where each module keeps the threads that serve its pools.
 _THREADS = {"concurrent.futures.thread": "_threads_queues", "concurrent.futures.process": "_threads_wakeups"}
 
 
 def end_pools() -> None:
-    """Let the pools of this process finish what they have to do, then end their threads and processes.
+    """Let the pools of this forked process finish their work, then end their threads and processes.
 
-    Python's own hook for that knows the caller's pools, too, whose threads are in another process, and the
-    thread that has launched the job may be one of them.
+    Python's own exit hook would also join the threads of the parent's pools, which do not exist here.
     """
     for name, its_threads in _THREADS.items():
         if (module := sys.modules.get(name)) is None:
@@ -50,12 +49,12 @@ def end_pools() -> None:
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 _FAILURE = 1
-# What runs others' code and catches all that it raises: there no exception comes to the interpreter's end.
+# These run other code and catch all that it raises: no exception reaches the end of the interpreter.
 _HOSTS = ("_pytest", "IPython", "ipykernel", "code", "bdb", "doctest", "unittest")
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return what a shell says of the worker that failed, or of what else ended the script; never 0."""
+    """Return the exit code of a script for the error that ended it, as a shell shows it; never 0."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if isinstance(error, WorkerKilledError):
@@ -67,10 +66,10 @@ def exit_code_of(error: BaseException) -> int:
 
 @contextmanager
 def exit_code_kept() -> Iterator[None]:
-    """Make a worker's failure that leaves the block, and that nobody catches, end the script with its code.
+    """Exit with the failed worker's code if a worker's error leaves the block and is not caught.
 
-    The traceback is printed as always, by the `sys.excepthook` that there is. Where somebody below catches
-    all exceptions (a notebook, pytest), and outside the main thread, nothing changes.
+    The present `sys.excepthook` prints the traceback as always. Nothing changes outside the main thread, nor
+    where a caller catches all exceptions (a notebook, pytest).
 
     Mutates: `sys.excepthook`, for as long as the exception lives.
     """
@@ -85,9 +84,9 @@ def exit_code_kept() -> Iterator[None]:
 
 @final
 class _ExitCodeHook:
-    """A `sys.excepthook` that does what the one before it does, and then, for one error, exits with its code.
+    """A `sys.excepthook` that calls the previous one and then, for one error, exits with its code.
 
-    CPython takes a `SystemExit` that a hook raises for the script's own, exit hooks and flushing included.
+    CPython treats a `SystemExit` that a hook raises like the script's own.
     """
 
     def __init__(self, error: WorkerError, before: _Hook) -> None:
@@ -103,9 +102,9 @@ class _ExitCodeHook:
 
     def _restore(self, error: object) -> None:
         if sys.excepthook is self:
-            sys.excepthook = self._before_all_that_is_over()
+            sys.excepthook = self._before_expired()
 
-    def _before_all_that_is_over(self) -> _Hook:
+    def _before_expired(self) -> _Hook:
         before = self._before
         while isinstance(before, _ExitCodeHook) and before._error() is None:
             before = before._before

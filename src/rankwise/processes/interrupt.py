@@ -1,4 +1,4 @@
-"""Make the main thread leave whatever it is doing: a real-time signal whose handler raises."""
+"""Interrupt the main thread: a real-time signal whose handler raises."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from typing_extensions import Self
 
 _FIRST_DELAY_S = 0.05
 _REPEAT_S = 0.05
-# So long after it was raised the exception is taken for lost: swallowed by an `except:`, or raised where
-# Python ignores exceptions (a weak reference's callback).
+# After this time the exception counts as lost: caught by an `except:`, or raised where Python ignores
+# exceptions (a weak reference's callback).
 _LOST_S = 1.0
 
 
 @final
 class JobStopped(BaseException):
-    """Raised in the main thread of a rank that the supervisor told to leave; `finally` blocks run."""
+    """Raised in the main thread of a rank after STOP from the supervisor; `finally` blocks run."""
 
 
 @final
 class Interruptible:
-    """A block of the main thread that `interrupt` can make leave, from another thread.
+    """A block of the main thread that another thread can end, by `interrupt`.
 
-    Outside the main thread (where Python delivers no signals) the block runs, but cannot be interrupted.
+    Outside the main thread, where Python runs no signal handlers, the block cannot be interrupted.
     Mutates: the handler of one free real-time signal, restored on exit.
     """
 
     def __init__(self) -> None:
         self._signal: int | None = None
-        self._lock = threading.Lock()  # held while a signal is sent, and to leave
+        self._lock = threading.Lock()  # held while a signal is sent, and at the end of the block
         self._left = threading.Event()
         self._is_leaving = False
         self._raised_s = -math.inf
@@ -42,7 +42,7 @@ class Interruptible:
         self._thread_id = threading.get_ident()
 
     def __enter__(self) -> Self:
-        # The caller may be in an `except` or `finally` block; so is, without knowing, what it forks there.
+        # The caller, or the process that has forked this one, may be in an `except` or `finally` block.
         self._handled_before = sys.exc_info()[1]
         if threading.current_thread() is threading.main_thread():
             self._signal = _free_signal()
@@ -56,12 +56,12 @@ class Interruptible:
         with self._lock:
             self._left.set()
         if self._signal is not None:
-            # ignored first: a signal that is under way must not meet the default action: it ends the process
+            # Ignored first: the default action for a signal that is under way would end the process.
             signal.signal(self._signal, signal.SIG_IGN)
             signal.signal(self._signal, signal.SIG_DFL)
 
     def interrupt(self) -> None:
-        """Wake the block and go on waking it until it has left. Runs on: a thread of the channel."""
+        """Raise in the block, again and again until it has ended. Runs on: another thread."""
         if self._signal is None:
             return
         delay = _FIRST_DELAY_S
@@ -76,16 +76,16 @@ class Interruptible:
 
     def _raise(self, signum: int, interrupted: FrameType | None) -> None:
         has_just_raised = time.monotonic() - self._raised_s < _LOST_S
-        if self._is_leaving or has_just_raised or self._is_to_be_spared(interrupted):
+        if self._is_leaving or has_just_raised or self._must_not_raise(interrupted):
             return
         self._raised_s = time.monotonic()
         raise JobStopped
 
-    def _is_to_be_spared(self, interrupted: FrameType | None) -> bool:
+    def _must_not_raise(self, interrupted: FrameType | None) -> bool:
         if interrupted is not None and interrupted.f_code is Interruptible.__exit__.__code__:
             return True  # at its very first instruction
         is_cleaning_up = sys.exc_info()[1] is not self._handled_before  # in an `except` or `finally` block
-        return is_cleaning_up or _in_finalizer(interrupted)  # an exception in a __del__ goes nowhere
+        return is_cleaning_up or _in_finalizer(interrupted)  # Python ignores an exception in a __del__
 
 
 def _free_signal() -> int | None:

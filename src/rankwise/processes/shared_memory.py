@@ -1,4 +1,4 @@
-"""Memory files that carry values between processes, and the pickling errors of such values.
+"""Memory files that transport values between processes, and the pickling errors of such values.
 
 Layout: length of the pickle (8 bytes; 0 while the file is not complete), the pickle, then each storage at a
 multiple of 64. The length is written last.
@@ -29,7 +29,7 @@ def create_memory_file() -> int:
     """Return a descriptor of an anonymous file that no other process can open by name."""
     if "memfd_create" in os.__dict__:
         return os.memfd_create("rankwise", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # unlinked from the start: what platforms without memfd have
+    with tempfile.TemporaryFile() as file:  # unlinked from the start, for platforms without memfd
         return os.dup(file.fileno())
 
 
@@ -108,7 +108,7 @@ def _copy_storage(storage: torch.UntypedStorage, memory: mmap.mmap, offset: int)
 
 @final
 class _Pickler(pickle.Pickler):
-    """Put each storage aside once, and a reference to its place into the pickle."""
+    """Collect each storage once; pickle its offset in its place."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
@@ -129,14 +129,14 @@ class _Pickler(pickle.Pickler):
         key = storage._cdata
         if key not in self._places:
             self._places[key] = self.size
-            self.storages.append((self.size, storage))  # keeps it alive, so that the key stays its own
+            self.storages.append((self.size, storage))  # kept alive, so that no other storage gets its key
             self.size = _aligned(self.size + storage.nbytes())
         return self._places[key]
 
 
 @final
 class _Unpickler(pickle.Unpickler):
-    """Find the storages again in the mapped memory."""
+    """Take the storages from the mapped memory."""
 
     def __init__(self, stream: io.BytesIO, memory: mmap.mmap, start: int, copy: bool) -> None:
         super().__init__(stream)
@@ -165,7 +165,7 @@ _DEPTH = 20
 
 
 def pack_or_explain(value: object, descriptor: int, start_method: str, roots: Mapping[str, object]) -> None:
-    """Pack a value that is to travel to the workers.
+    """Pack a value for the workers.
 
     Raises:
         NotPicklableError: names the attribute that cannot be pickled, starting from one of the `roots`.
@@ -204,7 +204,7 @@ def _failure(value: object) -> Exception | None:
 
 
 def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield what a value is made of, each part with its path."""
+    """Yield the parts of a value with their paths."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield f"{path}[{key!r}]", part

@@ -1,4 +1,4 @@
-"""A started process as the supervisor sees it: a pid, a descriptor that tells its end, a status."""
+"""`StartedProcess`: a process that was started here: pid, a descriptor for its end, exit status."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def is_suspended(pid: int) -> bool:
 
 
 class StartedProcess(ABC):
-    """One process that was started here, and that ends with this one. Only such are ever signalled.
+    """A process that was started here, and that ends with this one. No other process is ever signalled.
 
     Attributes:
-        pid: its number.
-        was_killed: whether it was sent SIGKILL from here.
+        pid: its process id.
+        was_killed: whether SIGKILL was sent to it from here.
     """
 
     def __init__(self, pid: int, parent_pipe: ParentDeathPipe) -> None:
@@ -66,7 +66,7 @@ class StartedProcess(ABC):
             return
 
     def is_stopped(self) -> bool:
-        """Whether the process is suspended (SIGSTOP, Ctrl-Z), so that it hears nothing but SIGKILL."""
+        """Whether the process is suspended (SIGSTOP, Ctrl-Z): it reacts to nothing but SIGKILL."""
         return is_suspended(self.pid)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class StartedProcess(ABC):
             return _readable_descriptor()
 
     def _watch_in_thread(self) -> int:
-        # Where there are no pidfds (macOS) a thread waits for the process and closes its end of a pipe.
+        # Without pidfds (macOS) a thread waits for the process, then closes its end of a pipe.
         read_end, write_end = os.pipe()
 
         def watch() -> None:
@@ -122,8 +122,8 @@ class MultiprocessingProcess(StartedProcess):
 
     def wait(self) -> int:
         """Reap the process; return its exit status."""
-        # A forkserver reports its child's status a moment after the pidfd has told its end; another thread
-        # that starts a process reaps ours, inside multiprocessing, a moment before it notes the status.
+        # A forkserver reports its child's status a moment after the pidfd is readable. Another thread that
+        # starts a process reaps ours, inside multiprocessing, a moment before it records the status.
         self._process.join(_STATUS_TIMEOUT_S if _HAS_PIDFD else None)
         deadline = time.monotonic() + _STATUS_TIMEOUT_S
         while self._process.exitcode is None and time.monotonic() < deadline:

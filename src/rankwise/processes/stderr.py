@@ -1,4 +1,4 @@
-"""Tell the user something on stderr from a thread that must neither fail by it nor wait for the reader."""
+"""Write to stderr from a thread that must neither fail nor wait for the reader."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import threading
 
 __all__ = ["write_stderr"]
 
-_PATIENCE_S = 0.2
+_TIMEOUT_S = 0.2
 
 _writing: threading.Thread | None = None
 
 
-def write_stderr(text: str, patience_s: float = _PATIENCE_S) -> None:
+def write_stderr(text: str, timeout_s: float = _TIMEOUT_S) -> None:
     """Write a text to stderr, in a thread of its own.
 
-    Where nobody reads stderr any more, or there is none, nothing happens; where a reader does not keep up,
-    the text comes when it does, and what is said until then is dropped.
+    Does nothing where stderr is closed or has no reader. Where the reader is slow, the text is written later,
+    and other texts are dropped until then.
 
     Args:
         text: what to write, with its line breaks.
-        patience_s: how long to wait until it is written.
+        timeout_s: how long to wait until it is written.
     """
     global _writing
     if _writing is not None and _writing.is_alive():
-        _writing.join(patience_s)
+        _writing.join(timeout_s)
         if _writing.is_alive():
             return
-    _writing = thread = threading.Thread(target=_write, args=(text,), name="rankwise-says", daemon=True)
+    _writing = thread = threading.Thread(target=_write, args=(text,), name="rankwise-stderr", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # Python 3.12 starts none while exit hooks run
         _write(text)
     else:
-        thread.join(patience_s)
+        thread.join(timeout_s)
 
 
 def _write(text: str) -> None:

@@ -59,6 +59,6 @@ def test_a_reader_that_does_not_keep_up(monkeypatch: pytest.MonkeyPatch) -> None
         text = b""
         while b"first\n" not in text:
             text += pipe.read1()
-        write_stderr("the third\n", patience_s=20)  # the thread of the first may yet have to end
+        write_stderr("the third\n", timeout_s=20)  # the thread of the first may yet have to end
         text += pipe.read1()
     assert text.replace(b"\0", b"") == b"the first\nthe third\n"
