@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Any, final
+from typing import final
 
 from rankwise.processes.event_loop import EventLoop
 
@@ -115,10 +114,6 @@ class RankChannel:
         except OSError:
             return
 
-    def send_record(self, kind: Kind, record: dict[str, Any]) -> None:
-        """Send one frame whose payload is JSON."""
-        self.send(kind, json.dumps(record).encode("utf-8", "backslashreplace"))
-
     def ask_store(self, request: bytes, timeout_s: float) -> bytes:
         """Send a request to the private store and wait for the reply.
 
@@ -171,11 +166,6 @@ class RankChannel:
         except queue.Empty:
             return False
         return True
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the supervisor has sent STOP."""
-        return self._stop_reason is not None
 
     def close(self) -> None:
         """Close the channel from this side and end its thread."""
