@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Collectives:
     """Runs collectives, and reports to the supervisor that this rank waits in them.
 
-    Every rank must call each of the methods, in the same order.
+    Every rank must call each of the methods, in the same order. `Strategy` documents those of the same name.
 
     Args:
         ranks: of this process.
@@ -45,22 +45,18 @@ class Collectives:
         self.check: CollectiveCheck | None = None
 
     def all_reduce(self, tensor: T, group: ProcessGroup | None, reduce_op: str) -> T:
-        """Reduce a tensor over the ranks."""
         with self._guard("all_reduce", group):
             return collectives.all_reduce(tensor, self._group(group), reduce_op)
 
     def all_gather(self, tensor: T, group: ProcessGroup | None, sync_grads: bool) -> T:
-        """Gather a tensor from every rank."""
         with self._guard("all_gather", group):
             return gathering.all_gather(tensor, self._group(group), sync_grads)
 
     def gather_all_tensors(self, tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-        """Gather tensors of different sizes."""
         with self._guard("gather_all_tensors", group):
             return gathering.gather_all_tensors(tensor, self._group(group))
 
     def all_gather_object(self, value: T, group: ProcessGroup | None) -> list[T]:
-        """Gather a value from every rank."""
         with self._guard("all_gather_object", group):
             return gathering.all_gather_object(value, self._group(group))
 
@@ -70,12 +66,10 @@ class Collectives:
             return gathering.gather_object(value, dst, group)
 
     def barrier(self, name: str | None) -> None:
-        """Wait until every rank of the job has called this."""
         with self._guard(f"barrier {name!r}" if name else "barrier"):
             collectives.barrier()
 
     def broadcast(self, value: T, src: int) -> T:
-        """Return rank `src`'s value on every rank of the job."""
         with self._guard("broadcast"):
             return collectives.broadcast(value, src)
 

@@ -152,10 +152,7 @@ class DDPStrategy(Strategy):
     @property
     def process_group_backend(self) -> str:
         """The back end of the collectives."""
-        return self._backend_of(self.placement)
-
-    def _backend_of(self, placement: Placement) -> str:
-        return self.group_config.process_group_backend or default_backend(placement.root_device.type)
+        return self.group_config.process_group_backend or default_backend(self.root_device.type)
 
     @property
     def init_timeout(self) -> timedelta:

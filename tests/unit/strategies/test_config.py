@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankwise import Trainer
 from rankwise.environments import ClusterEnvironment, NodesEnvironment, PlainEnvironment
 from rankwise.errors import (
     ConfigurationError,
@@ -354,6 +355,14 @@ def test_a_single_device_strategy_runs_here() -> None:
     assert strategy.launch(lambda strategy: value) is value
     assert (strategy.runs_in_caller, strategy.needs_pickling) == (True, False)
     assert strategy.results == {0: value}
+
+
+def test_a_strategy_in_a_job_is_not_copied() -> None:
+    """A launched function that gives its strategy to a Trainer gets a `LifecycleError`."""
+    strategy = SingleDeviceStrategy(accelerator="cpu")
+    with pytest.raises(LifecycleError, match="in a job"):
+        strategy.launch(lambda running: Trainer(strategy=running))
+    assert strategy.launch(lambda running: running.job.ranks) == strategy.ranks
 
 
 @pytest.mark.parametrize(("method", "pickles"), [("fork", False), ("spawn", True), ("forkserver", True)])
