@@ -22,19 +22,17 @@ from rankwise.trainer.state import Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
 if TYPE_CHECKING:
-    from rankwise.loggers import Logger
-    from rankwise.strategies import Strategy
-    from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.state_transfer import TrainerParts
+    from rankwise.trainer.state import TrainerParts
 
 __all__ = [
     "CheckpointFiles",
     "check_hyper_parameters",
     "current_run_id",
-    "make_checkpoint",
     "newest_first",
     "restore_module",
     "restore_training",
+    "save_checkpoint",
+    "save_stop_checkpoint",
 ]
 
 _log = logging.getLogger(__name__)
@@ -52,18 +50,13 @@ _UNKNOWN_JOB = (
 
 @final
 class CheckpointFiles:
-    """The checkpoint files of a Trainer's runs.
+    """The checkpoint files of a Trainer's runs, in the folders of its callbacks and of its first logger."""
 
-    Args:
-        callbacks: the Trainer's; its `ModelCheckpoint` callbacks say where files are.
-        loggers: the Trainer's; the default folder of checkpoints is below the first one's.
-        default_root_dir: the Trainer's.
-    """
-
-    def __init__(self, callbacks: list[Callback], loggers: list[Logger], default_root_dir: str) -> None:
-        self._saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-        self._logger = loggers[0] if loggers else None
-        self._default_root_dir = default_root_dir
+    def __init__(self, parts: TrainerParts) -> None:
+        self._strategy = parts.strategy
+        self._saving = [callback for callback in parts.callbacks if isinstance(callback, ModelCheckpoint)]
+        self._logger = parts.loggers[0] if parts.loggers else None
+        self._default_root_dir = parts.options.default_root_dir
 
     @property
     def stop_path(self) -> str:
@@ -93,14 +86,14 @@ class CheckpointFiles:
             return self._best()
         return None if ckpt_path is None else os.fspath(ckpt_path)
 
-    def find_after_restart(self, strategy: Strategy) -> tuple[str, dict[str, Any]] | None:
+    def find_after_restart(self) -> tuple[str, dict[str, Any]] | None:
         """Return path and contents of this job's newest checkpoint after a restart; None in the first start.
 
         Collective: every rank must call this, and must be able to read what rank 0 finds.
         """
         # Rank 0 decides: without a store that outlives the start, ranks may count the restarts differently.
-        path = strategy.broadcast(self._newest_of_job(strategy) if strategy.is_global_zero else None)
-        return None if path is None else (path, strategy.load_checkpoint(path))
+        path = self._strategy.broadcast(self._newest_of_job() if self._strategy.is_global_zero else None)
+        return None if path is None else (path, self._strategy.load_checkpoint(path))
 
     def _best(self) -> str:
         if self._saving and self._saving[0].best_model_path:
@@ -122,7 +115,7 @@ class CheckpointFiles:
         )
         return None
 
-    def _newest_of_job(self, strategy: Strategy) -> str | None:
+    def _newest_of_job(self) -> str | None:
         """Return the newest loadable checkpoint that has this job's id."""
         restart = current_restart()
         if restart.number == 0:
@@ -135,7 +128,7 @@ class CheckpointFiles:
             found |= set(Path(self._default_root_dir).rglob("checkpoints/*.ckpt"))  # all loggers' folders
         for path in newest_first(found):
             try:
-                checkpoint = strategy.load_checkpoint(path)
+                checkpoint = self._strategy.load_checkpoint(path)
             except CheckpointError as error:
                 _log.warning("The checkpoint %s is passed over, as it does not load: %s", path, error)
                 continue
@@ -172,9 +165,7 @@ def current_run_id() -> str:
     return current_restart().job
 
 
-def check_hyper_parameters(
-    module: TrainingModule, callbacks: list[Callback], strategy: Strategy, default_root_dir: str
-) -> None:
+def check_hyper_parameters(parts: TrainerParts) -> None:
     """Refuse hyper parameters that a checkpoint cannot hold, if a callback will save checkpoints.
 
     Nothing is checked if an `on_save_checkpoint` hook is overridden: it may change them before saving.
@@ -182,33 +173,40 @@ def check_hyper_parameters(
     Raises:
         CheckpointError: naming those that cannot be written, or could not be loaded.
     """
-    saving = next(
-        (
-            callback
-            for callback in callbacks
-            if isinstance(callback, ModelCheckpoint) and (callback.save_top_k or callback.save_last)
-        ),
-        None,
+    saving = [callback for callback in parts.callbacks if isinstance(callback, ModelCheckpoint)]
+    saving = [callback for callback in saving if callback.save_top_k or callback.save_last]
+    changes_checkpoints = is_defined(parts.module, "on_save_checkpoint") or any(
+        type(callback).on_save_checkpoint is not Callback.on_save_checkpoint for callback in parts.callbacks
     )
-    changes_checkpoints = is_defined(module, "on_save_checkpoint") or any(
-        type(callback).on_save_checkpoint is not Callback.on_save_checkpoint for callback in callbacks
-    )
-    if saving is None or not module.hparams or changes_checkpoints:
+    if not saving or not parts.module.hparams or changes_checkpoints:
         return
-    folder = saving.dirpath or default_root_dir
+    folder = saving[0].dirpath or parts.options.default_root_dir
     with as_checkpoint_error(folder):
-        part = _plain({"hyper_parameters": module.hparams})
-    strategy.checkpoint_io.check_checkpoint(part, folder)
+        part = _plain({"hyper_parameters": parts.module.hparams})
+    parts.strategy.checkpoint_io.check_checkpoint(part, folder)
 
 
-def make_checkpoint(parts: TrainerParts, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return all that a fit needs to continue from here, as plain types and tensors, to be written to `path`.
+def save_checkpoint(parts: TrainerParts, path: str | os.PathLike[str]) -> None:
+    """Write all that a fit needs to continue from here, as plain types and tensors, to `path`.
 
     Collective: every rank must call this, as sharded optimizers gather their state.
 
     Raises:
-        CheckpointError: when it contains itself.
+        CheckpointError: when it cannot be written, or contains itself.
     """
+    checkpoint = _checkpoint(parts)
+    parts.hooks.call("on_save_checkpoint", checkpoint)
+    with as_checkpoint_error(path):
+        plain: dict[str, Any] = _plain(checkpoint)
+    parts.strategy.save_checkpoint(plain, path)
+
+
+def save_stop_checkpoint(parts: TrainerParts) -> None:
+    """Write the checkpoint of a fit that a signal stops, for `ckpt_path="last"`; Collective, as the above."""
+    save_checkpoint(parts, CheckpointFiles(parts).stop_path)
+
+
+def _checkpoint(parts: TrainerParts) -> dict[str, Any]:
     strategy, module, state = parts.strategy, parts.module, parts.state
     optimizers, schedulers = parts.optimizers.states_or_kept(strategy)
     checkpoint: dict[str, Any] = {
@@ -233,10 +231,7 @@ def make_checkpoint(parts: TrainerParts, path: str | os.PathLike[str]) -> dict[s
         checkpoint["comm_hooks"] = comm_hooks
     if module.hparams:
         checkpoint["hyper_parameters"] = module.hparams
-    parts.hooks.call("on_save_checkpoint", checkpoint)
-    with as_checkpoint_error(path):
-        plain: dict[str, Any] = _plain(checkpoint)
-    return plain
+    return checkpoint
 
 
 def restore_module(parts: TrainerParts, checkpoint: dict[str, Any], path: str) -> None:

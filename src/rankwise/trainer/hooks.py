@@ -46,6 +46,11 @@ class Hooks:
             if isinstance(callback, MonitoringCallback):
                 getattr(callback, name)(trainer, module, *args)
 
+    def call_exception_hooks(self, error: BaseException) -> None:
+        """Call `on_exception` of the callbacks, which modules do not have."""
+        for callback in self._trainer.callbacks:
+            callback.on_exception(self._trainer, self._module, error)
+
 
 class ModuleHooks:
     """The hooks of a training module, to override; stages are `fit`, `validate`, `test`, `predict`."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -13,7 +14,12 @@ from torch import nn
 
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import given_seed
-from rankwise.trainer.checkpointing import restore_module, restore_training
+from rankwise.trainer.checkpointing import (
+    CheckpointFiles,
+    restore_module,
+    restore_training,
+    save_stop_checkpoint,
+)
 from rankwise.trainer.consistency import (
     agreed_order_seeds,
     check_ranks_agree,
@@ -34,13 +40,12 @@ from rankwise.trainer.loops.evaluation import EvaluationLoop
 from rankwise.trainer.loops.fit import FitLoop
 from rankwise.trainer.loops.prediction import Gather, PredictionLoop
 from rankwise.trainer.module import is_defined, undefined
-from rankwise.trainer.state_transfer import CallerState, RankState, capture
+from rankwise.trainer.state import StopCondition
 
 if TYPE_CHECKING:
-    from rankwise.strategies import Strategy
     from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.state import StageName
-    from rankwise.trainer.trainer import Trainer
+    from rankwise.trainer.state import StageName, TrainerParts
+    from rankwise.trainer.state_transfer import RankState
 
 __all__ = ["StageSpec", "check_module", "loop_context", "run_stage", "torch_flags_set"]
 
@@ -57,12 +62,11 @@ _LOADER_HOOKS = {
 @final
 @dataclass
 class StageSpec:
-    """The arguments of a stage, beside trainer and module.
+    """The arguments of a stage, beside the trainer's parts and the loaders.
 
     Attributes:
         stage: the stage.
         seed: of this process; the trainer's is rank 0's, or that of the run that continues.
-        brings_state_back: whether the calling process is another one than rank 0's.
         checkpoint: the checkpoint to continue from, or to evaluate.
         checkpoint_path: where that was loaded from.
         gather: which ranks get the predictions.
@@ -70,7 +74,6 @@ class StageSpec:
 
     stage: StageName
     seed: int
-    brings_state_back: bool
     checkpoint: dict[str, Any] | None = None
     checkpoint_path: str = ""
     gather: Gather = "all"
@@ -121,56 +124,46 @@ def torch_flags_set(deterministic: bool | str, benchmark: bool | None) -> Iterat
 # ------------------------------------------------------------------ on each rank
 
 
-def run_stage(
-    strategy: Strategy, *, model: TrainingModule, trainer: Trainer, loaders: dict[str, Any], spec: StageSpec
-) -> tuple[Any, CallerState | None]:
-    """Run a stage on this rank; return its value, and on rank 0 the state for the calling process.
+def run_stage(parts: TrainerParts, loaders: dict[str, Any], spec: StageSpec) -> Any:
+    """Run a stage on this rank; return its value.
 
     Collective: every rank must call this.
+
+    Args:
+        parts: the trainer's, on this rank.
+        loaders: the user's, by phase; None for the module's own.
+        spec: what else the stage needs.
     """
-    known_modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    trainer.enter_stage(strategy, model, spec.stage)
     status = "failed"
     try:
-        with torch_flags_set(trainer.options.deterministic, trainer.options.benchmark):
-            value = _Stage(trainer, model, loaders, spec).run()
+        with torch_flags_set(parts.options.deterministic, parts.options.benchmark):
+            value = _Stage(parts, loaders, spec).run()
         status = "success"
     except BaseException as error:
         failure_time_of(error)  # notes the time before the hooks take theirs
-        for callback in trainer.callbacks:
-            callback.on_exception(trainer, model, error)
+        parts.hooks.call_exception_hooks(error)
         raise
     finally:
-        _end_stage(trainer, spec.stage, status)
-    return value, capture(trainer.parts(model), known_modules) if spec.brings_state_back else None
-
-
-def _end_stage(trainer: Trainer, stage: StageName, status: str) -> None:
-    report_phase(TEARDOWN)
-    try:
-        trainer.parts(trainer.module).hooks.call("teardown", stage)
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
+        report_phase(TEARDOWN)
+        parts.hooks.call("teardown", spec.stage)
+        if parts.strategy.is_global_zero:
+            for logger in parts.loggers:
                 logger.finalize(status)
-    finally:
-        trainer.leave_stage()
-        report_phase("running")
+    return value
 
 
 @final
 class _Stage:
-    """A stage of `trainer`, on this rank; `loaders` are the user's by phase, None for the module's own."""
+    """A stage on this rank."""
 
-    def __init__(
-        self, trainer: Trainer, module: TrainingModule, loaders: dict[str, Any], spec: StageSpec
-    ) -> None:
-        self._trainer = trainer
-        self._module = module
+    def __init__(self, parts: TrainerParts, loaders: dict[str, Any], spec: StageSpec) -> None:
+        self._parts = parts
+        self._strategy = parts.strategy
+        self._module = parts.module
+        self._options = parts.options
+        self._state = parts.state
         self._loaders = loaders
         self._spec = spec
-        self._strategy = trainer.strategy
-        self._state = trainer.state
-        self._parts = trainer.parts(module)
 
     def run(self) -> Any:
         """Prepare the stage, run its loop and return its value."""
@@ -191,16 +184,14 @@ class _Stage:
     def _find_checkpoint(self) -> None:
         """After a restart, use the job's newest checkpoint; make sure that all ranks have the same."""
         spec = self._spec
-        if spec.stage == "fit" and (
-            found := self._trainer.checkpoint_files.find_after_restart(self._strategy)
-        ):
-            self._trainer.ckpt_path, spec.checkpoint = found
-            spec.checkpoint_path = found[0]
+        if spec.stage == "fit" and (found := CheckpointFiles(self._parts).find_after_restart()):
+            spec.checkpoint_path, spec.checkpoint = found
+            self._state.ckpt_path = spec.checkpoint_path
         check_ranks_agree(self._strategy, fingerprint_of_checkpoint(spec.checkpoint))
 
     def _agree_on_seed_and_loggers(self) -> None:
         """Use rank 0's seed, or that of the run that continues, and the state of rank 0's loggers."""
-        spec, loggers = self._spec, self._trainer.loggers
+        spec, loggers = self._spec, self._parts.loggers
         saved = spec.checkpoint if spec.stage == "fit" and spec.checkpoint else {}
         self._state.seed = self._strategy.broadcast(saved.get("seed", spec.seed))
         states = self._strategy.broadcast([logger.state_dict() for logger in loggers])
@@ -218,12 +209,12 @@ class _Stage:
         rank_state = self._restore_fit(wrapped)
         self._log_hyper_parameters()
         data = self._train_data()
-        context = loop_context(self._trainer, self._module, wrapped)
+        context = loop_context(self._parts, wrapped)
         validation = self._validation(context)
         self._state.has_validation = validation is not None
         context.hooks.call("on_fit_start")
         loop = FitLoop(context, data, validation, rank_state)
-        self._trainer.running_manual_optimization = loop.manual_optimization
+        self._parts.running_stage.manual_optimization = loop.manual_optimization
         loop.run()
         self._strategy.restore_module(self._module)
         context.hooks.call("on_fit_end")
@@ -238,14 +229,13 @@ class _Stage:
 
     def _log_hyper_parameters(self) -> None:
         if self._module.hparams and self._strategy.is_global_zero:
-            for logger in self._trainer.loggers:
+            for logger in self._parts.loggers:
                 logger.log_hyperparams(self._module.hparams)
 
     def _train_data(self) -> TrainDataShard:
         order_seed = (self._spec.checkpoint or {}).get("order_seed")  # a run that continues keeps its order
         shard = self._shards("train", order_seed)[0]
-        limit = self._trainer.options.limit("train")
-        data = TrainDataShard(shard, self._state.seed, limit, self._strategy)
+        data = TrainDataShard(shard, self._state.seed, self._options.limit("train"), self._strategy)
         self._state.num_training_batches = data.num_batches
         return data
 
@@ -267,22 +257,20 @@ class _Stage:
             self._state.num_test_batches = counts
         else:
             self._state.num_val_batches = counts
-        return EvaluationLoop(loop_context(self._trainer, self._module, self._module), shards, stage).run()
+        return EvaluationLoop(loop_context(self._parts, self._module), shards, stage).run()
 
     def _predict(self) -> list[Any]:
         shards = self._shards("predict")
         if self._spec.gather is not None:
             check_can_be_gathered(shards, self._strategy.world_size)
         self._state.num_predict_batches = [shard.num_batches for shard in shards]
-        return PredictionLoop(loop_context(self._trainer, self._module, self._module), shards).run(
-            self._spec.gather
-        )
+        return PredictionLoop(loop_context(self._parts, self._module), shards).run(self._spec.gather)
 
     # ------------------------------------------------------------------ all stages
 
     def _shards(self, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
         """Return this rank's part of each loader of a phase; `order_seed` replaces the training loader's."""
-        given, options = self._loaders[phase], self._trainer.options
+        given, options = self._loaders[phase], self._options
         loaders = as_list(getattr(self._module, _LOADER_HOOKS[phase])() if given is None else given)
         is_split_here = options.use_distributed_sampler
         check_ranks_agree(self._strategy, fingerprint_of_loaders(phase, loaders, is_split_here))
@@ -297,20 +285,21 @@ class _Stage:
         ]
 
 
-def loop_context(trainer: Trainer, module: TrainingModule, wrapped: nn.Module) -> LoopContext:
-    """Return what the loops of a stage use of the trainer; `wrapped` is `module` itself in evaluation."""
+def loop_context(parts: TrainerParts, wrapped: nn.Module) -> LoopContext:
+    """Return what the loops of a stage use of the trainer; `wrapped` is the module itself in evaluation."""
+    options, state = parts.options, parts.state
     return LoopContext(
-        strategy=trainer.strategy,
-        module=module,
+        strategy=parts.strategy,
+        module=parts.module,
         wrapped=wrapped,
-        optimizers=trainer.optimizers,
-        schedulers=trainer.lr_scheduler_configs,
-        progress=trainer.progress,
-        seed=trainer.seed,
-        gradient_order=trainer.gradient_order,
-        hooks=trainer.parts(module).hooks,
-        metrics=trainer.running_stage,
-        settings=trainer.options,
-        stop=trainer.stop_condition,
-        save_stop_checkpoint=None if trainer.fast_dev_run else trainer.save_stop_checkpoint,
+        optimizers=parts.optimizers.optimizers,
+        schedulers=parts.optimizers.schedulers,
+        progress=state.progress,
+        seed=state.seed,
+        gradient_order=state.gradient_order,
+        hooks=parts.hooks,
+        metrics=parts.running_stage,
+        settings=options,
+        stop=StopCondition(options, state, parts.strategy.is_global_zero),
+        save_stop_checkpoint=None if options.fast_dev_run else partial(save_stop_checkpoint, parts),
     )

@@ -6,16 +6,23 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from rankwise.errors import LifecycleError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rankwise.callbacks import Callback
     from rankwise.loggers import Logger
+    from rankwise.strategies import Strategy
+    from rankwise.trainer.hooks import Hooks
+    from rankwise.trainer.loops.optimizers import OptimizerSet
     from rankwise.trainer.metrics import Reported, Results
+    from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.options import TrainerOptions
 
-__all__ = ["Progress", "RunningStage", "StageName", "StopCondition", "TrainerState"]
+__all__ = ["Progress", "RunningStage", "StageName", "StopCondition", "TrainerParts", "TrainerState"]
 
 StageName = Literal["fit", "validate", "test", "predict"]
 
@@ -102,6 +109,7 @@ class TrainerState:
     order_seed: int = 0
     gradient_order: list[int] = field(default_factory=list)
     should_stop: bool = False
+    ckpt_path: str | None = None
     callback_metrics: dict[str, Tensor] = field(default_factory=dict)
     logged_metrics: dict[str, Tensor] = field(default_factory=dict)
     progress_bar_metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -124,6 +132,7 @@ class RunningStage:
         phase: `"train"`, `"validate"`, `"test"` or `"predict"`; None outside of the loops.
         results: where the module logs to; None outside of the loops.
         epoch_results: what was logged in the current training epoch so far.
+        manual_optimization: the `ManualOptimization` of a module with `automatic_optimization = False`.
     """
 
     name: StageName
@@ -132,6 +141,7 @@ class RunningStage:
     phase: str | None = None
     results: Results | None = None
     epoch_results: Results | None = None
+    manual_optimization: Any = None
 
     @contextlib.contextmanager
     def in_phase(self, phase: str, results: Results) -> Iterator[None]:
@@ -199,3 +209,31 @@ class StopCondition:
                 stacklevel=3,
             )
         return is_done
+
+
+@final
+@dataclass(frozen=True)
+class TrainerParts:
+    """The parts of a Trainer that stages, checkpoints and the transfer of state use, for one module.
+
+    `hooks` calls the hooks of `callbacks` and `module`; `stage` is None outside of stages.
+    """
+
+    strategy: Strategy
+    module: TrainingModule
+    options: TrainerOptions
+    state: TrainerState
+    optimizers: OptimizerSet
+    callbacks: list[Callback]
+    loggers: list[Logger]
+    hooks: Hooks
+    stage: RunningStage | None
+
+    @property
+    def running_stage(self) -> RunningStage:
+        """The stage that runs now."""
+        if self.stage is None:
+            raise LifecycleError(
+                call="a loop", state="no stage", needed="a stage", remedy="trainer.fit(model, ...)"
+            )
+        return self.stage

@@ -18,18 +18,12 @@ from rankwise.data.random_state import get_random_state, mixed_seed, seed_proces
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
-    from rankwise.callbacks import Callback
-    from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
-    from rankwise.trainer.hooks import Hooks
-    from rankwise.trainer.loops.optimizers import OptimizerSet
-    from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.state import TrainerState
+    from rankwise.trainer.state import TrainerParts, TrainerState
 
 __all__ = [
     "CallerState",
     "RankState",
-    "TrainerParts",
     "capture",
     "gather_rank_states",
     "restore",
@@ -37,21 +31,6 @@ __all__ = [
 ]
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-
-
-@final
-@dataclass(frozen=True)
-class TrainerParts:
-    """The parts of a Trainer whose state is saved in checkpoints and sent back to the calling process."""
-
-    strategy: Strategy
-    module: TrainingModule
-    state: TrainerState
-    optimizers: OptimizerSet
-    callbacks: list[Callback]
-    loggers: list[Logger]
-    hooks: Hooks
-    epoch_results: Results | None
 
 
 @final
@@ -180,7 +159,7 @@ def gather_rank_states(parts: TrainerParts) -> list[dict[str, Any]]:
 
     Collective: every rank must call this.
     """
-    results = parts.epoch_results
+    results = parts.stage.epoch_results if parts.stage else None
     own = {
         "random": get_random_state(parts.strategy.root_device),
         "results": None if results is None else results.state_dict(),

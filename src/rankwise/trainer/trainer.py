@@ -10,9 +10,10 @@ from torch import Tensor
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import InvalidTypeError, LifecycleError
+from rankwise.monitoring.heartbeat import report_phase
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import with_known_keywords
-from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, make_checkpoint
+from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
 from rankwise.trainer.data_loaders import check_loaders
 from rankwise.trainer.hooks import Hooks
 from rankwise.trainer.loops.manual import check_manual
@@ -22,8 +23,15 @@ from rankwise.trainer.loops.prediction import GATHERINGS, Gather
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.options import TrainerOptions, check_choice
 from rankwise.trainer.stages import StageSpec, check_module, run_stage
-from rankwise.trainer.state import Progress, RunningStage, StageName, StopCondition, TrainerState
-from rankwise.trainer.state_transfer import TrainerParts, restore
+from rankwise.trainer.state import (
+    Progress,
+    RunningStage,
+    StageName,
+    StopCondition,
+    TrainerParts,
+    TrainerState,
+)
+from rankwise.trainer.state_transfer import CallerState, capture, restore
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -185,10 +193,8 @@ class Trainer:
     def _forget_fit(self) -> None:
         self._module: TrainingModule | None = None
         self._fitted_module: TrainingModule | None = None
-        self.ckpt_path: str | None = None
         self.state = TrainerState()
         self._optimizers = OptimizerSet()
-        self.running_manual_optimization: ManualOptimization | None = None
 
     # ------------------------------------------------------------------ stages
 
@@ -219,7 +225,8 @@ class Trainer:
             self._forget_fit()
             self.strategy.load_comm_hook_states([])
         self.should_stop = False
-        if ckpt_path is None and self.stop_condition.warn_if_done():
+        is_done = StopCondition(self.options, self.state, self.is_global_zero).warn_if_done
+        if ckpt_path is None and is_done():
             return
         self._launch("fit", model, {"train": train_dataloaders, "validate": val_dataloaders}, ckpt_path)
 
@@ -301,11 +308,7 @@ class Trainer:
                 needed="a fit",
                 remedy="call trainer.fit(model, ...) first.",
             )
-        self.strategy.save_checkpoint(make_checkpoint(self.parts(self._fitted_module), path), path)
-
-    def save_stop_checkpoint(self) -> None:
-        """Write the checkpoint of a fit that a signal stops; `ckpt_path="last"` finds it."""
-        self.save_checkpoint(self.checkpoint_files.stop_path)
+        save_checkpoint(self.parts(self._fitted_module), path)
 
     def _evaluate(
         self, stage: StageName, model: Any, dataloaders: Any, ckpt_path: Any, gather: Gather = "all"
@@ -318,18 +321,24 @@ class Trainer:
     ) -> Any:
         """Check all that can be checked here, run the stage on every rank, restore its state here."""
         self._check_stage(stage, model, loaders)
-        path = self.checkpoint_files.find(ckpt_path)
+        path = CheckpointFiles(self.parts(model)).find(ckpt_path)
         spec = StageSpec(
             stage,
             seed=torch.initial_seed(),
-            brings_state_back=not self.strategy.runs_in_caller,
             checkpoint=None if path is None else self.strategy.load_checkpoint(path),
             checkpoint_path=path or "",
             gather=gather,
         )
         self._set_module(model, stage)
         self.ckpt_path = path
-        value, state = self.strategy.launch(run_stage, model=model, trainer=self, loaders=loaders, spec=spec)
+        value, state = self.strategy.launch(
+            _run_on_rank,
+            model=model,
+            trainer=self,
+            loaders=loaders,
+            spec=spec,
+            brings_state_back=not self.strategy.runs_in_caller,
+        )
         if state is not None:
             restore(self.parts(model), state)
         return value
@@ -347,14 +356,14 @@ class Trainer:
         if stage == "fit":
             check_manual(model, self.strategy, self.options)
             check_hook(self.strategy, self.on_nonfinite)
-            check_hyper_parameters(model, self.callbacks, self.strategy, self.default_root_dir)
+            check_hyper_parameters(self.parts(model))
         for phase, given in loaders.items():
             check_loaders(phase, given, self.options, self.world_size)
 
     # ------------------------------------------------------------------ within a stage, on every rank
 
     def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> None:
-        """Become the trainer of this rank, for a stage."""
+        """Use this rank's strategy and module, and start a stage."""
         self.strategy = strategy
         self._set_module(model, stage)
         self._stage = RunningStage(stage, self.state, self.loggers if self.is_global_zero else [])
@@ -362,7 +371,6 @@ class Trainer:
     def leave_stage(self) -> None:
         """Drop what exists only during a stage."""
         self._stage = None
-        self.running_manual_optimization = None
 
     def _set_module(self, model: TrainingModule, stage: StageName) -> None:
         self._module = model
@@ -371,34 +379,18 @@ class Trainer:
         model.trainer = self
 
     def parts(self, module: TrainingModule) -> TrainerParts:
-        """Return the parts whose state checkpoints hold and workers send back, for a module."""
+        """Return the parts that stages, checkpoints and the transfer of state use, for a module."""
         return TrainerParts(
             strategy=self.strategy,
             module=module,
+            options=self.options,
             state=self.state,
             optimizers=self._optimizers,
             callbacks=self.callbacks,
             loggers=self.loggers,
             hooks=Hooks(self, module),
-            epoch_results=self.epoch_results,
+            stage=self._stage,
         )
-
-    @property
-    def running_stage(self) -> RunningStage:
-        """The stage that runs now; it takes what the module logs."""
-        if self._stage is None:
-            raise self._not_logging("no stage")
-        return self._stage
-
-    @property
-    def stop_condition(self) -> StopCondition:
-        """When training stops."""
-        return StopCondition(self.options, self.state, is_global_zero=self.is_global_zero)
-
-    @property
-    def checkpoint_files(self) -> CheckpointFiles:
-        """The checkpoint files of this trainer's runs."""
-        return CheckpointFiles(self.callbacks, self.loggers, self.default_root_dir)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without strategy and modules, which the launcher sends with the trainer."""
@@ -428,6 +420,7 @@ class Trainer:
     order_seed: int = _forwarded("state.order_seed")
     gradient_order: list[int] = _forwarded("state.gradient_order")
     should_stop: bool = _forwarded("state.should_stop")
+    ckpt_path: str | None = _forwarded("state.ckpt_path")
     callback_metrics: dict[str, Tensor] = _forwarded("state.callback_metrics")
     logged_metrics: dict[str, Tensor] = _forwarded("state.logged_metrics")
     has_validation: bool = _forwarded("state.has_validation")
@@ -467,18 +460,14 @@ class Trainer:
     @property
     def results(self) -> Results:
         """What is logged in the current loop."""
-        if self.running_stage.results is None:
-            raise self._not_logging(self.running_stage.name)
-        return self.running_stage.results
-
-    @staticmethod
-    def _not_logging(state: str) -> LifecycleError:
-        return LifecycleError(
-            call="self.log()",
-            state=state,
-            needed="a loop that runs",
-            remedy="log in the steps, or in hooks between on_train_start and on_train_end.",
-        )
+        if self._stage is None or self._stage.results is None:
+            raise LifecycleError(
+                call="self.log()",
+                state="no stage" if self._stage is None else self._stage.name,
+                needed="a loop that runs",
+                remedy="log in the steps, or in hooks between on_train_start and on_train_end.",
+            )
+        return self._stage.results
 
     @property
     def epoch_results(self) -> Results | None:
@@ -488,14 +477,20 @@ class Trainer:
     @property
     def manual_optimization(self) -> ManualOptimization:
         """What runs the steps of a module with `automatic_optimization = False`."""
-        if self.running_manual_optimization is None:
+        running = self.running_manual_optimization
+        if running is None:
             raise LifecycleError(
                 call="a method of manual optimisation",
                 state="no stage" if self._stage is None else self._stage.name,
                 needed="a fit of a module with automatic_optimization = False",
                 remedy="set self.automatic_optimization = False in __init__.",
             )
-        return self.running_manual_optimization
+        return running
+
+    @property
+    def running_manual_optimization(self) -> ManualOptimization | None:
+        """The same, or None if none runs."""
+        return None if self._stage is None else self._stage.manual_optimization
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -526,3 +521,26 @@ class Trainer:
     def is_fitting(self) -> bool:
         """Whether `fit` runs, training or validating."""
         return self._stage is not None and self._stage.name == "fit"
+
+
+def _run_on_rank(
+    strategy: Strategy,
+    *,
+    model: TrainingModule,
+    trainer: Trainer,
+    loaders: dict[str, Any],
+    spec: StageSpec,
+    brings_state_back: bool,
+) -> tuple[Any, CallerState | None]:
+    """Run a stage on this rank; return its value, and the state for the calling process of this node.
+
+    Collective: every rank must call this.
+    """
+    known_modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    trainer.enter_stage(strategy, model, spec.stage)
+    try:
+        value = run_stage(trainer.parts(model), loaders, spec)
+    finally:
+        trainer.leave_stage()
+        report_phase("running")
+    return value, capture(trainer.parts(model), known_modules) if brings_state_back else None

@@ -14,7 +14,7 @@ from rankwise.loggers import CSVLogger
 from rankwise.stores import restart
 from rankwise.stores.restart import RestartInfo
 from rankwise.trainer import Trainer
-from rankwise.trainer.checkpointing import newest_first
+from rankwise.trainer.checkpointing import newest_first, save_stop_checkpoint
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 JOB = "a job"
@@ -114,7 +114,7 @@ def stopped(folder: Path, **options: Any) -> None:
     train.fit(Line(), loader())
     for path in folder.rglob("*.ckpt"):  # a file system's clock may stand still meanwhile
         os.utime(path, (path.stat().st_mtime - 60,) * 2)
-    train.save_stop_checkpoint()
+    save_stop_checkpoint(train.parts(train.module))
 
 
 @pytest.mark.parametrize("callbacks", [None, ModelCheckpoint()])

@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.trainer import Trainer
-from rankwise.trainer.stages import StageSpec, run_stage
+from rankwise.trainer.stages import StageSpec
 from rankwise.trainer.state_transfer import restore
+from rankwise.trainer.trainer import _run_on_rank
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -54,11 +55,16 @@ class Growing(Line):
 def fit_elsewhere(train: Trainer, model: Line) -> None:
     """Fit as spawn does: copies of trainer and module train, and what they have learnt comes back."""
     their_train, their_model = pickle.loads(pickle.dumps((train, model)))
-    spec = StageSpec("fit", seed=0, brings_state_back=True)
+    spec = StageSpec("fit", seed=0)
     loaders = {"train": loader(), "validate": None}
     train._set_module(model, "fit")
     result = train.strategy.launch(
-        run_stage, model=their_model, trainer=their_train, loaders=loaders, spec=spec
+        _run_on_rank,
+        model=their_model,
+        trainer=their_train,
+        loaders=loaders,
+        spec=spec,
+        brings_state_back=True,
     )
     restore(train.parts(model), pickle.loads(pickle.dumps(result[1])))
 

@@ -238,7 +238,7 @@ def test_none_with_other_ranks(tmp_path: Path) -> None:
     model, share = Line(), TrainDataShard(LoaderShard([], 0), 0, 1.0, train.strategy)
     schedule = BatchSchedule(train.strategy, model, share, "error")
     train.enter_stage(train.strategy, model, "fit")
-    optimization = AutomaticOptimization(loop_context(train, model, nn.Identity()), schedule)
+    optimization = AutomaticOptimization(loop_context(train.parts(model), nn.Identity()), schedule)
     with pytest.raises(ConfigurationError, match="returned None"):
         optimization._loss_of(None, 3)
 
