@@ -39,7 +39,7 @@ __all__ = ["MultiprocessLauncher", "create_job", "refuse_where_impossible"]
 _one_at_a_time = threading.Lock()
 # The jobs on several nodes, which all meet in one store: every node counts the same.
 _jobs = itertools.count(1)
-_PRELOAD = "rankwise.launchers.preload"
+PRELOAD = "rankwise.launchers.preload"
 
 
 def _unlock_in_child() -> None:
@@ -110,7 +110,7 @@ def create_job(
         pack_or_explain(entry, packed.number, start_method, described)
         _refuse_what_cannot_be_imported(packed.number, start_method)
     if start_method == "forkserver":
-        multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOAD])
+        multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOAD])
     default = multiprocessing.get_start_method(allow_none=True)
     return JobSpec(
         entry=entry if is_fork else None,

@@ -9,7 +9,7 @@ from typing import final
 from rankwise.failures.collector import FailureCollector
 from rankwise.launchers.channel import Kind
 from rankwise.launchers.worker_state import WorkerState
-from rankwise.processes.event_loop import Timers
+from rankwise.processes.event_loop import EventLoop
 from rankwise.processes.stderr import write_stderr
 
 # The shortest pause between two checks whether a checkpoint has been written.
@@ -23,7 +23,7 @@ class ShutdownSequence:
     Args:
         workers: all local ranks; the list is the supervisor's, and grows.
         failures: the failures of the job.
-        timers: whose deadline is set from then on.
+        loop: the supervisor's; its deadline is used from then on.
         send: sends a frame to a rank.
         grace_period_s: how long a rank has after STOP before it is killed.
         saving_timeout_s: how long a rank has whose thread still writes a checkpoint; None for no limit.
@@ -36,14 +36,14 @@ class ShutdownSequence:
         self,
         workers: Sequence[WorkerState],
         failures: FailureCollector,
-        timers: Timers,
+        loop: EventLoop,
         send: Callable[[WorkerState, Kind, bytes], None],
         grace_period_s: float,
         saving_timeout_s: float | None,
     ) -> None:
         self._workers = workers
         self._failures = failures
-        self._timers = timers
+        self._loop = loop
         self._send = send
         self._grace_period_s = grace_period_s
         self._saving_timeout_s = saving_timeout_s
@@ -68,13 +68,13 @@ class ShutdownSequence:
             self._send(worker, Kind.STOP, reason)
             if worker.process is not None and worker.process.is_stopped():
                 worker.process.kill()  # it would not react
-        self._timers.set(self._grace_period_s, self._end_grace)
+        self._loop.call_later(self._grace_period_s, self._end_grace)
 
     def kill(self) -> None:
         """Kill all that are left."""
         self.has_begun = True
         self._kill_but(())
-        self._timers.set(self._grace_period_s, self._report_busy_main)
+        self._loop.call_later(self._grace_period_s, self._report_busy_main)
 
     def _end_grace(self) -> None:
         saving = self._saving()
@@ -86,7 +86,7 @@ class ShutdownSequence:
             self._has_reported_saving = True
             ranks = ", ".join(str(worker.ranks.global_rank) for worker in saving)
             write_stderr(f"rankwise: the job ends when global_rank={ranks} has written its checkpoint.\n")
-        self._timers.set(max(_SHORTEST_PAUSE_S, self._grace_period_s), self._end_grace)
+        self._loop.call_later(max(_SHORTEST_PAUSE_S, self._grace_period_s), self._end_grace)
 
     def _saving(self) -> list[WorkerState]:
         limit_s = self._saving_timeout_s

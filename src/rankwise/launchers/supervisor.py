@@ -25,7 +25,7 @@ from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
 from rankwise.monitoring.stragglers import LocalStragglerMonitor
 from rankwise.monitoring.teardown_timeout import TeardownTimeout
 from rankwise.processes import fork_safety
-from rankwise.processes.event_loop import WRITE, EventLoop, Timers
+from rankwise.processes.event_loop import WRITE, EventLoop
 from rankwise.processes.signals import ROUTER, SignalRequest
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
@@ -72,11 +72,11 @@ class Supervisor:
         self._table = StoreTable()
         self._failures = FailureCollector(self._workers, on_failure)
         self._stalls = LocalStragglerMonitor(self._workers, stall_warning_s)
-        self._timers = Timers(
+        self._loop = EventLoop(
             self._stalls, TeardownTimeout(self._workers, teardown_timeout_s, self._on_teardown_timeout)
         )
         self._shutdown = ShutdownSequence(
-            self._workers, self._failures, self._timers, self._send, grace_period_s, teardown_timeout_s
+            self._workers, self._failures, self._loop, self._send, grace_period_s, teardown_timeout_s
         )
         self._stopped_by: int | None = None  # the signal for which training has stopped
         self._last_signal: int | None = None
@@ -86,7 +86,6 @@ class Supervisor:
         self._job = 0
         self._has_to_exit = False
         self._settled = threading.Event()
-        self._loop = EventLoop(self._timers)
         self._thread = threading.Thread(target=self._run, name="rankwise-supervisor", daemon=True)
 
     # ------------------------------------------------------------------ for the launching thread
@@ -368,8 +367,8 @@ class Supervisor:
         if self._shutdown.has_begun:
             self._check()
         elif record.is_consequence:
-            if not self._timers.is_set:
-                self._timers.set(_SETTLE_S, self._stop_all)
+            if not self._loop.has_deadline:
+                self._loop.call_later(_SETTLE_S, self._stop_all)
         else:
             self._stop_all()
 
@@ -403,5 +402,5 @@ class Supervisor:
         return self._job > 0 and all(worker.jobs_done >= self._job for worker in self._workers)
 
     def _settle(self) -> None:
-        self._timers.clear()
+        self._loop.cancel_deadline()
         self._settled.set()

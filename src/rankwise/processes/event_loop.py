@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 from rankwise.processes import fork_safety
 from rankwise.processes.signals import ROUTER
 
-__all__ = ["EventLoop", "PeriodicCheck", "Timers", "signals_delivered_in_thread"]
+__all__ = ["READ", "WRITE", "EventLoop", "PeriodicCheck", "signals_delivered_in_thread"]
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _CHUNK = 1 << 12
@@ -31,49 +31,16 @@ class PeriodicCheck(Protocol):
 
 
 @final
-class Timers:
-    """One deadline, which a later one replaces, and periodic checks."""
+class EventLoop:
+    """Call back in the thread that runs `run`; deliver signals there while the main thread is blocked.
+
+    Args:
+        checks: run from time to time.
+    """
 
     def __init__(self, *checks: PeriodicCheck) -> None:
         self._checks = checks
         self._deadline: tuple[float, Callable[[], None]] | None = None
-
-    @property
-    def is_set(self) -> bool:
-        """Whether there is a deadline."""
-        return self._deadline is not None
-
-    def set(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call `action` in so many seconds, in place of an earlier deadline's action."""
-        self._deadline = (time.monotonic() + seconds, action)
-
-    def clear(self) -> None:
-        """Remove the deadline."""
-        self._deadline = None
-
-    def time_left(self) -> float | None:
-        """Return the seconds until something is due; None for never."""
-        times = [left for check in self._checks if (left := check.time_left()) is not None]
-        if self._deadline is not None:
-            times.append(max(0.0, self._deadline[0] - time.monotonic()))
-        return min(times, default=None)
-
-    def run(self) -> None:
-        """Call what is due."""
-        if self._deadline is not None and time.monotonic() >= self._deadline[0]:
-            action = self._deadline[1]
-            self._deadline = None
-            action()
-        for check in self._checks:
-            check.look()
-
-
-@final
-class EventLoop:
-    """Call back in the thread that runs `run`; deliver signals there while the main thread is blocked."""
-
-    def __init__(self, timers: Timers | None = None) -> None:
-        self._timers = Timers() if timers is None else timers
         self._selector = selectors.DefaultSelector()
         self._pending: deque[Callable[[], None]] = deque()
         self._wakeup, self._wake = socket.socketpair()
@@ -104,6 +71,19 @@ class EventLoop:
         events = READ | (WRITE if until_writable else 0)
         self._selector.modify(file, events, self._selector.get_key(file).data)
 
+    @property
+    def has_deadline(self) -> bool:
+        """Whether `call_later` has a call to make."""
+        return self._deadline is not None
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call in so many seconds, in place of what an earlier `call_later` would call."""
+        self._deadline = (time.monotonic() + seconds, call)
+
+    def cancel_deadline(self) -> None:
+        """Do not make the call of `call_later`."""
+        self._deadline = None
+
     def call_soon(self, call: Callable[[], None]) -> None:
         """Call in the loop's thread. Runs on: any thread."""
         self._pending.append(call)
@@ -125,12 +105,12 @@ class EventLoop:
         """Call back until `stop` is called."""
         self._thread_id = threading.get_ident()
         while self._is_running:
-            ready = self._selector.select(self._timers.time_left())
+            ready = self._selector.select(self._time_left())
             self._run_pending()
             for key, events in ready:
                 if key.data is not None:
                     key.data(events)
-            self._timers.run()
+            self._run_timers()
 
     def close(self) -> None:
         """Close the descriptors, after `run` has returned. Do not use `call_soon` afterwards."""
@@ -150,6 +130,20 @@ class EventLoop:
             self._pending.popleft()()
         if self._pending:
             self._wake_up()
+
+    def _time_left(self) -> float | None:
+        times = [left for check in self._checks if (left := check.time_left()) is not None]
+        if self._deadline is not None:
+            times.append(max(0.0, self._deadline[0] - time.monotonic()))
+        return min(times, default=None)
+
+    def _run_timers(self) -> None:
+        if self._deadline is not None and time.monotonic() >= self._deadline[0]:
+            call = self._deadline[1]
+            self._deadline = None
+            call()
+        for check in self._checks:
+            check.look()
 
     def _wake_up(self) -> None:
         with suppress(OSError):  # full: the thread is about to look anyway; closed in a forked process
