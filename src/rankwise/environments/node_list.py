@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -43,7 +42,10 @@ def expand_node_list(text: str) -> list[str]:
         parts = [
             [(plain, plain)] if plain else _ranges(inside, text) for inside, plain in _PART.findall(word)
         ]
-        _check_size(len(names) + math.prod(map(_size, parts)), text)
+        count = 1
+        for part in parts:
+            count *= _size(part)
+            _check_size(len(names) + count, text)
         names.extend("".join(chosen) for chosen in product(*map(_expanded, parts)))
     return names
 
