@@ -1,4 +1,4 @@
-"""Checkpoints that a thread writes: as they were when asked for, all of them, in order, errors included."""
+"""Checkpoints that a thread writes: their content, order and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankwise.strategies import SingleDeviceStrategy, Strategy
 
 
 class Held(CheckpointIO):
-    """Writes when it is let go, and notes what it does."""
+    """Writes when it is released, and records its calls."""
 
     def __init__(self) -> None:
         self.may_go = threading.Event()
@@ -36,14 +36,14 @@ class Held(CheckpointIO):
 
 
 def wait_for(io: AsyncCheckpointIO) -> None:
-    """Wait until its thread has nothing left to do, without being told how it went."""
+    """Wait until its thread has finished, without taking its error."""
     thread = io._thread
     if thread is not None:
         thread.join()
 
 
 def test_written_as_it_was(tmp_path: Path) -> None:
-    """Training changes tensors while the thread writes: the file holds what they were before."""
+    """The file contains the tensors' values at the time of the call."""
     held, weights = Held(), torch.ones(3)
     io = AsyncCheckpointIO(held)
     checkpoint: dict[str, Any] = {"a": weights, "nested": [{"same": weights}], "step": 1}
@@ -58,7 +58,7 @@ def test_written_as_it_was(tmp_path: Path) -> None:
 
 
 def itself() -> dict[str, Any]:
-    """Return a checkpoint with itself in it."""
+    """Return a checkpoint that contains itself."""
     checkpoint: dict[str, Any] = {"epoch": 1}
     checkpoint["callbacks"] = {"mine": [checkpoint]}
     return checkpoint
@@ -73,7 +73,7 @@ def itself() -> dict[str, Any]:
     ids=["itself", "lock"],
 )
 def test_what_cannot_be_copied(tmp_path: Path, checkpoint: dict[str, Any], reason: str) -> None:
-    """It is refused at once, with path and reason, and the next save is as good as any."""
+    """It is an error at once, with path and reason; the next save works."""
     saving = AsyncCheckpointIO()
     with pytest.raises(CheckpointError, match=rf"here\.ckpt.*could not be written: {reason}"):
         saving.save_checkpoint(checkpoint, tmp_path / "here.ckpt")
@@ -82,7 +82,7 @@ def test_what_cannot_be_copied(tmp_path: Path, checkpoint: dict[str, Any], reaso
 
 
 def test_in_order(tmp_path: Path) -> None:
-    """A checkpoint is removed only after the one that takes its place is written."""
+    """A checkpoint is removed only after the one that replaces it is written."""
     held = Held()
     io = AsyncCheckpointIO(held)
     io.save_checkpoint({}, tmp_path / "new")
@@ -94,7 +94,7 @@ def test_in_order(tmp_path: Path) -> None:
 
 
 def test_bounded(tmp_path: Path) -> None:
-    """One more save than may wait waits for the first."""
+    """A save waits if the queue is full."""
     held = Held()
     io = AsyncCheckpointIO(held, max_pending=1)
     io.save_checkpoint({}, tmp_path / "0")  # the thread has this one in hand
@@ -114,7 +114,7 @@ def test_bounded(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
-    """What a save that failed was to take the place of stays, although its removal was asked for before."""
+    """A checkpoint that a failed save should have replaced is not removed, also if its removal was queued."""
     held = Held()
     io = AsyncCheckpointIO(held)
     (tmp_path / "file").touch()
@@ -131,7 +131,7 @@ def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
 
 
 class HeldTwice(Held):
-    """Fails to write when it is let go, and begins each later one, which it writes as `Held` does."""
+    """Fails to write when it is released; later saves are those of `Held`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class HeldTwice(Held):
 
 
 def test_a_failure_that_was_told_of_removes_nothing_either(tmp_path: Path) -> None:
-    """A removal that still waits when the failure before it is raised is left out as well."""
+    """A removal that is queued when an earlier failure is raised is skipped, too."""
     held = HeldTwice()
     io = AsyncCheckpointIO(held, max_pending=9)
     io.save_checkpoint({"step": 1}, tmp_path / "1")
@@ -163,7 +163,7 @@ def test_a_failure_that_was_told_of_removes_nothing_either(tmp_path: Path) -> No
 
 
 def test_the_newest_is_written_although_one_before_it_failed(tmp_path: Path) -> None:
-    """The save that tells of an earlier failure is done: a stop's checkpoint is not lost to it."""
+    """The save that raises an earlier failure is written, such as the last one before a stop."""
     io = AsyncCheckpointIO()
     (tmp_path / "file").touch()
     io.save_checkpoint({}, tmp_path / "file" / "below.ckpt")
@@ -175,7 +175,7 @@ def test_the_newest_is_written_although_one_before_it_failed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("call", ["save", "load", "teardown"])
 def test_error_is_raised_by_the_next_call(call: str, tmp_path: Path) -> None:
-    """What could not be written is told once, by whatever comes next; the one after that works again."""
+    """The next call raises an error once; the one after it works."""
     io = AsyncCheckpointIO()
     (tmp_path / "file").touch()
     io.save_checkpoint({}, tmp_path / "file" / "below.ckpt")
@@ -192,7 +192,7 @@ def test_error_is_raised_by_the_next_call(call: str, tmp_path: Path) -> None:
 
 
 def save_and(outcome: str, strategy: Strategy, path: Path) -> None:
-    """Save as a rank does, and end well or badly."""
+    """Save as a rank does, and return or raise."""
     strategy.save_checkpoint({"step": 3}, path)
     if outcome == "raises":
         raise ValueError("after saving")
@@ -200,7 +200,7 @@ def save_and(outcome: str, strategy: Strategy, path: Path) -> None:
 
 @pytest.mark.parametrize("outcome", ["returns", "raises"])
 def test_job_ends_when_all_is_written(outcome: str, tmp_path: Path) -> None:
-    """However a rank's function ends, its last checkpoint is there afterwards."""
+    """After the job the last checkpoint exists, whether the function returned or raised."""
     strategy = SingleDeviceStrategy(accelerator="cpu", checkpoint_io=AsyncCheckpointIO())
     if outcome == "raises":
         with pytest.raises(ValueError, match="after saving"):
@@ -211,7 +211,7 @@ def test_job_ends_when_all_is_written(outcome: str, tmp_path: Path) -> None:
 
 
 def test_error_ends_the_job(tmp_path: Path) -> None:
-    """A last checkpoint that could not be written is the job's failure."""
+    """A last checkpoint that could not be written fails the job."""
     (tmp_path / "file").touch()
     strategy = SingleDeviceStrategy(accelerator="cpu", checkpoint_io=AsyncCheckpointIO())
     with pytest.raises(CheckpointError, match="could not be written"):
@@ -219,14 +219,14 @@ def test_error_ends_the_job(tmp_path: Path) -> None:
 
 
 def test_travels(tmp_path: Path) -> None:
-    """It goes to other processes without its thread."""
+    """It is pickled without its thread."""
     copied = pickle.loads(pickle.dumps(AsyncCheckpointIO(max_pending=3)))
     copied.save_checkpoint({"step": 1}, tmp_path / "x.ckpt")
     assert (copied.max_pending, copied.load_checkpoint(tmp_path / "x.ckpt")) == (3, {"step": 1})
 
 
 def test_arguments() -> None:
-    """What cannot work is refused."""
+    """Invalid arguments are errors."""
     with pytest.raises(InvalidTypeError, match="wrapped"):
         AsyncCheckpointIO(TorchCheckpointIO)  # type: ignore[arg-type]  # a class
     with pytest.raises(InvalidArgumentError, match="max_pending"):

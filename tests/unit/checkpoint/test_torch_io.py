@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, and refused by name when damaged or hostile."""
+"""Checkpoint files: written atomically, and errors for damaged or hostile ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Own(torch.Tensor):
 
 
 class Hostile:
-    """Runs a command when it is unpickled the usual way."""
+    """Runs a command when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch /tmp/rankwise-was-here",)
@@ -34,21 +34,21 @@ class Hostile:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A checkpoint that was saved."""
+    """The path of a saved checkpoint."""
     path = tmp_path / "some" / "model.ckpt"
     TorchCheckpointIO().save_checkpoint({"weights": torch.ones(1000), "epoch": 3}, path)
     return path
 
 
 def test_round_trip(path: Path) -> None:
-    """What was saved is loaded, and its folder was made."""
+    """A saved checkpoint loads, and its folder is created."""
     loaded = TorchCheckpointIO().load_checkpoint(path)
     assert loaded["epoch"] == 3
     assert torch.equal(loaded["weights"], torch.ones(1000))
 
 
 def test_failure_leaves_the_old_file(path: Path) -> None:
-    """A checkpoint that cannot be written leaves the one before it whole, and no temporary file."""
+    """A failed save leaves the previous file intact, and no temporary file."""
     with pytest.raises(CheckpointError, match="could not be written") as caught:
         TorchCheckpointIO().save_checkpoint({"epoch": 4, "bad": lambda: None}, path)
     assert caught.value.path == str(path)
@@ -57,7 +57,7 @@ def test_failure_leaves_the_old_file(path: Path) -> None:
 
 
 def test_interruption_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while writing leaves the file before it whole, and no temporary file."""
+    """Ctrl-C while writing leaves the previous file intact, and no temporary file."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -70,7 +70,7 @@ def test_interruption_leaves_the_old_file(path: Path, monkeypatch: pytest.Monkey
 
 
 def test_reason_is_the_saves_own(path: Path) -> None:
-    """Where a checkpoint is saved because of an exception, that one is not taken for why saving fails."""
+    """The reason of a failed save is not the exception during which it was called."""
     with pytest.raises(CheckpointError, match=r"could not be written: (FileExists|NotADirectory)Error"):
         try:
             raise ValueError("the loss is infinite")
@@ -98,7 +98,7 @@ NOT_LOADED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", NOT_LOADED)
 def test_what_could_not_be_loaded_is_not_written(path: Path, kind: str) -> None:
-    """It is refused when it is saved, with its place; the file that was there stays."""
+    """A value that could not be loaded is an error with its path; the previous file stays."""
     checkpoint = {"weights": torch.ones(1000), "own": [{"fine": 1}, {kind: NOT_LOADED[kind]}]}
     with pytest.raises(CheckpointError, match=rf"checkpoint\['own'\]\[1\]\['{kind}'\] \(") as caught:
         TorchCheckpointIO().save_checkpoint(checkpoint, path)
@@ -108,7 +108,7 @@ def test_what_could_not_be_loaded_is_not_written(path: Path, kind: str) -> None:
 
 
 def test_all_that_could_not_be_loaded_is_named(path: Path) -> None:
-    """Keys, what is within a set, and tensors of an own class are found too."""
+    """Keys, members of a set, and tensors of an own class are found too."""
     checkpoint = {"a": {Colour.RED: 1}, "b": {Colour.RED}, "c": OrderedDict(d=torch.ones(2).as_subclass(Own))}
     with pytest.raises(CheckpointError) as caught:
         TorchCheckpointIO().save_checkpoint(checkpoint, path)
@@ -121,14 +121,14 @@ def test_all_that_could_not_be_loaded_is_named(path: Path) -> None:
 
 
 def test_what_the_user_trusts_is_written(path: Path) -> None:
-    """Classes that torch has been told are safe are saved and loaded."""
+    """Classes registered as safe with torch are saved and loaded."""
     with torch.serialization.safe_globals([Colour]):
         TorchCheckpointIO().save_checkpoint({"colour": Colour.RED}, path)
         assert TorchCheckpointIO().load_checkpoint(path) == {"colour": Colour.RED}
 
 
 def test_everything_plain_is_written(path: Path) -> None:
-    """What `weights_only=True` loads is not refused, as little as what tensors can be."""
+    """Everything that `weights_only=True` loads can be saved."""
     checkpoint = {
         "plain": [None, True, 1, 2**100, 0.5, "text", b"bytes", {1, 2}, (1, (2,))],
         "ordered": OrderedDict(a=1),
@@ -143,7 +143,7 @@ def test_everything_plain_is_written(path: Path) -> None:
 
 
 def test_link_stays_a_link(path: Path) -> None:
-    """A checkpoint written through a symbolic link lands in the link's target."""
+    """A save through a symbolic link replaces the link's target."""
     link = path.with_name("last.ckpt")
     link.symlink_to(path)
     TorchCheckpointIO().save_checkpoint({"epoch": 4}, link)
@@ -152,26 +152,26 @@ def test_link_stays_a_link(path: Path) -> None:
 
 
 def test_permissions_follow_the_umask(path: Path) -> None:
-    """The file is as readable as any other that the user writes, although a temporary one came first."""
+    """The file has the permissions of other new files."""
     other = path.with_name("other")
     other.touch()
     assert path.stat().st_mode == other.stat().st_mode
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    """A missing file is said to be missing."""
+    """A missing file is an error that says so."""
     with pytest.raises(CheckpointError, match=r"no\.ckpt.*does not exist"):
         TorchCheckpointIO().load_checkpoint(tmp_path / "no.ckpt")
 
 
 def test_folder(tmp_path: Path) -> None:
-    """A folder is no checkpoint."""
+    """A folder is an error."""
     with pytest.raises(CheckpointError, match="is a folder"):
         TorchCheckpointIO().load_checkpoint(tmp_path)
 
 
 def test_unwritable_place(path: Path) -> None:
-    """A path below a file cannot be written to, and the error says why."""
+    """A path below a file is an error that says why."""
     with pytest.raises(CheckpointError, match=r"could not be written: \w+Error"):
         TorchCheckpointIO().save_checkpoint({}, path / "below.ckpt")
 
@@ -186,7 +186,7 @@ def test_unwritable_place(path: Path) -> None:
     ],
 )
 def test_foreign_files(path: Path, contents: bytes, problem: str) -> None:
-    """What torch.save did not write is refused before anything is unpickled."""
+    """Files that torch.save did not write are errors before unpickling."""
     path.write_bytes(contents)
     with pytest.raises(CheckpointError, match=problem):
         TorchCheckpointIO().load_checkpoint(path)
@@ -194,7 +194,7 @@ def test_foreign_files(path: Path, contents: bytes, problem: str) -> None:
 
 @pytest.mark.parametrize("kept", [0.01, 0.5, 0.99])
 def test_truncated_file(path: Path, kept: float) -> None:
-    """A file that was cut off is refused."""
+    """A truncated file is an error."""
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * kept)])
     with pytest.raises(CheckpointError, match="is cut off"):
@@ -202,7 +202,7 @@ def test_truncated_file(path: Path, kept: float) -> None:
 
 
 def test_changed_tensor(path: Path) -> None:
-    """A changed byte in the middle of a tensor is noticed, which torch itself does not."""
+    """A changed byte in a tensor is an error, which torch does not detect."""
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2] ^= 0xFF
     path.write_bytes(whole)
@@ -211,28 +211,28 @@ def test_changed_tensor(path: Path) -> None:
 
 
 def test_hostile_file(path: Path) -> None:
-    """A checkpoint that would run code is refused, naming what it would have called."""
+    """A checkpoint that would run code is an error that names the function."""
     torch.save({"weights": Hostile()}, path)
     with pytest.raises(CheckpointError, match=r"holds posix\.system, which weights_only=True does not load"):
         TorchCheckpointIO().load_checkpoint(path)
 
 
 def test_no_dictionary(path: Path) -> None:
-    """A file that holds something else than a dictionary is no checkpoint."""
+    """A file that does not contain a dictionary is an error."""
     torch.save([1, 2], path)
     with pytest.raises(CheckpointError, match="holds a list"):
         TorchCheckpointIO().load_checkpoint(path)
 
 
 def test_remove(path: Path) -> None:
-    """Removing works, also where there is nothing."""
+    """Removing works, also without a file."""
     for _ in range(2):
         TorchCheckpointIO().remove_checkpoint(path)
     assert not path.exists()
 
 
 class Looks:
-    """Notes, when it is pickled, which names its checkpoint's folder has."""
+    """Records the names in its checkpoint's folder when it is pickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -244,7 +244,7 @@ class Looks:
 
 
 def test_what_is_being_written_has_no_name(tmp_path: Path) -> None:
-    """A process that is killed while it writes leaves nothing, where the file system can do that."""
+    """A process that is killed while writing leaves no file, if the file system supports it."""
     try:
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))
     except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""Batch sizes of all ranks, told before any batch is read."""
+"""Batch sizes of all ranks, computed before any batch is read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def real(loader: Any) -> list[int]:
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"shuffle": True}])
 @pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
 def test_they_are_what_the_loaders_yield(count: int, world_size: int, options: Any, shard: Any) -> None:
-    """Whatever the number of samples and ranks; 0 beyond a rank's last batch."""
+    """They are right for any number of samples and ranks, and 0 after a rank's last batch."""
     plain = DataLoader(dataset(count), batch_size=4, **options)
     loaders = [shard(plain, world_size, rank) for rank in range(world_size)]
     lengths = [real(loader) for loader in loaders]
@@ -58,7 +58,7 @@ class Random(BatchSampler):
 
 
 def test_batches_that_are_drawn() -> None:
-    """Batches of a user's own sampler are drawn once, and that draw is then what the loader yields."""
+    """The batches of a user's own sampler are drawn once; the loader then yields these."""
     plain = DataLoader(dataset(9), batch_sampler=Random(SequentialSampler(range(9)), 1, False))
     loaders = [shard_for_training(plain, 2, rank) for rank in range(2)]
     for epoch in range(3):
@@ -75,7 +75,7 @@ def test_batches_that_are_drawn() -> None:
 
 
 def test_a_distributed_sampler_of_the_users() -> None:
-    """It gives every rank as many samples."""
+    """It gives every rank the same number of samples."""
     sampler: Any = DistributedSampler(dataset(9), num_replicas=2, rank=1)
     sizes = batch_sizes(DataLoader(dataset(9), batch_size=2, sampler=sampler))
     assert sizes is not None
@@ -94,7 +94,7 @@ class Endless(RandomSampler):
 
 
 class Stream(IterableDataset[int]):
-    """Nobody knows how long."""
+    """Has no length."""
 
     def __iter__(self) -> Any:
         return iter(range(4))
@@ -111,5 +111,5 @@ class Stream(IterableDataset[int]):
     ],
 )
 def test_nobody_knows(loader: Any) -> None:
-    """No batches, no length, or a sampler of the user's own that nobody has drawn."""
+    """They are unknown without batches, without length, and for a sampler of the user's own."""
     assert batch_sizes(loader) is None

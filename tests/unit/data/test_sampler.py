@@ -1,4 +1,4 @@
-"""One rank's part of a stream of indices."""
+"""One rank's part of a sampler's items."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_uneven_streams(uneven: Uneven, expected: list[list[int]]) -> None:
 @pytest.mark.parametrize("uneven", ["keep", "drop", "pad"])
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 7, 8])
 def test_length(uneven: Uneven, length: int) -> None:
-    """The length is the number of items that come."""
+    """The length is the number of items."""
     for rank in range(4):
         sampler = ShardedSampler(SequentialSampler(range(length)), 4, rank, uneven=uneven)
         assert len(sampler) == len(list(sampler))
@@ -81,7 +81,7 @@ def test_own_generators_agree(is_nested: bool) -> None:
 
 
 def test_random_states_are_left_alone() -> None:
-    """Drawing the order changes no random state: not torch's, Python's, NumPy's, nor the generator's own."""
+    """Drawing the order changes no random state: torch's, Python's, NumPy's or the generator's own."""
     generator = torch.Generator()
 
     def states() -> list[Any]:
@@ -99,7 +99,7 @@ def test_random_states_are_left_alone() -> None:
 
 
 def test_any_source_of_chance_agrees() -> None:
-    """A sampler that draws from Python's or NumPy's random numbers gives the same order on every rank."""
+    """A sampler that uses Python's or NumPy's random numbers gives the same order on every rank."""
 
     class Mixed(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
@@ -113,7 +113,7 @@ def test_any_source_of_chance_agrees() -> None:
 
 
 def test_epoch_is_passed_on() -> None:
-    """A base sampler that has epochs of its own is told."""
+    """The base sampler's `set_epoch` is called."""
 
     class WithEpochs(Sampler[int]):
         epoch = 0
@@ -130,7 +130,7 @@ def test_epoch_is_passed_on() -> None:
 
 
 class Unsized:
-    """A sampler that does not know its length, which may be endless."""
+    """A sampler without length, which may be endless."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -148,12 +148,12 @@ class Unsized:
     ],
 )
 def test_streams_without_length(uneven: Uneven, expected: list[list[int]]) -> None:
-    """Seven items of a stream that has no length are dealt out like those of one that has."""
+    """Seven items of a sampler without length are split like those of one with a length."""
     assert shards(Unsized(lambda: range(7)), 3, uneven) == expected
 
 
 def test_endless_stream() -> None:
-    """An endless random stream is dealt out item by item, the same on every rank."""
+    """An endless random stream is split item by item, the same on every rank."""
 
     def endless() -> Iterator[int]:
         while True:

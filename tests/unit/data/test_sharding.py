@@ -1,4 +1,4 @@
-"""Loaders split over ranks, on their index stream."""
+"""Loaders that are split over ranks by their indices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batches(shard: Any, world_size: int, loader: Any, **options: Any) -> list[li
 
 
 def test_training_shards_are_equal() -> None:
-    """Samples are dealt out by number, and repeated until all ranks have as many."""
+    """Samples are interleaved, and repeated until all ranks have the same number."""
     assert batches(shard_for_training, 2, DataLoader(DATA, 2)) == [[[0, 2], [4, 6]], [[1, 3], [5, 0]]]
 
 
@@ -53,7 +53,7 @@ def test_evaluation_counts_each_sample_once() -> None:
 
 
 def test_prediction_deals_out_whole_batches() -> None:
-    """Prediction has the loader's own batches, in turn."""
+    """In prediction the ranks get the loader's own batches in turn."""
     assert batches(shard_for_prediction, 2, DataLoader(DATA, 2)) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
 
 
@@ -83,7 +83,7 @@ def test_own_batch_sampler_is_dealt_out() -> None:
 
 
 def test_subclassed_batch_sampler_is_dealt_out() -> None:
-    """A subclass of torch's BatchSampler may do anything, so its batches stay whole."""
+    """The batches of a subclass of torch's BatchSampler stay whole."""
 
     class Reversed(BatchSampler):
         def __iter__(self) -> Iterator[list[int]]:
@@ -102,7 +102,7 @@ def test_custom_sampler_is_split() -> None:
 
 
 def test_subclass_keeps_its_own_arguments() -> None:
-    """A loader class that torch does not know is copied with all that it has, and never constructed again."""
+    """A user's loader class is copied with its attributes, and its constructor is not called."""
 
     class Own(DataLoader[int]):
         def __init__(self, colour: str) -> None:
@@ -118,7 +118,7 @@ def test_subclass_keeps_its_own_arguments() -> None:
 
 @pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
 def test_loaders_that_are_split_are_left(shard: Any) -> None:
-    """A loader with a DistributedSampler, or one that was split already, is used as it is."""
+    """A loader with a DistributedSampler, or one that is already split, does not change."""
     loader = DataLoader(DATA, sampler=DistributedSampler(DATA, 7, 0))
     assert shard(loader, 7, 0) is loader
     split = shard(DataLoader(DATA), 2, 0)
@@ -126,7 +126,7 @@ def test_loaders_that_are_split_are_left(shard: Any) -> None:
 
 
 def test_iterable_dataset() -> None:
-    """A data set without indices cannot be split; the error says where the user can."""
+    """A data set without indices cannot be split; the error says what the user can do."""
 
     class Numbers(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -139,13 +139,13 @@ def test_iterable_dataset() -> None:
 
 
 def test_other_iterables() -> None:
-    """A list of batches is no loader."""
+    """A list of batches is not a loader."""
     with pytest.raises(UnshardableLoaderError, match="list cannot be split"):
         shard_for_training([1, 2], 2, 0)  # type: ignore[type-var]  # that is the point
 
 
 class InParts(IterableDataset[int]):
-    """Iterable data that can be split from outside."""
+    """Iterable data with a method `shard`."""
 
     def __init__(self, numbers: Any = DATA) -> None:
         self.numbers = numbers
@@ -162,7 +162,7 @@ class InParts(IterableDataset[int]):
 
 
 class SplitsItself(IterableDataset[int]):
-    """Iterable data that reads its place."""
+    """Iterable data that reads `shard_info()`."""
 
     shards_itself = True
 
@@ -179,7 +179,7 @@ def test_iterable_data_that_can_be_split(shard: Any, dataset: Any) -> None:
 
 
 def test_iterable_data_are_told_the_epoch() -> None:
-    """An epoch reaches the data through what splits it; other attributes are the data's own."""
+    """`set_epoch` is called on the data; other attributes are the data's own."""
     dataset: Any = shard_for_training(DataLoader(InParts()), 2, 0).dataset
     set_epoch_of(3, dataset)
     assert (dataset.epoch, dataset.numbers) == (3, DATA)
@@ -187,13 +187,13 @@ def test_iterable_data_are_told_the_epoch() -> None:
 
 
 def test_prediction_puts_a_split_loader_in_order() -> None:
-    """A DistributedSampler of the user's own gives way to the order of the data."""
+    """A user's DistributedSampler is replaced by the order of the data."""
     loader = DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0))
     assert batches(shard_for_prediction, 2, loader) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
 
 
 def test_iterable_data_cannot_be_predicted_in_order() -> None:
-    """Data without numbers cannot be put in order again; the error says what can be done."""
+    """Predictions of data without indices cannot be ordered; the error says what can be done."""
     with pytest.raises(UnshardableLoaderError, match="put in order") as caught:
         shard_for_prediction(DataLoader(InParts()), 2, 0)
     assert "gather=None" in caught.value.fix()
@@ -201,13 +201,13 @@ def test_iterable_data_cannot_be_predicted_in_order() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_evaluation_drops_what_one_process_drops(world_size: int) -> None:
-    """With drop_last the ranks together see the samples that one process sees, whatever their number."""
+    """With drop_last the ranks together get the samples of one process, for any number of ranks."""
     parts = batches(shard_for_evaluation, world_size, DataLoader(DATA, 3, drop_last=True))
     assert sorted(index for part in parts for batch in part for index in batch) == [0, 1, 2, 3, 4, 5]
 
 
 def test_evaluation_repeats_nothing_of_a_padded_sampler() -> None:
-    """A DistributedSampler of the user's own pads its parts; in evaluation what it adds is left out."""
+    """In evaluation the samples that a user's DistributedSampler repeats are left out."""
     seen = []
     for rank in range(3):
         loader = DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 3, rank, shuffle=False))
@@ -216,7 +216,7 @@ def test_evaluation_repeats_nothing_of_a_padded_sampler() -> None:
 
 
 def test_everything_that_a_loader_has_is_kept() -> None:
-    """Collate function, worker_init_fn, generator and the rest are the user's own."""
+    """Collate function, worker_init_fn, generator and other attributes are the user's own."""
     generator = torch.Generator()
     options: dict[str, Any] = {
         "collate_fn": list,

@@ -1,4 +1,4 @@
-"""Loaders that the user has split over the ranks already, shuffles, or gives a generator."""
+"""Loaders that the user has already split over the ranks, shuffles, or gives a generator."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ DATA: Any = list(range(10))
 
 
 class Renamed(DistributedSampler[Any]):
-    """A subclass that deals as torch does."""
+    """A subclass that selects samples as torch does."""
 
 
 class Sorted(DistributedSampler[Any]):
-    """A subclass that has another order, so that nobody knows where the repetitions are."""
+    """A subclass with another order, so that the repeated samples are unknown."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(super().__iter__()))
@@ -79,7 +79,7 @@ def read(loader: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [DistributedSampler, Renamed, Unrepeated])
 def test_evaluation_counts_each_sample_once(kind: Any) -> None:
-    """Ten samples on three ranks: what a sampler repeats is left out, wherever it is in the loader."""
+    """Ten samples on three ranks: those that a sampler repeats are left out, wherever the sampler is."""
     for make in WAYS:
         shards = [shard_for_evaluation(make(plain(rank, kind)), 3, rank) for rank in range(3)]
         assert sorted(index for shard in shards for index in read(shard)) == DATA
@@ -100,7 +100,7 @@ class OfTwo(BatchSampler):
     [as_sampler(plain(1, Sorted)), DataLoader(DATA, batch_sampler=OfTwo(plain(1), 2, False))],
 )
 def test_evaluation_refuses_repetitions_that_nobody_knows(loader: Any) -> None:
-    """Rather than to count samples twice; without repetitions, such a loader is used as it is."""
+    """Unknown repetitions are an error; without repetitions such a loader does not change."""
     with pytest.raises(UnshardableLoaderError, match="samples are repeated") as caught:
         shard_for_evaluation(loader, 3, 1)
     assert "drop_last=True" in caught.value.fix()
@@ -111,14 +111,14 @@ def test_evaluation_refuses_repetitions_that_nobody_knows(loader: Any) -> None:
 @pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
 @pytest.mark.parametrize("place", [(3, 1), (4, 0), (1, 0)])
 def test_another_ranks_part_is_refused(shard: Any, place: tuple[int, int]) -> None:
-    """A sampler that was made for another rank, or another number of them, leaves data out."""
+    """A sampler for another rank or another number of ranks is an error: data would be missing."""
     for make in WAYS:
         with pytest.raises(UnshardableLoaderError, match="it has part 0 of 3 already, but this rank's is"):
             shard(make(plain(0)), *place)
 
 
 def test_a_part_of_ours_is_another_ranks_too() -> None:
-    """So it is with a loader that one of our functions has split."""
+    """The same holds for a loader that rankwise has split."""
     with pytest.raises(UnshardableLoaderError, match="ShardedSampler"):
         shard_for_training(shard_for_training(DataLoader(DATA, 2), 2, 0), 2, 1)
 
@@ -127,7 +127,7 @@ def test_a_part_of_ours_is_another_ranks_too() -> None:
     "sampler", [plain(0), plain(2, Renamed), RandomSampler(DATA), DistributedSampler(DATA, 3, 0)]
 )
 def test_prediction_has_the_order_of_the_data(sampler: Any) -> None:
-    """Shuffling and splitting by torch's own samplers give way to it, wherever they are in the loader."""
+    """Torch's samplers that shuffle or split are replaced, wherever they are in the loader."""
     for make in WAYS:
         assert read(in_dataset_order(make(sampler))) == DATA
         size = 1 if make is without_batches else 2
@@ -146,7 +146,7 @@ def test_prediction_has_the_order_of_the_data(sampler: Any) -> None:
     ],
 )
 def test_samplers_that_choose_are_left(sampler: Any) -> None:
-    """They have an order, or samples, of their own."""
+    """Samplers with their own order or selection of samples stay."""
     loader = as_sampler(sampler)
     assert in_dataset_order(loader) is loader
 
@@ -161,7 +161,7 @@ def test_samplers_that_choose_are_left(sampler: Any) -> None:
     ],
 )
 def test_prediction_refuses_parts_that_cannot_be_put_in_order(loader: Any) -> None:
-    """Samples that were dealt out, or repeated, by somebody else; whole batches can be put in order."""
+    """Loaders split by samples, or with repetitions, are errors; those split by batches work."""
     with pytest.raises(UnshardableLoaderError, match="could not be put in order") as caught:
         shard_for_prediction(loader, 3, 0)
     assert "gather=None" in caught.value.fix()
@@ -170,7 +170,7 @@ def test_prediction_refuses_parts_that_cannot_be_put_in_order(loader: Any) -> No
 
 
 def test_the_sampler_in_a_batch_sampler_is_what_is_split() -> None:
-    """Not the sequential one that torch gives the loader besides; nor is its `drop_last` overlooked."""
+    """It is the batch sampler's sampler, not the loader's sequential one; `drop_last` counts too."""
     batches = BatchSampler(SubsetRandomSampler([7, 8, 9]), 1, drop_last=True)
     parts = [read(shard_for_training(DataLoader(DATA, batch_sampler=batches), 2, rank)) for rank in range(2)]
     assert len(parts[0]) == len(parts[1]) == 1
@@ -182,7 +182,7 @@ def shuffled(seed: int) -> DataLoader[Any]:
 
 
 def test_the_users_generator_decides_the_order() -> None:
-    """Another seed is another order, the same each time, and on each rank; a seed that is given beats it."""
+    """The generator's seed determines the order, the same on each rank; an explicit seed overrides it."""
     orders = [[read(shard_for_training(shuffled(seed), 2, rank)) for rank in range(2)] for seed in (5, 6, 5)]
     assert orders[0] == orders[2] != orders[1]
     assert all(sorted(first + second) == DATA for first, second in orders)
@@ -192,7 +192,7 @@ def test_the_users_generator_decides_the_order() -> None:
 
 
 def test_who_has_a_generator() -> None:
-    """A loader that shuffles with it; not one that has none, or that is split already."""
+    """`order_seed` is None for loaders without generator, and for those that are already split."""
     assert order_seed(shuffled(5)) == order_seed(shuffled(5)) != order_seed(shuffled(6))
     assert order_seed(DataLoader(DATA, 2, shuffle=True)) is None
     assert order_seed(shard_for_training(shuffled(5), 2, 0)) is None
@@ -200,6 +200,6 @@ def test_who_has_a_generator() -> None:
 
 
 def test_sizes_of_samplers_that_repeat_nothing() -> None:
-    """Their length is one rank's alone, so nobody knows the others' batches."""
+    """Their length holds for one rank only, so the batch sizes are unknown."""
     assert batch_sizes(as_sampler(plain(1, Unrepeated))) is None
     assert batch_sizes(as_sampler(plain(1, Renamed))) is not None

@@ -1,4 +1,4 @@
-"""Where the ranks meet: the address and port that each launcher's variables and files give."""
+"""The main address and port from each launcher's variables and files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILES = pytest.mark.parametrize(
 def test_the_first_node_of_a_file(
     cls: type[ClusterEnvironment], variables: dict[str, str], file_variable: str, tmp_path: Path
 ) -> None:
-    """The file's first node is rank 0's; `MASTER_ADDR` overrules it."""
+    """The file's first node is rank 0's; `MASTER_ADDR` overrides it."""
     path = tmp_path / "hosts"
     path.write_text("node7\nnode7\nnode8\nnode8\n")
     assert cls({**variables, file_variable: str(path)}).main_address == "node7"
@@ -41,7 +41,7 @@ def test_the_first_node_of_a_file(
 def test_another_node_of_a_file(
     cls: type[ClusterEnvironment], variables: dict[str, str], file_variable: str, tmp_path: Path
 ) -> None:
-    """The file's second node says which way the others lie; without one, and without a file, nobody does."""
+    """`other_node` is the file's second node; None without one, and without a file."""
     path = tmp_path / "hosts"
     path.write_text("node7\nnode7\nnode8\nnode8\n")
     assert cls({**variables, file_variable: str(path)}).other_node == "node8"
@@ -52,7 +52,7 @@ def test_another_node_of_a_file(
 
 @pytest.mark.parametrize("launch_node", ["batch2", "login1", "cn-launch"])
 def test_lsf_leaves_the_launch_node_out(launch_node: str, tmp_path: Path) -> None:
-    """Where the file begins with a node on which jsrun starts nothing, the next one is rank 0's."""
+    """If the file begins with a launch node, the next one is rank 0's."""
     path = tmp_path / "hosts"
     path.write_text(f"{launch_node}\nnode7\nnode7\nnode8\n")
     assert LSFEnvironment({**jsrun(3, 4, 2), "LSB_DJOB_RANKFILE": str(path)}).main_address == "node7"
@@ -69,7 +69,7 @@ def test_a_file_without_nodes(
     content: bytes | None,
     tmp_path: Path,
 ) -> None:
-    """A file that is not there, is empty or holds no text is an error that names its variable."""
+    """A file that is missing, empty or not text is an error that names its variable."""
     path = tmp_path / "hosts"
     if content is not None:
         path.write_bytes(content)
@@ -79,13 +79,13 @@ def test_a_file_without_nodes(
 
 @FILES
 def test_no_file_at_all(cls: type[ClusterEnvironment], variables: dict[str, str], file_variable: str) -> None:
-    """Without the variable and without `MASTER_ADDR` the address is an error, no default."""
+    """Without the file's variable and `MASTER_ADDR` the address is an error."""
     with pytest.raises(EnvironmentVariableError, match=f"{file_variable} is not set"):
         cls(without(variables, file_variable)).main_address  # noqa: B018  the property raises
 
 
 def test_two_jobs_do_not_share_a_port() -> None:
-    """Steps of one job, jobs of an array and other jobs all get ports of their own."""
+    """Steps of one job, jobs of an array and other jobs all have different ports."""
     ports = {
         SlurmEnvironment({**step(), "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(number)}).main_port
         for job in range(1042, 1052)
@@ -103,7 +103,7 @@ def test_pods_meet_where_the_operator_says() -> None:
 
 
 def test_a_local_job_has_no_port_beforehand() -> None:
-    """No variable is wrong: the port is chosen when the ranks are started, and known to them."""
+    """The error says that the port is chosen when the ranks are started."""
     with pytest.raises(ConfigurationError, match="no main_port that could be known beforehand") as caught:
         LocalEnvironment({}).main_port  # noqa: B018  the property raises
     assert not isinstance(caught.value, EnvironmentVariableError)
@@ -113,21 +113,21 @@ def test_a_local_job_has_no_port_beforehand() -> None:
 
 @pytest.mark.parametrize("variables", [open_mpi(1, 2), hydra(1, 2)], ids=["openmpi", "hydra"])
 def test_mpi_on_one_node_is_on_loopback(variables: dict[str, str]) -> None:
-    """No launcher of MPI says where rank 0 is; on one node nobody has to."""
+    """On one node the address is loopback, because no variable contains it."""
     environment = MPIEnvironment(variables)
     assert environment.main_address == "127.0.0.1"
     assert 20_000 <= environment.main_port < 32_000
 
 
 def test_mpi_on_several_nodes_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without mpi4py and without `MASTER_ADDR` the error says what both would be good for."""
+    """Without mpi4py and `MASTER_ADDR` the error names both."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # as where it is not installed
     with pytest.raises(MissingExtraError, match=r"mpi4py.*MASTER_ADDR|MASTER_ADDR.*mpi4py"):
         MPIEnvironment(open_mpi(3, 4, 1, 2)).main_address  # noqa: B018  the property raises
 
 
 def test_mpi4py_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An mpi4py that finds no library of MPI is told apart from one that is not installed."""
+    """An mpi4py without an MPI library has another error than one that is not installed."""
     problem = "libmpi.so.12: cannot open shared object file"
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("")
@@ -141,7 +141,7 @@ def test_mpi4py_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_mpi_with_half_an_address() -> None:
-    """Hydra has no id of the job to work a port out from: with an address there must be a port."""
+    """Hydra has no job id to compute a port from: an address requires a port."""
     variables = {**hydra(3, 4, 2), "MASTER_ADDR": "gpu01"}
     with pytest.raises(EnvironmentVariableError, match="MASTER_ADDR is set, but MASTER_PORT is not"):
         MPIEnvironment(variables).main_port  # noqa: B018  the property raises

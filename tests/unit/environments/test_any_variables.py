@@ -1,4 +1,4 @@
-"""Whatever the environment holds, the answer is an environment or one of rankwise's own errors."""
+"""For any variables the result is an environment or one of rankwise's own errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = st.one_of(
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(LAUNCHERS), st.dictionaries(st.sampled_from(NAMES), TEXTS, max_size=6), st.booleans())
 def test_any_variables(launcher: dict[str, str], damage: dict[str, str], is_alone: bool) -> None:
-    """A launcher's set with anything changed in it: no bare KeyError or ValueError, nor any later."""
+    """A launcher's variables with any change cause no bare KeyError or ValueError."""
     environ = damage if is_alone else {**launcher, **damage}
     try:
         environment = detect_environment(environ).environment

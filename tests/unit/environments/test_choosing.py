@@ -1,4 +1,4 @@
-"""An explicit choice beats detection, by whichever way it is made; installed environments included."""
+"""An explicit choice overrides detection, also for installed environments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ broken = our_cluster:not_a_class
 
 @pytest.fixture(autouse=True)
 def task_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be task 1 of a step of Slurm, in which torchrun's variables are seen: detection finds torchrun."""
+    """Set the variables of a Slurm step and of torchrun: detection finds torchrun."""
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     for name, value in {**step(1, "1(x2)", "n[1-2]", place=(1, 0)), **torchrun()}.items():
         monkeypatch.setenv(name, value)
@@ -47,7 +47,7 @@ def task_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have a package installed that brings an environment, and one that is none."""
+    """Install a package with an environment and with a class that is not one."""
     (tmp_path / "our_cluster.py").write_text(INSTALLED)
     metadata = tmp_path / "our_cluster-1.0.dist-info"
     metadata.mkdir()
@@ -83,7 +83,7 @@ CHOICES: dict[str, Callable[[Path], Strategy]] = {
 
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=list(CHOICES))
 def test_a_choice_beats_detection(choose: Callable[[Path], Strategy], tmp_path: Path) -> None:
-    """The strategy has Slurm's place on the second node, not torchrun's on the first."""
+    """The strategy has Slurm's ranks on the second node, not torchrun's on the first."""
     strategy = choose(tmp_path)
     assert strategy.environment.name == "slurm"
     assert strategy.ranks == RankInfo(1, 0, 1, 2, 1, 2)
@@ -98,7 +98,7 @@ def test_the_variable_beats_detection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_choice_that_is_not_there() -> None:
-    """To choose a launcher that has not started this process is an error that names what is missing."""
+    """Choosing a launcher that has not started this process is an error that names the missing variables."""
     with pytest.raises(EnvironmentVariableError, match="OMPI_COMM_WORLD_RANK is not set"):
         constructed_with("mpi")
 
@@ -117,7 +117,7 @@ def test_an_installed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_an_entry_point_that_is_no_environment() -> None:
-    """What an entry point loads must be a class of environments."""
+    """An entry point must be a subclass of ClusterEnvironment."""
     with pytest.raises(InvalidTypeError, match="entry point 'broken'"):
         create_environment("broken")
 

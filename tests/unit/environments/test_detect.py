@@ -1,4 +1,4 @@
-"""Detection over a table of variable sets: good, partial, contradictory and hostile ones."""
+"""Detection for many sets of variables: complete, partial, contradictory and hostile."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def named(table: list[tuple[str, Variables, str]]) -> list[object]:
 
 @pytest.mark.parametrize(("variables", "name"), named(FOUND))
 def test_the_right_environment(variables: Variables, name: str) -> None:
-    """Whoever started the process is found, and each other candidate has its reason."""
+    """The launcher of the process is found, and each other candidate has a reason."""
     detection = detect_environment(variables)
     assert detection.environment.name == name
     assert all(detection.rejected.values())
@@ -182,13 +182,13 @@ def test_the_right_environment(variables: Variables, name: str) -> None:
 
 @pytest.mark.parametrize(("variables", "problem"), named(REFUSED))
 def test_the_right_error(variables: Variables, problem: str) -> None:
-    """A launcher that was at work, with variables that cannot be right, is an error that says so."""
+    """A launcher whose variables are wrong is an error that says so."""
     with pytest.raises(EnvironmentVariableError, match=problem):
         detect_environment(variables)
 
 
 def test_everybody_else_has_a_reason() -> None:
-    """Each built-in environment but the one found, and the last resort, is among the rejected."""
+    """All built-in environments but the one found and the last one are among the rejected."""
     detection = detect_environment(open_mpi())
     assert set(detection.rejected) == set(environment_names()) - {"mpi", "local"}
 
@@ -198,7 +198,7 @@ def reason(variables: Variables, name: str) -> str:
 
 
 def test_a_batch_step_says_so() -> None:
-    """Slurm's reason names the situation, not just a variable."""
+    """Slurm's reason describes the situation, not just a variable."""
     assert (
         reason(batch(), "slurm") == "this is a batch step (SLURM_STEP_ID is not set): srun has not started it"
     )
@@ -207,20 +207,20 @@ def test_a_batch_step_says_so() -> None:
 
 
 def test_a_nearer_launcher_is_named() -> None:
-    """What was passed over for something nearer says for what."""
+    """The reason of a later candidate names the launcher that was found."""
     assert "mpirun is nearer" in reason({**step(0, "1", place=(0, 0)), **open_mpi(3, 4, 1, 2)}, "slurm")
     assert reason({**jsrun()}, "mpi") == "lsf is nearer to this process"
 
 
 def test_damage_behind_the_one_found_is_its_reason_only() -> None:
-    """A later candidate's broken set does not stop an earlier one that is whole."""
+    """A later candidate's broken variables do not prevent detection of an earlier one."""
     detection = detect_environment({**step(), **without(pals(), "PALS_NODEID")})
     assert detection.environment.name == "slurm"
     assert detection.rejected["pals"] == "PALS_NODEID is not set"
 
 
 def test_its_text_holds_all_reasons() -> None:
-    """`str` gives the environment, why, and each rejected one, in one line."""
+    """`str` returns the environment, the reason, and each rejected one, in one line."""
     detection = detect_environment(batch())
     assert isinstance(detection, Detection)
     assert str(detection).startswith("environment 'local': ")

@@ -1,4 +1,4 @@
-"""The address at which rank 0's node listens, on hosts that know their own name as loopback."""
+"""The address at which rank 0's node listens, on hosts that resolve their own name to loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOKED_UP = socket.getaddrinfo
 
 @pytest.fixture(autouse=True)
 def etc_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the names of `HOSTS` known, as Debian's /etc/hosts does with the host's own."""
+    """Make the names of `HOSTS` resolve, as in Debian's /etc/hosts."""
 
     def look_up(host: str, *arguments: Any, **options: Any) -> Any:
         return LOOKED_UP(HOSTS.get(host, host), *arguments, **options)
@@ -32,7 +32,7 @@ def etc_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def have(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str], down: str = "") -> None:
-    """Let this host have these addresses, by interface."""
+    """Give this host these addresses, by interface."""
     monkeypatch.setattr(
         network, "interfaces_by_address", lambda: {each: name for name, each in addresses.items()}
     )
@@ -40,7 +40,7 @@ def have(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str], down: st
 
 
 def test_the_only_address_that_others_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is 127.0.1.1 here stands for the one address that is not loopback, for every rank here."""
+    """A name that resolves to 127.0.1.1 means the host's only external address, for every rank there."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     assert listening_address("gpu01", None) == "10.0.0.1"
     assert rendezvous_address("gpu01", None) == "10.0.0.1"
@@ -48,13 +48,13 @@ def test_the_only_address_that_others_can_reach(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_bridge_with_nobody_on_it_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Docker's bridge, as long as no container is on it, is no way to another node."""
+    """A Docker bridge without containers is not an external address."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "docker0": "172.17.0.1"}, down="docker0")
     assert listening_address("gpu01", None) == "10.0.0.1"
 
 
 def test_several_addresses_are_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it could be either, an error says so at once, with both; nobody waits in vain."""
+    """With several external addresses an error lists them at once."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "192.168.0.1"})
     for address_here in (listening_address, rendezvous_address):
         with pytest.raises(
@@ -65,7 +65,7 @@ def test_several_addresses_are_the_users_choice(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_way_to_another_node_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher that names another node settles it; one that names this very host does not."""
+    """The route to another node selects the address; the route to this host does not."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     monkeypatch.setattr(
         network, "address_toward", lambda host: {"node8": "10.1.0.1"}.get(host, HOSTS.get(host, host))
@@ -75,13 +75,13 @@ def test_the_way_to_another_node_decides(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_host_that_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no address for others all nodes must be this machine, and meet on loopback."""
+    """Without an external address all nodes are this machine, and use loopback."""
     have(monkeypatch, {"lo": "127.0.0.1"})
     assert listening_address("named", None) == rendezvous_address("named", None) == "127.0.0.1"
 
 
 def test_an_address_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who gives an address, or says localhost, means it."""
+    """An address, or localhost, is used unchanged."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     for given in ("127.0.0.1", "localhost"):
         assert listening_address(given, "gpu02") == "127.0.0.1"
@@ -91,7 +91,7 @@ def test_an_address_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_name_that_nobody_knows_yet_is_left_to_the_store() -> None:
-    """Who only comes to rank 0's node keeps its name, known or not; who listens there must know it."""
+    """A connecting rank keeps an unknown name; a listening one raises."""
     assert rendezvous_address("no such host", None) == "no such host"
     with pytest.raises(ConfigurationError, match="no such host"):
         listening_address("no such host", None)

@@ -1,4 +1,4 @@
-"""Slurm's short ways of writing, as pure functions."""
+"""Parsing Slurm's node lists and counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rankwise.errors import InvalidArgumentError
     ],
 )
 def test_node_lists(text: str, names: list[str]) -> None:
-    """Each form of a node list gives its nodes, in its order."""
+    """Each form of a node list gives its nodes, in order."""
     assert expand_node_list(text) == names
 
 
@@ -67,7 +67,7 @@ def test_node_lists(text: str, names: list[str]) -> None:
     ids=ascii,
 )
 def test_what_is_no_node_list(text: str) -> None:
-    """Anything else is our error, with the text shortened, and never a bare one."""
+    """Other text is our error, with the text shortened."""
     with pytest.raises(InvalidArgumentError, match="node list") as caught:
         expand_node_list(text)
     assert len(str(caught.value)) < 400
@@ -77,7 +77,7 @@ def test_what_is_no_node_list(text: str) -> None:
     "text", ["n[1-999999999999999]", "n[0-999][0-999][0-999]", ",".join(["n[1-60000]"] * 2)]
 )
 def test_no_memory_bombs(text: str) -> None:
-    """A list of more nodes than any cluster has is refused before it is written out."""
+    """A list of too many nodes is an error before it is expanded."""
     tracemalloc.start()
     try:
         with pytest.raises(InvalidArgumentError, match="at most 100000"):
@@ -88,7 +88,7 @@ def test_no_memory_bombs(text: str) -> None:
 
 
 def test_ten_thousand_nodes() -> None:
-    """A big cluster's list is whole, padded throughout."""
+    """A list of ten thousand nodes is complete and padded."""
     names = expand_node_list("gpu[00001-10000]")
     assert len(set(names)) == 10_000
     assert (names[0], names[-1]) == ("gpu00001", "gpu10000")
@@ -105,12 +105,12 @@ def test_counts(text: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "2(x", "2(x)", "2(3)", "-1", "2,,1", "2(x-1)", "\u0662", "1" * 50])
 def test_what_is_no_count(text: str) -> None:
-    """Anything else is our error."""
+    """Other text is our error."""
     with pytest.raises(InvalidArgumentError, match="tasks per node"):
         expand_counts(text)
 
 
 def test_no_bomb_of_counts() -> None:
-    """A repetition beyond any cluster is refused before it is written out."""
+    """A too large repetition is an error before it is expanded."""
     with pytest.raises(InvalidArgumentError, match="at most 100000"):
         expand_counts("1(x100000),1(x1)")

@@ -1,4 +1,4 @@
-"""Putting a Slurm job back into the queue; `scontrol` is a script of the test's."""
+"""Requeueing a Slurm job; `scontrol` is a script of the test's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file into which `scontrol` writes what it was asked; it refuses 99, and is silent on 98."""
+    """Return the file with the arguments of the fake `scontrol`, which fails for 99, and hangs for 98."""
     program, asked = tmp_path / "scontrol", tmp_path / "asked"
     program.write_text(
         f'#!/bin/sh\necho "$@" >> {asked}\n[ "$2" != 99 ] || {{ echo no such job >&2; exit 1; }}\n'
@@ -26,7 +26,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_only_if_asked(scontrol: Path) -> None:
-    """Without auto_requeue nothing is asked of Slurm; the signal is SIGUSR1."""
+    """Without auto_requeue `scontrol` is not called; the signal is SIGUSR1."""
     environment = SlurmEnvironment(STEP)
     environment.requeue()
     assert environment.requeue_signal is signal.SIGUSR1
@@ -34,7 +34,7 @@ def test_only_if_asked(scontrol: Path) -> None:
 
 
 def test_a_job_and_a_task_of_an_array(scontrol: Path) -> None:
-    """A job is named by its id, a task of an array by the array's and its own."""
+    """A job is requeued by its id, a task of an array by the array's id and its own."""
     SlurmEnvironment(STEP, auto_requeue=True).requeue()
     array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "5"}
     SlurmEnvironment({**STEP, **array}, auto_requeue=True).requeue()
@@ -42,13 +42,13 @@ def test_a_job_and_a_task_of_an_array(scontrol: Path) -> None:
 
 
 def test_a_refusal_is_said(scontrol: Path) -> None:
-    """Training has stopped and saved all the same."""
+    """A failure is a warning: training has already stopped and saved."""
     with pytest.warns(UserWarning, match="scontrol requeue 99 failed: no such job"):
         SlurmEnvironment({**STEP, "SLURM_JOB_ID": "99"}, auto_requeue=True).requeue()
 
 
 def test_a_controller_that_does_not_answer(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it for ever: the job's time is up."""
+    """The call has a timeout."""
     monkeypatch.setattr(slurm, "_REQUEUE_TIMEOUT_S", 2.0)
     with pytest.warns(UserWarning, match=r"scontrol requeue 98 failed: .*timed out"):
         SlurmEnvironment({**STEP, "SLURM_JOB_ID": "98"}, auto_requeue=True).requeue()
@@ -56,13 +56,13 @@ def test_a_controller_that_does_not_answer(scontrol: Path, monkeypatch: pytest.M
 
 
 def test_no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a container without Slurm's programs that is said as well."""
+    """A missing `scontrol`, as in a container, is a warning."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.warns(UserWarning, match="scontrol requeue 17 failed: .*No such file"):
         SlurmEnvironment(STEP, auto_requeue=True).requeue()
 
 
 def test_no_signal() -> None:
-    """Another signal, or none, can be chosen; what is no signal is refused."""
+    """Another signal, or none, can be chosen; other values are errors."""
     assert SlurmEnvironment(STEP, requeue_signal=None).requeue_signal is None
     assert SlurmEnvironment(STEP, requeue_signal=signal.SIGUSR2).requeue_signal is signal.SIGUSR2

@@ -1,4 +1,4 @@
-"""What a message shows of the environment: the launcher's own variables, and nothing else."""
+"""Messages show the launcher's own variables, and no others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCHRUN = {
 
 
 def is_told(error: RankwiseError) -> bool:
-    """Whether the secret is anywhere in the error, or in what travels of it."""
+    """Return whether the secret is in the error or its pickle."""
     return any(SECRET in text for text in (str(error), repr(error), repr(vars(error)))) or (
         SECRET.encode() in pickle.dumps(error)
     )
@@ -34,7 +34,7 @@ def is_told(error: RankwiseError) -> bool:
 
 @pytest.mark.parametrize(("variable", "value"), [("RANK", "many"), ("RANK", "7"), ("MASTER_ADDR", "")])
 def test_wrong_variables(variable: str, value: str) -> None:
-    """An error about the variables shows those that are read."""
+    """An error about variables shows those that are read."""
     environ = {**TORCHRUN, **SECRETS, variable: value}
     with pytest.raises(EnvironmentVariableError) as caught:
         detect_environment(environ)
@@ -43,7 +43,7 @@ def test_wrong_variables(variable: str, value: str) -> None:
 
 
 def test_wrong_world() -> None:
-    """So does the one about a world that is not the one asked for; and the environment's own repr."""
+    """So do the error about another world size, and the environment's repr."""
     environment = TorchElasticEnvironment({**TORCHRUN, **SECRETS})
     assert SECRET not in repr(environment)
     with pytest.raises(WorldSizeMismatchError) as caught:

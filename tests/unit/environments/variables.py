@@ -1,4 +1,4 @@
-"""Variable sets as launchers really set them, for tests to take and to damage."""
+"""Variables as launchers set them, for tests to use and to change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def torchrun(rank: int = 1, size: int = 2) -> Variables:
 
 
 def allocation(tasks: int = 2, name: str = "train") -> Variables:
-    """A shell in an allocation of one node, as `salloc` gives it."""
+    """A shell in an allocation of one node, as with `salloc`."""
     return {
         "SLURM_JOB_ID": "1042",
         "SLURM_JOBID": "1042",
@@ -40,7 +40,7 @@ def allocation(tasks: int = 2, name: str = "train") -> Variables:
 
 
 def batch(tasks: int = 2, name: str = "train") -> Variables:
-    """The batch script of a job: one process, whatever its `SLURM_NTASKS` says."""
+    """The batch script of a job: one process, for any `SLURM_NTASKS`."""
     return {
         **allocation(tasks, name),
         "SLURM_PROCID": "0",
@@ -108,7 +108,7 @@ def hydra(rank: int = 1, size: int = 2, local_size: int | None = None) -> Variab
 
 
 def jsrun(rank: int = 1, size: int = 2, local_size: int | None = None) -> Variables:
-    """A task of jsrun in a job of LSF; Spectrum MPI's variables come along."""
+    """A task of jsrun in a job of LSF, with the variables of Spectrum MPI."""
     on_node = size if local_size is None else local_size
     return {
         **bsub(),
@@ -172,7 +172,7 @@ def pod(rank: int = 1, pods: int = 2, per_pod: str = "auto") -> Variables:
 
 
 def plain(rank: int = 1, size: int = 2) -> Variables:
-    """What torch itself reads."""
+    """Torch's own variables."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -188,5 +188,5 @@ def by_hand(node: int = 1) -> Variables:
 
 
 def without(variables: Variables, *names: str) -> Variables:
-    """Return the variables less some."""
+    """Return the variables without some."""
     return {name: value for name, value in variables.items() if name not in names}

@@ -1,4 +1,4 @@
-"""Small models in float64, on ranks that are threads, and what one process makes of the same data."""
+"""Small models in float64, on ranks that are threads, and the results of one process on the same data."""
 
 from __future__ import annotations
 

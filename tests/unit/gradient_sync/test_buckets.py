@@ -1,4 +1,4 @@
-"""Gradients that fill one memory are one tensor; others stay what they are."""
+"""`FlatGradients`: gradients that fill one storage are one tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parameters_with(*gradients: Tensor | None) -> list[Tensor]:
 
 
 def test_one_bucket_is_one_piece() -> None:
-    """What is done to the piece is done to each gradient, once."""
+    """An operation on the piece changes each gradient once."""
     bucket = torch.arange(6.0)
     gradients = FlatGradients(parameters_with(bucket[4:], None, bucket[:4].view(2, 2)))
     [piece] = gradients.pieces()
@@ -32,14 +32,14 @@ def test_one_bucket_is_one_piece() -> None:
 
 
 def test_two_buckets_are_two_pieces() -> None:
-    """Each bucket has a memory of its own, and may have a dtype of its own."""
+    """Each bucket has its own storage, and may have its own dtype."""
     buckets = torch.ones(4), torch.ones(4, dtype=torch.float64)
     pieces = FlatGradients(parameters_with(*buckets[0].split(2), *buckets[1].split(2))).pieces()
     assert [(piece.dtype, piece.numel()) for piece in pieces] == [(torch.float32, 4), (torch.float64, 4)]
 
 
 def test_gradients_of_their_own_are_let_go_of() -> None:
-    """They are the pieces, and are freed with their parameters' gradients."""
+    """Gradients with storages of their own are the pieces; they are freed with the parameters' gradients."""
     parameters = parameters_with(torch.ones(2), torch.ones(3))
     gradients = FlatGradients(parameters)
     assert [piece.numel() for piece in gradients.pieces()] == [2, 3]
@@ -49,7 +49,7 @@ def test_gradients_of_their_own_are_let_go_of() -> None:
 
 
 def test_memory_with_something_else_in_it() -> None:
-    """Nothing is touched that is no gradient, nor anything twice."""
+    """Elements that are not gradients do not change, and no gradient changes twice."""
     memory = torch.ones(6)
     for some in ((memory[:2], memory[2:5]), (memory[:2], memory[3:]), (memory[:4], memory[2:])):
         pieces = FlatGradients(parameters_with(*some)).pieces()
@@ -59,7 +59,7 @@ def test_memory_with_something_else_in_it() -> None:
 
 
 def test_gradients_that_move() -> None:
-    """New buckets are found where parameters have other gradients than before."""
+    """The buckets are found again when parameters have other gradients than before."""
     first, second = torch.ones(4), torch.ones(4)
     parameters = parameters_with(*first.split(2))
     gradients = FlatGradients(parameters)

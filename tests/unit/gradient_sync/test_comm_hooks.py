@@ -1,4 +1,4 @@
-"""Communication hooks: named, given, wrapped, registered by users; and what cannot work."""
+"""Communication hooks: by name, as functions, in wrappers, registered by users; and errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def expected() -> list[Tensor | None]:
     ],
 )
 def test_comm_hook_averages(hook: Any, atol: float) -> None:
-    """Hooks by name, in any case, and as functions; bf16 too, which torch refuses on gloo."""
+    """Hooks by name, in any case, and as functions; bf16 too, which torch's hook does not support on gloo."""
     first, second = reduced(comm_hook=hook)
     assert_close(first, second)
     assert_close(first, expected(), atol)
@@ -82,7 +82,7 @@ def test_noop_leaves_each_rank_its_own() -> None:
 
 @pytest.mark.parametrize("wrapper", ["fp16", "bf16_compress", TORCHS.fp16_compress_wrapper])
 def test_comm_wrapper(wrapper: Any) -> None:
-    """A wrapper casts around another hook, which sees the smaller numbers."""
+    """A wrapper casts the bucket of another hook."""
     seen = []
 
     def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -96,7 +96,7 @@ def test_comm_wrapper(wrapper: Any) -> None:
 
 
 def test_a_hook_of_ones_own_with_state() -> None:
-    """The hook gets the state; its annotations may be strings, which torch alone refuses."""
+    """The hook gets the state; its annotations may be strings, which torch alone does not accept."""
     counts: list[int] = []
 
     def counting(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -126,7 +126,7 @@ def test_register_ddp_comm_hook() -> None:
 
 
 def test_a_registered_hook_knows_its_node(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many ranks are its neighbours, post-local SGD's default, is what `LOCAL_WORLD_SIZE` says."""
+    """`LOCAL_WORLD_SIZE` is the size of post-local SGD's default subgroup."""
     found: list[int] = []
 
     def make_state(place: HookPlace) -> Any:
@@ -144,7 +144,7 @@ def test_a_registered_hook_knows_its_node(names: Any, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def names() -> Iterator[Any]:
-    """Give the table back as it was."""
+    """Restore the registry."""
     before = set(CommHookRegistry)
     yield CommHookRegistry
     for name in set(CommHookRegistry) - before:
@@ -152,7 +152,7 @@ def names() -> Iterator[Any]:
 
 
 def test_hooks_can_be_registered(names: Any) -> None:
-    """A user's hook has a name like any other, with options for its state."""
+    """A user's hook can have a name, and options for its state."""
 
     def make_state(place: HookPlace, *, factor: float = 1) -> tuple[float, Any]:
         return factor, place.process_group
@@ -221,20 +221,20 @@ def test_hooks_can_be_registered(names: Any) -> None:
     ],
 )
 def test_refused_in_the_constructor(arguments: Any, error: type[Exception], words: str) -> None:
-    """What cannot work is refused before any process starts."""
+    """Invalid hooks and options are errors before any process starts."""
     with pytest.raises(error, match=words):
         DDPStrategy(**arguments)
 
 
 def test_powersgd_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs NumPy's random numbers: the error says how to get them."""
+    """The error without NumPy says how to install it."""
     monkeypatch.setitem(__import__("sys").modules, "numpy", None)
     with pytest.raises(MissingExtraError, match=r"rankwise\[powersgd\]"):
         DDPStrategy(comm_hook="powersgd")
 
 
 def test_a_state_of_torchs_travels() -> None:
-    """Torch's own state asks for a process group when it is unpickled; within a strategy it does not."""
+    """Torch's own state needs a process group when it is unpickled; within a strategy it does not."""
     state = PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=7)
     strategy = pickle.loads(pickle.dumps(DDPStrategy(comm_hook=powerSGD_hook, comm_state=state)))
     copy = strategy.gradients.hook.state
@@ -244,7 +244,7 @@ def test_a_state_of_torchs_travels() -> None:
 
 @pytest.mark.parametrize("name", sorted(CommHookRegistry))
 def test_named_hooks_travel(name: str) -> None:
-    """A strategy with a named hook can be spawned."""
+    """A strategy with a named hook can be pickled."""
     period = 2 if name == "post_localsgd" else None
     strategy = DDPStrategy(comm_hook=name, comm_wrapper="fp16", model_averaging_period=period)
     assert pickle.loads(pickle.dumps(strategy)).gradients.hook.name == name
@@ -256,7 +256,7 @@ def test_named_hooks_travel(name: str) -> None:
 def train_steps(
     strategy: ThreadedStrategy, wrapped: nn.Module, steps: range, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Train over some of an endless series of batches."""
+    """Train on some of an endless series of batches."""
     for number in steps:
         optimizer.zero_grad()
         with strategy.gradient_sync_context(wrapped):
@@ -310,7 +310,7 @@ def test_powersgd_goes_on_from_its_memory() -> None:
 
 
 def test_hook_memory_is_plain_and_by_rank(tmp_path: Any) -> None:
-    """What goes into a checkpoint loads with `weights_only=True`, one entry for each rank, errors by name."""
+    """Saved states load with `weights_only=True`; there is one per rank, with errors by parameter name."""
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
         train_steps(strategy, wrapped, range(4), torch.optim.SGD(wrapped.parameters(), lr=0.1))
@@ -329,7 +329,7 @@ def test_hook_memory_is_plain_and_by_rank(tmp_path: Any) -> None:
 
 
 def test_hook_memory_in_another_world() -> None:
-    """On another number of ranks each has the mean of the errors, so that none of what is owed is lost."""
+    """With another number of ranks each rank gets the mean of the errors, so that their sum stays."""
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
         train_steps(strategy, wrapped, range(4), torch.optim.SGD(wrapped.parameters(), lr=0.1))
@@ -368,20 +368,20 @@ def local_steps(strategy: ThreadedStrategy, wrapped: nn.Module, steps: int, ends
 
 @pytest.mark.parametrize(("steps", "is_same"), [(2, True), (3, True), (4, False), (5, False), (6, True)])
 def test_model_averaging_period(steps: int, is_same: bool) -> None:
-    """After the warm-up models drift apart, and every third step makes them one, as one process says."""
+    """After the warm-up the ranks' models differ, and every third step averages them, as in one process."""
     first, second = on_ranks(2, lambda s, m: local_steps(s, m, steps), net(), **LOCAL)
     assert torch.equal(first, second) == is_same
 
 
 def test_training_ends_with_one_model() -> None:
-    """However many steps there were, all ranks end with the mean of their models."""
+    """After any number of steps all ranks end with the mean of their models."""
     apart = on_ranks(2, lambda s, m: local_steps(s, m, 5), net(), **LOCAL)
     for weights in on_ranks(2, lambda s, m: local_steps(s, m, 5, ends=True), net(), **LOCAL):
         torch.testing.assert_close(weights, torch.stack(apart).mean(dim=0))
 
 
 def test_local_sgd_in_groups() -> None:
-    """With `subgroup_size` neighbours stay the same; a size that does not divide the world is refused."""
+    """With `subgroup_size` ranks of a subgroup have one model; the size must divide the world size."""
     hook = "post_localsgd:start_localSGD_iter=0,subgroup_size={}"
     options: dict[str, Any] = {"comm_hook": hook.format(2), "model_averaging_period": 100}
     weights = on_ranks(4, lambda s, m: local_steps(s, m, 3), net(), **options)
@@ -393,7 +393,7 @@ def test_local_sgd_in_groups() -> None:
 
 
 def test_distributed_optimizers_are_refused_with_averaging() -> None:
-    """`ZeroRedundancyOptimizer` updates other parameters on each rank: no averaging under it."""
+    """`ZeroRedundancyOptimizer` updates other parameters on each rank, so averaging is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of what it imports
         from torch.distributed.optim import ZeroRedundancyOptimizer

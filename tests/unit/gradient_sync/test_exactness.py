@@ -1,4 +1,4 @@
-"""A property: N ranks, here threads, equal one process on the same global data, whatever is drawn."""
+"""Property: N ranks, here threads, get the weights of one process on the same global data."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def test_ranks_equal_one_process(case: Case) -> None:
 @MANY
 @given(cases())
 def test_ranks_equal_one_process_again_and_again(case: Case) -> None:
-    """The same, over many more draws, which differ from run to run."""
+    """The same with many more examples, which differ from run to run."""
     check(case)
 
 
 @pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
 def test_a_parameter_that_only_an_early_microbatch_uses(mode: str) -> None:
-    """Its gradient is left alone by DDP's last reduction, and yet weighted like the others."""
+    """DDP's last reduction does not change its gradient, but the gradient is weighted like the others."""
     check(Case(1, 2, 1, 2, kind="branching", weighting="logged", sync_mode=mode))
     check(Case(2, 8, 1, 3, kind="branching", weighting="logged", sync_mode=mode))
 
 
 def test_without_weights_they_differ() -> None:
-    """The property is not empty: unweighted, ranks with batches of other sizes train another model."""
+    """The property is not trivial: without weights, different batch sizes give another model."""
     case = Case(2, 11, 4, 2, weighting="samples", uneven_inputs="join")
     unweighted = Case(2, 11, 4, 2, weighting=None, uneven_inputs="join")
     assert not torch.allclose(train(unweighted)[0], expected_weights(case), rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Forced sync: right averages where ranks have other gradients than their peers, and few collectives."""
+"""Forced sync: exact averages if ranks have different gradients, with few collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.gradient_sync.helpers import batch, loss_of, net, on_ranks
 
 
 class Branches(nn.Module):
-    """Uses one branch only, by what it is told; a third one never."""
+    """Uses the branch that its argument selects, and never the third one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Branches(nn.Module):
 
 
 def by_composers_loop(model: nn.Module) -> None:
-    """Average each gradient by itself where it exists, as Composer's forced sync does."""
+    """Average each existing gradient separately, as Composer's forced sync does."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -69,7 +69,7 @@ def _same(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 def test_buckets_are_few_and_full() -> None:
-    """Of 200 small parameters and one larger than a bucket, with a flag each, two buckets are made."""
+    """200 small parameters and one larger than a bucket make two buckets, with one flag per parameter."""
     sizes = [3] * 200 + [1000]
     parameters = [[nn.Parameter(torch.zeros(size)) for size in sizes] for _ in range(2)]
 
@@ -86,7 +86,7 @@ def test_buckets_are_few_and_full() -> None:
 
 
 def test_a_bucket_holds_one_dtype() -> None:
-    """Half-precision gradients travel by themselves, and so does a weight where all are half."""
+    """Half-precision gradients have their own bucket, and so has a weight if all gradients are half."""
     kinds = [torch.float32, torch.bfloat16, torch.float32]
     parameters = [[nn.Parameter(torch.zeros(2, dtype=kind)) for kind in kinds] for _ in range(2)]
 
@@ -105,7 +105,7 @@ def test_a_bucket_holds_one_dtype() -> None:
 
 
 def test_nothing_is_reduced_when_a_backward_raised() -> None:
-    """An exception in the block leaves gradients as they are, and waits for nobody."""
+    """After an exception in the block gradients do not change, and no rank waits."""
     model = net()
 
     def train(rank: int) -> None:
@@ -119,7 +119,7 @@ def test_nothing_is_reduced_when_a_backward_raised() -> None:
 
 
 def test_sparse_gradients_are_refused() -> None:
-    """They have no fixed place in a bucket."""
+    """Sparse gradients are an error."""
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigurationError, match="sparse"):
@@ -127,7 +127,7 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 def test_ignored_parameters_stay_as_they_are() -> None:
-    """`_ddp_params_and_buffers_to_ignore` is honoured."""
+    """Parameters in `_ddp_params_and_buffers_to_ignore` are not averaged."""
     models = [net(), net()]
 
     def train(rank: int) -> list[Tensor | None]:
@@ -148,7 +148,7 @@ def test_ignored_parameters_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
 def test_buffers_stay_the_same(mode: str) -> None:
-    """Ranks with other data begin windows with rank 0's running statistics, whoever averages gradients."""
+    """Each window starts with rank 0's running statistics on all ranks, in every mode."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor]:
         for number in range(4):
@@ -165,7 +165,7 @@ def test_buffers_stay_the_same(mode: str) -> None:
 
 
 def test_copies_of_parameters_do_not_travel() -> None:
-    """With 32-bit master weights the 16-bit gradients are sent, a flag with each, and nothing else."""
+    """With 32-bit master weights only the 16-bit gradients and their flags are sent."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> float:
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=1)

@@ -1,4 +1,4 @@
-"""Sync modes: their names, when DDP reduces under each, and how often."""
+"""Sync modes: their names, when DDP averages in each, and how often."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ MODES = [mode.value for mode in GradientSyncMode]
 
 @pytest.mark.parametrize("name", MODES)
 def test_ddp_sync_strategy_names(name: str) -> None:
-    """Composer's `DDPSyncStrategy`: every mode goes by its name, in any case, and by itself."""
+    """Composer's `DDPSyncStrategy`: every mode has a name, in any case."""
     mode = GradientSyncMode(name)
     assert resolve_sync_mode(name.upper()) is resolve_sync_mode(mode) is mode
     assert DDPStrategy(sync_mode=name).gradients.mode is mode
 
 
 def test_auto() -> None:
-    """`"auto"` reduces once per window, but each time where DDP looks for unused parameters."""
+    """`"auto"` averages once per window, but in each microbatch if DDP looks for unused parameters."""
     assert DDPStrategy().gradients.mode is GradientSyncMode.SINGLE_AUTO_SYNC
     assert DDPStrategy(find_unused_parameters=True).gradients.mode is GradientSyncMode.MULTI_AUTO_SYNC
 
 
 def test_an_unknown_name() -> None:
-    """A name that is none is refused in the constructor, with the nearest one."""
+    """An unknown name is an error in the constructor that suggests the nearest one."""
     with pytest.raises(UnknownNameError, match="Did you mean 'forced_sync'"):
         DDPStrategy(sync_mode="force_sync")
     with pytest.raises(InvalidTypeError, match="sync_mode"):
@@ -49,7 +49,7 @@ def test_an_unknown_name() -> None:
 
 @pytest.mark.parametrize("arguments", [{"comm_hook": "fp16_compress"}, {"static_graph": True}])
 def test_forced_sync_excludes(arguments: dict[str, object]) -> None:
-    """What needs DDP's own reductions cannot go with forced sync."""
+    """Features that need DDP's own reductions are errors with forced sync."""
     with pytest.raises(ConfigurationError, match="forced_sync"):
         DDPStrategy(sync_mode="forced_sync", **arguments)  # type: ignore[arg-type]  # one of several
 
@@ -75,7 +75,7 @@ def test_reductions_per_optimizer_step(mode: str, count: int) -> None:
 
 
 def test_a_static_graph_may_accumulate() -> None:
-    """The first backward pass of a static graph, which torch lets not run under `no_sync`, reduces."""
+    """The first backward pass of a static graph averages, because it cannot run under `no_sync`."""
     model = net()
     for result in on_ranks(2, lambda s, m: accumulate(s, m, (2, 2, 2)), model, static_graph=True):
         assert_close(result, alone(model, [batch(rank, number) for rank in range(2) for number in range(3)]))
@@ -101,7 +101,7 @@ def test_ddp_sync_context_without_a_trainer(mode: str) -> None:
 
 
 def test_nothing_is_distributed() -> None:
-    """In one process, with no group, the block does nothing."""
+    """In one process without a group the block does nothing."""
     model = net()
     with gradient_sync_context(model, torch.optim.SGD(model.parameters(), lr=0.1)):
         loss_of(model, batch(0)).backward()
@@ -109,7 +109,7 @@ def test_nothing_is_distributed() -> None:
 
 
 def test_a_module_that_ddp_has_not_wrapped() -> None:
-    """Nobody would average its gradients, so that is an error; forced sync averages them itself."""
+    """A module that is not wrapped is an error, but not with forced sync, which does not need DDP."""
     models = [net(), net()]
 
     def train(rank: int) -> list[torch.Tensor | None]:
@@ -125,7 +125,7 @@ def test_a_module_that_ddp_has_not_wrapped() -> None:
 
 
 def test_prepare_ddp_module() -> None:
-    """Composer's `_prepare_ddp_module`: nothing to train is not wrapped; without a group it says so."""
+    """Composer's `_prepare_ddp_module`: a module without parameters to train is not wrapped."""
     frozen = net().requires_grad_(False)
     [plain] = on_ranks(1, lambda s, m: (type(m), len(list(m.parameters()))), frozen)
     assert plain == (nn.Sequential, 4)

@@ -1,4 +1,4 @@
-"""Parameters without a part in the loss: by name and rank, and what looking for them costs."""
+"""Unused parameters: their names by rank, and the cost of looking for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.gradient_sync.helpers import batch, net, on_ranks
 
 
 class Heads(nn.Module):
-    """Has two heads, of which each rank uses the ones it is told."""
+    """Has two heads; the argument of `forward` selects those that are used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def use(heads_by_rank: tuple[tuple[str, ...], ...], steps: int, **arguments: obj
 
 
 def test_they_are_named_by_rank() -> None:
-    """The error of DDP has the names, for each rank, and the three ways out, in the same step."""
+    """DDP's error has the names of each rank and three remedies, and comes in the same step."""
     with pytest.raises(UnusedParametersError) as caught:
         use((("first",), ("second",)), steps=1)
     assert caught.value.names_by_rank == {0: ("second.weight",), 1: ("first.weight", "first.bias")}
@@ -52,7 +52,7 @@ def test_they_are_named_by_rank() -> None:
 
 
 def test_a_plain_loop_gets_the_names_too() -> None:
-    """DDP's own error, of the next forward pass, is explained where the launched function ends with it."""
+    """The launched function's error contains the names, also if DDP raises it in the next forward pass."""
 
     def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
         for _ in range(2):
@@ -64,7 +64,7 @@ def test_a_plain_loop_gets_the_names_too() -> None:
 
 
 def test_other_errors_stay() -> None:
-    """A RuntimeError about something else is not touched."""
+    """Another RuntimeError does not change."""
 
     def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
         raise RuntimeError("something else")
@@ -74,14 +74,14 @@ def test_other_errors_stay() -> None:
 
 
 def test_find_unused_parameters() -> None:
-    """With it the same steps run, and nothing is said as something was unused."""
+    """With `find_unused_parameters` the same steps run, without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         use((("first",), ("second",)), steps=12, find_unused_parameters=True)
 
 
 def test_looking_in_vain_is_said_once() -> None:
-    """Where nothing was unused on any rank, rank 0 says so after ten reductions, with what it cost."""
+    """If no rank has an unused parameter, rank 0 warns after ten reductions, with the cost."""
     with pytest.warns(UserWarning, match="no unused parameter in 10 reductions on any rank") as caught:
         use((("first", "second"),) * 2, steps=22, find_unused_parameters=True)
     [warning] = [warning for warning in caught if "find_unused_parameters" in str(warning.message)]
@@ -89,14 +89,14 @@ def test_looking_in_vain_is_said_once() -> None:
 
 
 def test_looking_in_vain_on_one_rank_only() -> None:
-    """One rank that does find something keeps all of them quiet."""
+    """If one rank has an unused parameter, there is no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         use((("first", "second"), ("second",)), steps=12, find_unused_parameters=True)
 
 
 def test_ignored_parameters_are_not_waited_for() -> None:
-    """`_ddp_params_and_buffers_to_ignore`: such parameters may be unused, and are not averaged."""
+    """Parameters in `_ddp_params_and_buffers_to_ignore` may be unused, and are not averaged."""
     model = Heads()
     model._ddp_params_and_buffers_to_ignore = ["second.weight"]  # type: ignore[assignment]  # torch's way
 
@@ -109,7 +109,7 @@ def test_ignored_parameters_are_not_waited_for() -> None:
 
 
 def test_nothing_but_ignored_parameters_to_train() -> None:
-    """Where DDP would refuse to wrap, the module is left as it is."""
+    """A module that DDP could not wrap is returned unchanged."""
     model = net()
     names = [name for name, _ in model.named_parameters()]
     model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]  # torch's way
@@ -117,7 +117,7 @@ def test_nothing_but_ignored_parameters_to_train() -> None:
 
 
 def test_a_model_with_nothing_to_train() -> None:
-    """It is not wrapped, and its steps average nothing."""
+    """A module without trainable parameters is not wrapped, and its steps average nothing."""
     model = net().requires_grad_(False)
 
     def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> type:
@@ -130,7 +130,7 @@ def test_a_model_with_nothing_to_train() -> None:
 
 
 def test_dtensors_are_refused() -> None:
-    """Parameters that lie in pieces on several ranks are named, with the reason."""
+    """DTensor parameters are an error that names them."""
 
     def work(rank: int) -> None:
         strategy = ThreadedStrategy(0, 1)
@@ -144,7 +144,7 @@ def test_dtensors_are_refused() -> None:
 
 
 def test_accumulation_with_unused_parameters() -> None:
-    """`single_auto_sync` with `find_unused_parameters` counts what only an earlier microbatch used."""
+    """`single_auto_sync` with `find_unused_parameters` includes parameters of earlier microbatches."""
 
     def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> Tensor | None:
         for heads in (("first",), ("second",)):

@@ -1,4 +1,4 @@
-"""Exact weighting: batches of different sizes on different ranks, and the average of one process on all."""
+"""Exact weighting: batches of different sizes on different ranks give the average of one process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_logged_weights(mode: str, bucket_cap_mb: float) -> None:
 
 
 def test_several_windows_and_rebuilt_buckets() -> None:
-    """Weights of one window are forgotten in the next; DDP makes new buckets in between."""
+    """The weights of a window do not affect the next one, also when DDP rebuilds its buckets."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor]:
         seen = []
@@ -81,7 +81,7 @@ def test_several_windows_and_rebuilt_buckets() -> None:
 
 
 def test_a_window_of_no_weight() -> None:
-    """Where every weight is 0 there is nothing to average, and no NaN."""
+    """If every weight is 0, the gradients are zeros, not NaN."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> float:
         with strategy.gradient_sync_context(wrapped):
@@ -93,7 +93,7 @@ def test_a_window_of_no_weight() -> None:
 
 
 def test_bf16_compress_with_weights() -> None:
-    """bfloat16 has room for sums of gradients times weights; the weight itself is sent exactly."""
+    """bfloat16 can hold sums of weighted gradients; the weight itself is sent exactly."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
         size = (100_001, 300_003)[strategy.global_rank]
@@ -116,7 +116,7 @@ def test_bf16_compress_with_weights() -> None:
     [("fp16_compress", None), ("allreduce", "fp16"), ("bf16_compress", "bf16"), ("allreduce", None)],
 )
 def test_compressed_with_weights(hook: str, wrapper: str | None) -> None:
-    """Weights too large for 16 bits, and changing from window to window: they travel in full, in units."""
+    """Weights too large for 16 bits are sent in full precision, divided by a unit that follows them."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[list[Tensor | None]]:
         seen = []
@@ -140,7 +140,7 @@ def test_compressed_with_weights(hook: str, wrapper: str | None) -> None:
 
 @pytest.mark.parametrize("hook", ["powersgd", "noop", "post_localsgd", lambda state, bucket: None])
 def test_hooks_that_cannot_carry_weights(hook: Any) -> None:
-    """They are refused in the constructor, and "samples", which goes with all, is named."""
+    """Such hooks are errors in the constructor that name "samples", which works with every hook."""
     period = 2 if hook == "post_localsgd" else None
     with pytest.raises(ConfigurationError, match="samples"):
         DDPStrategy(comm_hook=hook, gradient_weighting="logged", model_averaging_period=period)
@@ -172,7 +172,7 @@ def expected_of(model: nn.Module, num_ranks: int = 2) -> list[Tensor | None]:
     "options", [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
 )
 def test_weights_with_what_ddp_can_do(options: dict[str, Any]) -> None:
-    """Two windows, the second with DDP's rebuilt buckets, are one process's."""
+    """Two windows, the second with DDP's rebuilt buckets, give the gradients of one process."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
         weighted_window(strategy, wrapped)
@@ -185,7 +185,7 @@ def test_weights_with_what_ddp_can_do(options: dict[str, Any]) -> None:
 
 
 def test_a_static_graph_with_an_unused_parameter() -> None:
-    """The last one has no part in the loss: no error, window after window."""
+    """An unused last parameter is no error, in any window."""
 
     class Sparing(nn.Sequential):
         def forward(self, samples: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def test_a_static_graph_with_an_unused_parameter() -> None:
 
 
 def test_no_hook_is_needed_and_nothing_is_left() -> None:
-    """DDP calls no hook for each bucket, and the module has no parameter more than before."""
+    """DDP calls no hook, and the module has the same parameters as before."""
 
     def look(strategy: ThreadedStrategy, wrapped: Any) -> tuple[Any, ...]:
         weighted_window(strategy, wrapped)
@@ -218,7 +218,7 @@ def test_no_hook_is_needed_and_nothing_is_left() -> None:
 
 
 def test_a_scaled_loss() -> None:
-    """What a gradient scaler multiplies the loss by afterwards is in the gradients, not in the weights."""
+    """A gradient scaler's factor is in the gradients, not in the weights."""
     model = net()
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
@@ -229,7 +229,7 @@ def test_a_scaled_loss() -> None:
 
 
 def test_parameters_of_16_bits_only() -> None:
-    """They have no room for weights, which then travel by a hook, in 32 bits."""
+    """With 16-bit parameters only, a hook sends the weights in 32 bits."""
 
     def train(strategy: ThreadedStrategy, wrapped: Any) -> float:
         with strategy.gradient_sync_context(wrapped):
@@ -257,7 +257,7 @@ def test_two_modules_of_one_strategy() -> None:
 
 
 def test_a_wrapper_around_a_copy() -> None:
-    """Where DDP is given other parameters than the module's, weights travel by a hook."""
+    """If DDP wraps a copy of the module, a hook sends the weights."""
 
     class Copying(ThreadedStrategy):
         def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> Any:
@@ -275,7 +275,7 @@ def test_a_wrapper_around_a_copy() -> None:
 
 
 def test_a_loss_without_weight() -> None:
-    """It is an error in the very step."""
+    """A loss without weight is an error in the same step."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
         with strategy.gradient_sync_context(wrapped):
@@ -286,7 +286,7 @@ def test_a_loss_without_weight() -> None:
 
 
 def test_wrong_names_and_weights() -> None:
-    """A weighting that is none, a weight that cannot be one, and one that nobody asked for."""
+    """An unknown weighting, an invalid weight, and a weight without weighting are errors."""
     with pytest.raises(UnknownNameError, match="Did you mean 'samples'"):
         DDPStrategy(gradient_weighting="sample")
     strategy = DDPStrategy(gradient_weighting="logged")
@@ -298,7 +298,7 @@ def test_wrong_names_and_weights() -> None:
 
 
 def test_a_loss_that_bypasses_the_module() -> None:
-    """Its weight would never be sent, and the others would take the next step's for it."""
+    """It is an error, because its weight would be averaged with the other ranks' next step."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
         with strategy.gradient_sync_context(wrapped):
@@ -312,7 +312,7 @@ def test_a_loss_that_bypasses_the_module() -> None:
 
 
 class Fit(TrainingModule):
-    """Fits sums; may say what its batches weigh, by logging or returning it."""
+    """Fits sums; logs or returns the weight of its batches if asked to."""
 
     def __init__(self, says: str = "") -> None:
         super().__init__()
@@ -369,7 +369,7 @@ def fit_on_ranks(world_size: int, loader: Any, says: str = "", accumulate: int =
 @pytest.mark.parametrize(("weighting", "says"), [("samples", ""), ("logged", "logs"), ("logged", "returns")])
 @pytest.mark.parametrize("mode", ["auto", "forced_sync"])
 def test_a_short_last_batch(weighting: str, says: str, mode: str) -> None:
-    """11 samples a rank, 3 in a batch and 6 in a window: the last window is of 3 and 2 samples."""
+    """11 samples per rank, 3 in a batch and 6 in a window: the last window has batches of 3 and 2 samples."""
     loader = DataLoader(dataset(22), batch_size=3)
     mine = fit_on_ranks(2, loader, says, 2, gradient_weighting=weighting, sync_mode=mode)
     torch.testing.assert_close(mine, by_hand(22, 2, 3, 2), rtol=0, atol=1e-12)
@@ -395,7 +395,7 @@ class Sized(BatchSampler):
 
 @pytest.mark.parametrize("weighting", ["samples", "logged"])
 def test_batches_of_all_sizes(weighting: str) -> None:
-    """Whole batches of a user's own batch sampler, dealt out: [4, 1], then [2, 5], then [3, 3]."""
+    """Whole batches of a user's own batch sampler: [4, 1], then [2, 5], then [3, 3]."""
     sizes = [4, 1, 2, 5, 3, 3]
     loader = DataLoader(dataset(18), batch_sampler=Sized(sizes))
     mine = fit_on_ranks(2, loader, "logs" if weighting == "logged" else "", gradient_weighting=weighting)
@@ -412,7 +412,7 @@ def test_batches_of_all_sizes(weighting: str) -> None:
 
 @pytest.mark.parametrize(("weighting", "says"), [("samples", ""), ("logged", "logs")])
 def test_one_process_that_accumulates(weighting: str, says: str) -> None:
-    """Batches of different sizes in one window are weighted without any group, too."""
+    """Batches of different sizes in one window are weighted without a process group, too."""
     module = Fit(says)
     strategy = SingleDeviceStrategy(gradient_weighting=weighting, accelerator="cpu")
     trainer = quiet_trainer(strategy, 1, max_epochs=1, accumulate_grad_batches=2)
@@ -421,7 +421,7 @@ def test_one_process_that_accumulates(weighting: str, says: str) -> None:
 
 
 class Stream(IterableDataset[Tensor]):
-    """An iterable data set, whose length nobody knows."""
+    """An iterable data set without length."""
 
     def __iter__(self) -> Any:
         return iter(dataset(5).tensors[0])
@@ -433,7 +433,7 @@ def trainer_of(accumulate: int = 1, **options: Any) -> Trainer:
 
 
 def test_unknown_batch_sizes_are_refused() -> None:
-    """Nobody knows an iterable data set's batches beforehand: the error says to log them."""
+    """The batch sizes of an iterable data set are unknown: the error says to log them."""
     with pytest.raises(ConfigurationError, match="log_weight"):
         trainer_of(2, gradient_weighting="samples").fit(Fit(), DataLoader(Stream(), batch_size=2))
 
@@ -452,13 +452,13 @@ def fit_own_split(make_loader: Callable[[int], Any]) -> list[Tensor]:
 
 
 def test_sizes_that_are_one_ranks_own_are_refused() -> None:
-    """Batches of 4 and of 1, on loaders that nobody has split: neither rank knows the other's."""
+    """Loaders that are not split have batch sizes that other ranks do not know, which is an error."""
     with pytest.raises(ConfigurationError, match=r"split over 1, not over 2 ranks.*\n.*log_weight"):
         fit_own_split(lambda rank: DataLoader(dataset(4 if rank == 0 else 1), batch_size=4))
 
 
 def test_a_distributed_sampler_of_the_users_is_weighed() -> None:
-    """With it each rank knows the others' batch sizes, without rankwise splitting anything."""
+    """With a `DistributedSampler` each rank knows the others' batch sizes."""
 
     def make_loader(rank: int) -> Any:
         data = dataset(10)
@@ -470,7 +470,7 @@ def test_a_distributed_sampler_of_the_users_is_weighed() -> None:
 
 
 def test_a_weight_that_is_missing_or_not_asked_for() -> None:
-    """Both are errors where they would change gradients; one batch alone needs no weight."""
+    """Both are errors if they would change gradients; a single batch needs no weight."""
     loader = DataLoader(dataset(4), batch_size=2)
     with pytest.raises(ConfigurationError, match="has no weight"):
         trainer_of(2, gradient_weighting="logged").fit(Fit(), loader)

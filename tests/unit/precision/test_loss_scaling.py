@@ -1,4 +1,4 @@
-"""The dynamic loss scale: one for all optimizers, updated late, agreed where ranks differ."""
+"""Dynamic loss scaling: one scale for all optimizers, the same skipped steps on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scale_of(precision: MixedPrecision) -> float:
 
 
 def test_losses_are_scaled_and_gradients_unscaled() -> None:
-    """Backward gives gradients times the scale, and the step sees true ones."""
+    """Backward gives scaled gradients, and the step uses unscaled ones."""
     precision, sgd = scaled(), optimizer()
     precision.backward(weight(sgd).sum())
     assert gradient(sgd) == [4.0, 4.0]
@@ -46,7 +46,7 @@ def test_losses_are_scaled_and_gradients_unscaled() -> None:
 
 
 def test_unscaling_twice_is_unscaling_once() -> None:
-    """Clipping after a hook has unscaled already sees the same gradients."""
+    """A second unscaling does nothing."""
     precision, sgd = scaled(), optimizer()
     precision.backward(weight(sgd).sum())
     precision.unscale_gradients(sgd)
@@ -55,7 +55,7 @@ def test_unscaling_twice_is_unscaling_once() -> None:
 
 
 def test_clipping_unscales_first() -> None:
-    """The limit is one of true gradients."""
+    """Clipping limits unscaled gradients."""
     precision, sgd = scaled(), optimizer()
     precision.backward((weight(sgd) * torch.tensor([3.0, -0.5])).sum())
     precision.clip_gradients_value(sgd, 1.0)
@@ -63,7 +63,7 @@ def test_clipping_unscales_first() -> None:
 
 
 def test_overflow_skips_and_lowers_the_scale() -> None:
-    """A gradient that is infinite changes no weight and halves the scale."""
+    """An infinite gradient skips the step and halves the scale."""
     precision, sgd = scaled(), optimizer()
     precision.backward(weight(sgd).sum() * float("inf"))
     precision.optimizer_step(sgd)
@@ -93,7 +93,7 @@ def test_two_optimizers_within_a_step_share_the_scale() -> None:
 
 
 def test_waiting_gradients_follow_the_scale() -> None:
-    """What one optimizer accumulates while another one steps is unscaled right, whatever the scale became."""
+    """Gradients that wait while another optimizer steps are unscaled by the new scale."""
     precision, stepping, waiting = scaled(), optimizer(), optimizer()
     precision.configure(nn.Module(), [stepping, waiting])
     precision.backward(weight(waiting).sum())
@@ -107,7 +107,7 @@ def test_waiting_gradients_follow_the_scale() -> None:
 
 
 def test_unscaled_gradients_that_wait_are_scaled_again() -> None:
-    """Clipping one optimizer's gradients long before it steps does not unscale them twice."""
+    """Clipping gradients long before their step does not unscale them twice."""
     precision, stepping, waiting = scaled(), optimizer(), optimizer()
     precision.configure(nn.Module(), [stepping, waiting])
     precision.backward(weight(waiting).sum())
@@ -130,7 +130,7 @@ def test_one_optimizer_may_step_twice_in_a_batch() -> None:
 
 
 def test_no_gradients() -> None:
-    """An optimizer without gradients steps over nothing, and the scale stays."""
+    """The step of an optimizer without gradients does not change the scale."""
     precision, sgd = scaled(), optimizer()
     precision.optimizer_step(sgd)
     assert weight(sgd).tolist() == [1.0, 1.0]
@@ -138,13 +138,13 @@ def test_no_gradients() -> None:
 
 
 def test_closures_are_refused() -> None:
-    """An optimizer that computes its loss again is refused: nobody scales that loss."""
+    """A closure is an error, because its loss would not be scaled."""
     with pytest.raises(ConfigurationError, match="closure"):
         scaled().optimizer_step(optimizer(), lambda: 0.0)
 
 
 def test_a_rank_skips_because_another_does() -> None:
-    """Where gradients differ between ranks, one rank's overflow makes the others skip."""
+    """If gradients differ between ranks, one rank's overflow makes all skip."""
     precision, sgd, asked = scaled(), optimizer(), []
 
     def agree(is_bad: bool) -> bool:
@@ -160,7 +160,7 @@ def test_a_rank_skips_because_another_does() -> None:
 
 
 def test_state_is_saved_and_loaded() -> None:
-    """The scale and how long it has held go on where they were."""
+    """The scale and the steps since its last change are restored."""
     precision, sgd = scaled(growth_interval=5), optimizer()
     precision.backward(weight(sgd).sum())
     precision.optimizer_step(sgd)
@@ -174,7 +174,7 @@ def test_state_is_saved_and_loaded() -> None:
 
 
 def test_travels() -> None:
-    """A precision takes its scale to another process, and leaves optimizers and the strategy behind."""
+    """A pickled precision has its scale, without optimizers and strategy."""
     precision, sgd = scaled(), optimizer()
     precision.configure(nn.Module(), [sgd])
     precision.agree = lambda is_bad: is_bad
@@ -198,6 +198,6 @@ def test_travels() -> None:
     ],
 )
 def test_options_that_cannot_work(name: str, options: dict[str, Any], error: type[Exception]) -> None:
-    """What torch would only assert in a rank is refused at once."""
+    """Invalid options are errors in the constructor."""
     with pytest.raises(error):
         MixedPrecision(name, **options)

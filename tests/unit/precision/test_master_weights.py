@@ -1,4 +1,4 @@
-"""Master weights: what is 16-bit, what is 32-bit, and that small updates are not lost."""
+"""Master weights: which tensors are 16-bit and 32-bit, and that small updates are not lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step(
 
 @NAMES
 def test_formats(name: str) -> None:
-    """Weights are 16-bit, batch normalisation and what the optimizer updates 32-bit."""
+    """Weights are 16-bit; batch normalisation and the optimizer's parameters are 32-bit."""
     precision, module, optimizer = ready(name)
     assert {parameter.dtype for parameter in module[0].parameters()} == {precision.dtype}
     assert {parameter.dtype for parameter in module[1].parameters()} == {torch.float32}
@@ -94,7 +94,7 @@ def test_overflow_skips() -> None:
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 def test_clipping_is_on_master_weights(norm_type: float) -> None:
-    """Any norm of the true gradients, batch normalisation's included, is what clipping limits."""
+    """Clipping limits any norm of the unscaled gradients, batch normalisation's included."""
     precision, module, optimizer = ready(init_scale=16.0)
     x = torch.ones(4, 3, dtype=torch.float16) * torch.arange(4)[:, None]
     precision.backward(module(x).sum() * 10)
@@ -107,7 +107,7 @@ def test_clipping_is_on_master_weights(norm_type: float) -> None:
 
 
 def test_clipping_by_value_is_on_master_weights() -> None:
-    """Values are clamped in true size, in the copies."""
+    """Unscaled gradients of the copies are clamped."""
     precision, module, optimizer = ready()
     precision.backward(module(torch.ones(4, 3, dtype=torch.float16)).sum())
     precision.clip_gradients_value(optimizer, 0.25)
@@ -137,7 +137,7 @@ def test_configured_again() -> None:
 
 
 def test_optimizer_state_moves_to_the_copies() -> None:
-    """An optimizer that has stepped before it is configured keeps its state, in 32 bits."""
+    """The state of an optimizer that has already stepped is kept, in 32 bits."""
     layer = nn.Linear(1, 1, bias=False).bfloat16()
     optimizer = torch.optim.Adam(layer.parameters())
     layer.weight.sum().backward()
@@ -160,7 +160,7 @@ def test_tied_weights_have_one_copy() -> None:
 
 @pytest.mark.parametrize("way", ["state_dict before", "state_dict after", "pickle"])
 def test_copies_go_on(way: str) -> None:
-    """From a checkpoint or in another process, training goes on from the 32-bit values."""
+    """After a checkpoint or pickling, training continues from the 32-bit values."""
     precision, module, optimizer = ready()
     step(precision, module, optimizer)
     other = pickle.loads(pickle.dumps(precision)) if way == "pickle" else MasterWeightsPrecision("16-master")
@@ -178,14 +178,14 @@ def test_copies_go_on(way: str) -> None:
 
 
 def test_copies_of_another_module() -> None:
-    """Copies that do not fit are an error, not a wrong model."""
+    """Copies of other shapes are an error."""
     precision, _, _ = ready()
     with pytest.raises(ValueError, match="1 master weights do not fit 4 parameters"):
         precision.load_state_dict({"masters": [[torch.ones(1)]]})
 
 
 def test_closures_are_refused() -> None:
-    """An optimizer that computes its loss again would use weights that are not rounded yet."""
+    """A closure is an error, because it would use weights that are not rounded yet."""
     precision, _, optimizer = ready("bf16-master")
     with pytest.raises(ConfigurationError, match="closure"):
         precision.optimizer_step(optimizer, lambda: 0.0)

@@ -1,4 +1,4 @@
-"""Autocast: which operations run in 16 bits, and what comes back in 32."""
+"""Autocast: which operations run in 16 bits, and which results are 32-bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_only_float16_is_scaled(name: str, scales: bool) -> None:
 
 
 def test_outputs_are_widened() -> None:
-    """Predictions come back in 32 bits; what is not 16-bit stays."""
+    """16-bit predictions are converted to 32 bits; other outputs do not change."""
     output = {"a": torch.ones(1, dtype=torch.bfloat16), "b": torch.ones(1, dtype=torch.long), "c": 1}
     converted = MixedPrecision("bf16-mixed").convert_output(output)
     assert (converted["a"].dtype, converted["b"].dtype, converted["c"]) == (torch.float32, torch.long, 1)

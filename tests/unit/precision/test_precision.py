@@ -39,19 +39,19 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[float]:
     ],
 )
 def test_names(given: str | int, name: str) -> None:
-    """Every name, in any case, and Lightning's short ones."""
+    """Every name works, in any case, and Lightning's short ones too."""
     assert create_precision(given).name == name
 
 
 @pytest.mark.parametrize(("given", "nearest"), [("32-tru", "32-true"), ("bf16_mixed", "bf16-mixed")])
 def test_unknown_name(given: str, nearest: str) -> None:
-    """An unknown precision is refused, and the nearest one suggested."""
+    """An unknown precision is an error that suggests the nearest one."""
     with pytest.raises(UnknownNameError, match=f"Did you mean '{nearest}'"):
         create_precision(given)
 
 
 def test_norm_is_clipped_over_all_parameters() -> None:
-    """All gradients together get the norm that was asked for; the old norm is returned."""
+    """All gradients together get the requested norm; the old norm is returned."""
     optimizer = optimizer_with_gradients(3.0, 4.0)
     assert Precision().clip_gradients_norm(optimizer, 1.0).item() == pytest.approx(5.0)
     assert gradients_of(optimizer) == pytest.approx([0.6, 0.8], rel=1e-4)
@@ -73,7 +73,7 @@ def test_values_are_clamped() -> None:
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_without_any_gradient_nothing_is_clipped(algorithm: str) -> None:
-    """As with an optimizer whose part of the module a step did not use."""
+    """Clipping without gradients does nothing."""
     optimizer = optimizer_with_gradients(3.0)
     optimizer.zero_grad()
     getattr(Precision(), f"clip_gradients_{algorithm}")(optimizer, 1.0)
@@ -81,13 +81,13 @@ def test_without_any_gradient_nothing_is_clipped(algorithm: str) -> None:
 
 
 def test_closure_is_handed_on() -> None:
-    """An optimizer that calls its loss again gets the closure."""
+    """The optimizer gets the closure."""
     optimizer = optimizer_with_gradients(1.0)
     assert Precision().optimizer_step(optimizer, lambda: 7.0) == 7.0
 
 
 def test_nothing_is_converted() -> None:
-    """The default leaves modules and batches as they are, and has no state."""
+    """The default does not convert modules and batches, and has no state."""
     precision, module, batch = Precision(), nn.Linear(1, 1).double(), object()
     assert precision.convert_module(module) is module
     assert precision.convert_input(batch) is batch

@@ -1,4 +1,4 @@
-"""Everything in one format: parameters, buffers, inputs and new tensors."""
+"""Parameters, buffers, inputs and new tensors in one dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATS = [
 
 @pytest.mark.parametrize(("precision", "dtype"), FORMATS)
 def test_everything_has_the_format(precision: Precision, dtype: torch.dtype) -> None:
-    """Parameters, buffers, inputs and what a forward pass makes; integers stay."""
+    """Parameters, buffers, inputs and outputs have the dtype; integers stay."""
     module = precision.convert_module(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     batch = precision.convert_input((torch.ones(3, 2), torch.ones(3, dtype=torch.long), "label"))
     with precision.forward_context():
@@ -39,14 +39,14 @@ def test_parameters_keep_their_identity() -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("16-true", torch.float32), ("64-true", torch.float64)])
 def test_outputs(name: str, dtype: torch.dtype) -> None:
-    """Predictions of half precision are widened; those of double are not rounded."""
+    """Predictions of half precision are converted to 32 bits; those of double are not rounded."""
     precision = create_precision(name)
     output = precision.convert_input({"y": torch.ones(1)})
     assert precision.convert_output(output)["y"].dtype is dtype
 
 
 def test_the_default_format_comes_back_after_an_error() -> None:
-    """A step that raises leaves torch's default format as it was."""
+    """Torch's default dtype is restored after a step that raises."""
     with pytest.raises(RuntimeError), HalfPrecision().forward_context():
         raise RuntimeError
     assert torch.get_default_dtype() is torch.float32

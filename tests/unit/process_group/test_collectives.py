@@ -1,4 +1,4 @@
-"""Collectives without a process group: each is the identity, and bad arguments are refused all the same."""
+"""Collectives without a process group: each returns its input, and wrong arguments are errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rankwise.process_group.gathering import Frame
 
 
 def test_gathering_alone() -> None:
-    """Without a group a gather is what came in."""
+    """Without a process group, gathering returns the input."""
     tensor = torch.ones(2, requires_grad=True)
     assert all_gather(tensor, sync_grads=True) is tensor
     assert all_gather_ddp_if_available(tensor) is tensor
@@ -34,54 +34,54 @@ def test_gathering_alone() -> None:
 
 
 def test_reducing_alone() -> None:
-    """Without a group a reduction is of one value; the mean of an integer is a float there too."""
+    """Without a process group, a reduction returns the value; the mean of an integer is a float."""
     assert all_reduce(torch.tensor(3)).dtype == torch.float32
     assert all_reduce(torch.tensor(3), reduce_op="SUM").dtype == torch.int64
     assert sync_ddp_if_available("x") == "x"
 
 
 def test_sync_ddp_needs_a_group() -> None:
-    """The one that does not ask whether there is a group says what to use instead."""
+    """The error of `sync_ddp` without a process group names `sync_ddp_if_available`."""
     with pytest.raises(LifecycleError, match="sync_ddp_if_available"):
         sync_ddp(torch.ones(1))
 
 
 @pytest.mark.parametrize("operation", ["median", ""])
 def test_unknown_operations(operation: str) -> None:
-    """A reduction that is none is refused, for what is no tensor too."""
+    """An unknown reduction is an error, also for values that are not tensors."""
     with pytest.raises(UnknownNameError, match="reduce_op"):
         all_reduce("x", None, operation)
 
 
 def test_operation_of_a_wrong_kind() -> None:
-    """An operation is named."""
+    """A reduction must be a name."""
     wrong: Any = 3
     with pytest.raises(InvalidTypeError, match="reduce_op=3"):
         all_reduce(torch.ones(1), None, wrong)
 
 
 def test_gathering_object_nowhere() -> None:
-    """A destination outside the group is refused."""
+    """A destination outside of the group is an error."""
     with pytest.raises(InvalidArgumentError, match="dst=1"):
         gather_object("x", dst=1)
 
 
 def test_rank_zero_first_alone() -> None:
-    """Without a group the block runs at once."""
+    """Without a process group the block runs at once."""
     with rank_zero_first(local=True):
         done = True
     assert done
 
 
 class Gone(torch.distributed.HashStore):
-    """A store that takes nothing any more."""
+    """A store whose `set` fails."""
 
     def set(self, key: str, value: str) -> None:
         raise RuntimeError("Connection reset by peer")
 
 
 class Wordless(Exception):
-    """An exception that cannot say what it is."""
+    """An exception whose `str` fails."""
 
     def __str__(self) -> str:
         raise LookupError
@@ -89,7 +89,7 @@ class Wordless(Exception):
 
 @pytest.mark.parametrize("store", [Gone(), torch.distributed.HashStore()], ids=["gone", "there"])
 def test_rank_zero_keeps_its_own_failure(store: torch.distributed.Store) -> None:
-    """What is raised in the block goes on, whether or not the others can be told, and how."""
+    """The block's exception is raised unchanged, also if its text or the store is unavailable."""
     try:
         init_process_group(LocalEnvironment(), device=torch.device("cpu"))
         with pytest.raises(Wordless), rank_zero_first(store=store):
@@ -99,14 +99,14 @@ def test_rank_zero_keeps_its_own_failure(store: torch.distributed.Store) -> None
 
 
 def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that has no distributed package is a RuntimeError that says so."""
+    """Without torch's distributed package the error says so, and is a RuntimeError."""
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"no torch\.distributed"):
         init_process_group(LocalEnvironment())
 
 
 def test_group_of_one() -> None:
-    """A process that nobody has company for can still have a group."""
+    """A single process can have a process group."""
     try:
         assert init_process_group(LocalEnvironment(), device=torch.device("cpu")).world_size == 1
         assert gather_all_tensors(torch.ones(2))[0].tolist() == [1, 1]
@@ -126,7 +126,7 @@ def test_group_of_one() -> None:
     ],
 )
 def test_frames(value: torch.Tensor) -> None:
-    """What a rank says of its tensor is what the others read, and a small one comes with it."""
+    """A frame contains a tensor's dtype and shape, and a small tensor's data."""
     frame = Frame()
     frame.tensor.copy_(Frame.of(value).tensor)
     assert frame.description.dtype == value.dtype
@@ -136,6 +136,6 @@ def test_frames(value: torch.Tensor) -> None:
 
 
 def test_frames_of_what_is_no_tensor() -> None:
-    """A rank that has no dense tensor says what it has instead."""
+    """The frame of a value that is not a dense tensor describes the value."""
     assert str(Frame.of({"a": 1}).description) == "no tensor but dict"
     assert "sparse_coo" in str(Frame.of(torch.eye(2).to_sparse()).description)

@@ -1,4 +1,4 @@
-"""Process groups that were destroyed end with the last reference to them."""
+"""Destroyed process groups end when the last reference to them is dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rankwise.ranks import RankInfo
 
 
 def job(work: Callable[[], object]) -> list[weakref.ref[dist.ProcessGroup]]:
-    """Call `work` while there are the default group and another one; return weak references to both."""
+    """Call `work` while the default group and another one exist; return weak references to both."""
     ranks = RankInfo(0, 0, 0, 1, 1, 1)
     with process_group(dist.HashStore(), ranks, "gloo", torch.device("cpu"), timeout=timedelta(seconds=60)):
         dist.new_group([0])
@@ -46,14 +46,14 @@ def falls_to(count: int) -> bool:
 
 
 def test_with_the_job() -> None:
-    """Nobody has them when they are destroyed: they end with the job, and their threads with them."""
+    """Without other references the groups end with the job, and so do their threads."""
     before = threads_of_gloo()
     assert [group() for group in job(groups)] == [None, None]
     assert falls_to(before)
 
 
 def test_with_who_had_them_last() -> None:
-    """Somebody has them: they end when they are dropped, right there."""
+    """With other references the groups end when these are dropped, in the same thread."""
     gc.collect()  # groups that other tests have left
     before, kept = threads_of_gloo(), list[dist.ProcessGroup]()
     left = job(lambda: kept.extend(groups()))
