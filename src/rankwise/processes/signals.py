@@ -224,8 +224,8 @@ class SignalRouter:
     def handle(self, number: int) -> None:
         """Deliver a signal from its Python handler. Runs on: the main thread."""
         with self._lock:
-            if self._sockets is None:
-                return
+            if self._sockets is None or not self._subscriptions:
+                return  # in a forked process, from a handler of the user's that calls this one
             mine = self._sockets[1].fileno()
             current = _set_wakeup(self._sockets[1])
             if current != mine:  # another library's, or reset by one; ours again as soon as there is none

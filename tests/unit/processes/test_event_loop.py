@@ -1,0 +1,112 @@
+"""What an event loop calls, in which thread and order."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rankwise.processes.event_loop import WRITE, EventLoop
+
+LIMIT_S = 10
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    """Return a loop that runs in a thread."""
+    made = EventLoop()
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield made
+    made.stop()
+    thread.join(LIMIT_S)
+    made.close()
+
+
+def test_calls_are_made_in_order(loop: EventLoop) -> None:
+    """All in the loop's thread, where `call_now` does not wait for its turn."""
+    called: list[str] = []
+    is_done = threading.Event()
+
+    def first() -> None:
+        loop.call_soon(lambda: called.append("third"))
+        loop.call_now(lambda: called.append("first"))
+
+    loop.call_soon(first)
+    loop.call_now(lambda: called.append("second"))
+    loop.call_soon(lambda: loop.call_soon(is_done.set))
+    assert is_done.wait(LIMIT_S)
+    assert called in (["first", "second", "third"], ["first", "third", "second"])
+
+
+def test_a_later_deadline_replaces_an_earlier_one(loop: EventLoop) -> None:
+    """Only the last call is made, once."""
+    called: list[str] = []
+    is_done = threading.Event()
+
+    def set_deadlines() -> None:
+        loop.call_later(0.01, lambda: called.append("replaced"))
+        loop.call_later(0.02, is_done.set)
+
+    loop.call_soon(set_deadlines)
+    assert is_done.wait(LIMIT_S)
+    assert called == []
+    assert not loop.has_deadline
+
+
+def test_descriptors(loop: EventLoop) -> None:
+    """A readable one calls back, a writable one where that was asked for, until it is unregistered."""
+    mine, other = socket.socketpair()
+    is_readable, is_writable = threading.Event(), threading.Event()
+
+    def on_event(events: int) -> None:
+        if events & WRITE:
+            is_writable.set()
+            loop.wait_writable(mine, until_writable=False)
+        else:
+            mine.recv(10)
+            loop.wait_writable(mine, until_writable=True)
+            is_readable.set()
+
+    with mine, other:
+        loop.call_soon(lambda: loop.register(mine, on_event))
+        other.send(b"1")
+        assert is_readable.wait(LIMIT_S)
+        assert is_writable.wait(LIMIT_S)
+        is_unregistered = threading.Event()
+        loop.call_soon(lambda: loop.unregister(mine))
+        loop.call_soon(is_unregistered.set)
+        assert is_unregistered.wait(LIMIT_S)
+        is_readable.clear()
+        other.send(b"2")
+        assert not is_readable.wait(0.05)
+
+
+class Check:
+    """Becomes due once."""
+
+    def __init__(self) -> None:
+        self.due_s = time.monotonic() + 0.01
+        self.is_run = threading.Event()
+
+    def time_left(self) -> float | None:
+        return None if self.is_run.is_set() else max(0.0, self.due_s - time.monotonic())
+
+    def look(self) -> None:
+        if time.monotonic() >= self.due_s:
+            self.is_run.set()
+
+
+def test_checks_are_run_in_time() -> None:
+    """The loop wakes up for them by itself."""
+    check = Check()
+    loop = EventLoop(check)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    assert check.is_run.wait(LIMIT_S)
+    loop.stop()
+    thread.join(LIMIT_S)
+    loop.close()
