@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankwise.monitoring.heartbeat import HeartbeatReader
-from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.processes.shared_memory import create_memory_file
 from rankwise.ranks import RankInfo
 

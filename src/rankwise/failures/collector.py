@@ -9,8 +9,7 @@ from typing import final
 
 from rankwise.errors import WorkerError
 from rankwise.failures.record import FailureRecord, first_cause
-from rankwise.monitoring.heartbeat import Heartbeat
-from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.heartbeat import Heartbeat, MonitoredRank
 
 # How soon a rank in a collective that has no phase of its own fails after another rank has.
 _AT_ONCE_S = 0.2

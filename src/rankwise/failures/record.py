@@ -103,7 +103,6 @@ class FailureRecord:
 
     @classmethod
     def from_json(cls, payload: bytes) -> FailureRecord:
-        """Read back what `to_json` wrote."""
         fields: dict[str, Any] = json.loads(payload)
         for name in ("missing", "last_seen", "notes"):
             fields[name] = tuple(fields[name])
@@ -112,7 +111,6 @@ class FailureRecord:
         return cls(**fields)
 
     def to_json(self) -> bytes:
-        """Write the record for the channel."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @property

@@ -19,8 +19,7 @@ from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind, frame, split_id, with_id
 from rankwise.launchers.shutdown import ShutdownSequence
 from rankwise.launchers.worker_state import WorkerState
-from rankwise.monitoring.heartbeat import HeartbeatReader
-from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
 from rankwise.monitoring.stragglers import LocalStragglerMonitor
 from rankwise.monitoring.teardown_timeout import TeardownTimeout

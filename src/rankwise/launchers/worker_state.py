@@ -9,7 +9,7 @@ from typing import final
 from rankwise.errors import WorkerExitedError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import FrameReader
-from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.heartbeat import MonitoredRank
 
 
 @final

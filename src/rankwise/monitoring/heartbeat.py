@@ -11,8 +11,11 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
+
+from rankwise.processes.started_process import StartedProcess
+from rankwise.ranks import RankInfo
 
 # The step (-1 for none), the time on the node's monotonic clock, whether it waits for others, the phase.
 _RECORD = struct.Struct("=qd?47s")
@@ -166,6 +169,32 @@ class HeartbeatReader:
 def _read(page: mmap.mmap) -> Heartbeat:
     step, at_s, waits, phase = _RECORD.unpack_from(page)
     return Heartbeat(step, at_s, waits, phase.rstrip(b"\0").decode("utf-8", "replace"))
+
+
+@dataclass(eq=False)
+class MonitoredRank:
+    """A local rank: its process, its heartbeat, and whether it still runs.
+
+    Attributes:
+        process: None for the rank that runs in the supervising process.
+    """
+
+    ranks: RankInfo
+    process: StartedProcess | None
+    heartbeat: HeartbeatReader
+    has_started: bool = field(default=False, init=False)
+    has_ended: bool = field(default=False, init=False)
+
+    def status(self) -> str:
+        """Return the phase that the rank is in and for how long, in one line."""
+        return self.status_at(self.heartbeat.read(), time.monotonic())
+
+    def status_at(self, heartbeat: Heartbeat, at_s: float) -> str:
+        """Return the phase in one of the rank's heartbeats, and for how long at a monotonic time."""
+        name = f"global_rank={self.ranks.global_rank}"
+        if not self.has_started and not heartbeat.at_s:
+            return f"{name} has not started yet"
+        return f"{name} was last in {heartbeat.where()}, {max(0.0, heartbeat.seconds_ago(at_s)):.0f} s ago"
 
 
 _TIME_MARK = "_rankwise_failure_time"

@@ -146,7 +146,6 @@ class PollingMonitor(RankMonitor):
         return self.store if self._own_store is None else self._own_store
 
     def set_once(self, key: str, value: str) -> None:
-        """Set a key of the store unless it is set."""
         self.thread_store.compare_set(key, "", value)
 
     def close(self) -> None:
@@ -194,7 +193,6 @@ class ChannelMonitor(RankMonitor):
         self._is_closed = False
 
     def set_once(self, key: str, value: str) -> None:
-        """Set a key of the store unless it is set."""
         self._request(lambda reply: None, "compare_set", key, "", value)
 
     def close(self) -> None:

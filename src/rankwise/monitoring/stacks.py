@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 
-from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.heartbeat import MonitoredRank
 from rankwise.processes.stderr import write_stderr
 
 STACKS_SIGNAL = signal.SIGUSR2

@@ -9,8 +9,7 @@ from typing import final
 
 import torch.distributed as dist
 
-from rankwise.monitoring.heartbeat import Heartbeat, own_heartbeat
-from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.heartbeat import Heartbeat, MonitoredRank, own_heartbeat
 from rankwise.monitoring.status import status_line
 from rankwise.processes.stderr import write_stderr
 from rankwise.stores.rendezvous import RankIdentity

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from rankwise.errors import RendezvousTimeoutError
-from rankwise.monitoring.heartbeat import LEAVING, TEARDOWN
-from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.heartbeat import LEAVING, TEARDOWN, MonitoredRank
 
 # How many times the ranks are looked at in the time that a teardown may take.
 _LOOKS = 8

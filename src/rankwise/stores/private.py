@@ -118,7 +118,6 @@ class PrivateStore(dist.Store):
         self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
         self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
@@ -152,11 +151,9 @@ class PrivateStore(dist.Store):
     deleteKey = delete_key  # noqa: N815  the name that torch's PrefixStore calls
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
         return int(self._ask("count"))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long `wait` and `get` wait."""
         self._timeout = timeout
 
     @property

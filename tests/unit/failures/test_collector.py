@@ -15,10 +15,10 @@ from rankwise.monitoring.heartbeat import (
     TEARDOWN,
     Heartbeat,
     HeartbeatReader,
+    MonitoredRank,
     heartbeat_written_to,
     report_phase,
 )
-from rankwise.monitoring.monitored_rank import MonitoredRank
 from rankwise.processes.shared_memory import create_memory_file
 
 GAVE_UP = "Timed out waiting 3000ms for recv operation to complete"

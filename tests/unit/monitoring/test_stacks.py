@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankwise.monitoring.monitored_rank import MonitoredRank
+from rankwise.monitoring.heartbeat import MonitoredRank
 from rankwise.monitoring.stacks import dump_stacks
 
 

@@ -13,10 +13,10 @@ from rankwise.monitoring.heartbeat import (
     LEAVING,
     TEARDOWN,
     HeartbeatReader,
+    MonitoredRank,
     heartbeat_written_to,
     report_phase,
 )
-from rankwise.monitoring.monitored_rank import MonitoredRank
 from rankwise.monitoring.teardown_timeout import TeardownTimeout
 from rankwise.processes.shared_memory import create_memory_file
 
