@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError, UnknownNameError
+from rankwise.precision.base import Precision
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from rankwise.precision.base import Precision
-
-__all__ = ["LossScaler", "are_finite", "dtype_and_scaler"]
+__all__ = ["LossScaler", "ScaledPrecision", "are_finite"]
 
 _DEFAULTS = {
     "init_scale": 2.0**16,
@@ -37,32 +36,6 @@ def are_finite(gradients: Sequence[Tensor]) -> bool:
     """Return whether no element is infinite or NaN; synchronises with the device once."""
     # The largest magnitude: unlike a sum of squares it cannot overflow.
     return bool(get_total_norm(gradients, float("inf")).isfinite()) if gradients else True
-
-
-def dtype_and_scaler(
-    name: str, dtypes: Mapping[str, torch.dtype], options: dict[str, Any], **defaults: Any
-) -> tuple[torch.dtype, LossScaler | None]:
-    """Return the dtype of a precision, and its loss scaler for float16.
-
-    Args:
-        name: the precision's name.
-        dtypes: the valid names and their dtypes.
-        options: the user's options for the scaler.
-        defaults: the precision's own.
-
-    Raises:
-        UnknownNameError: for an unknown name.
-        UnknownArgumentError, InvalidArgumentError: for invalid options.
-    """
-    if name not in dtypes:
-        raise UnknownNameError(kind="precision", name=name, known=tuple(dtypes))
-    dtype = dtypes[name]
-    if dtype is torch.float16:
-        return dtype, LossScaler({**defaults, **options})
-    if options:
-        target = f"precision {name!r}, which scales nothing,"
-        raise UnknownArgumentError(target=target, name=next(iter(options)), known=())
-    return dtype, None
 
 
 @final
@@ -180,6 +153,61 @@ class LossScaler:
             "_unscaled": set(),
             "_stepped": set(),
         }
+
+
+class ScaledPrecision(Precision):
+    """A 16-bit precision that scales the loss if its dtype is float16.
+
+    Args:
+        name: one of `dtypes`.
+        scaler: options of `LossScaler`.
+
+    Attributes:
+        dtypes: the valid names and their dtypes.
+        scaler_defaults: the precision's own options of `LossScaler`.
+
+    Raises:
+        UnknownNameError: for an unknown name.
+        UnknownArgumentError, InvalidArgumentError: for invalid scaler options.
+    """
+
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {}
+    scaler_defaults: ClassVar[Mapping[str, float]] = {}
+
+    def __init__(self, name: str, **scaler: Any) -> None:
+        if name not in self.dtypes:
+            raise UnknownNameError(kind="precision", name=name, known=tuple(self.dtypes))
+        self.name = name
+        self.dtype = self.dtypes[name]
+        self._scaler: LossScaler | None = None
+        if self.dtype is torch.float16:
+            self._scaler = LossScaler({**self.scaler_defaults, **scaler})
+        elif scaler:
+            target = f"precision {name!r}, which scales nothing,"
+            raise UnknownArgumentError(target=target, name=next(iter(scaler)), known=())
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the dtype is float16."""
+        return self._scaler is not None
+
+    def configure(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        if self._scaler is not None:
+            self._scaler.configure(optimizers)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward(**options)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        if self._scaler is not None:
+            self._scaler.unscale(optimizer, self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state_dict.get("scaler", {}))
 
 
 def _share_overflow(gradients: list[Tensor], precision: Precision) -> None:

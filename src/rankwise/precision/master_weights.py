@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from rankwise.errors import ConfigurationError
-from rankwise.precision.base import Precision
-from rankwise.precision.loss_scaling import dtype_and_scaler
+from rankwise.precision.loss_scaling import ScaledPrecision
 from rankwise.precision.true_formats import default_dtype, floats_to
 
 __all__ = ["MasterWeightsPrecision"]
 
-_DTYPES = {"16-master": torch.float16, "bf16-master": torch.bfloat16}
-_INIT_SCALE = 2.0**15  # a float16 loss of 1 times torch's 2**16 overflows
-
 
 @final
-class MasterWeightsPrecision(Precision):
+class MasterWeightsPrecision(ScaledPrecision):
     """Keeps a 32-bit copy of every 16-bit weight in the optimizer, so that small updates are not lost.
 
     This is Apex's O2: the module's parameters and its input are 16-bit, batch normalisation stays 32-bit,
@@ -42,16 +38,13 @@ class MasterWeightsPrecision(Precision):
         UnknownArgumentError, InvalidArgumentError: for invalid scaler options.
     """
 
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {"16-master": torch.float16, "bf16-master": torch.bfloat16}
+    scaler_defaults: ClassVar[Mapping[str, float]] = {"init_scale": 2.0**15}  # 2**16 overflows a loss of 1
+
     def __init__(self, name: str = "16-master", **scaler: Any) -> None:
-        self.name = name
-        self.dtype, self._scaler = dtype_and_scaler(name, _DTYPES, scaler, init_scale=_INIT_SCALE)
+        super().__init__(name, **scaler)
         self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._pending: list[list[Tensor]] = []
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the format is float16."""
-        return self._scaler is not None
 
     # ------------------------------------------------------------------ the module
 
@@ -87,8 +80,7 @@ class MasterWeightsPrecision(Precision):
                     self._replaced(parameter, optimizer, known, masters, pairs)
                     for parameter in group["params"]
                 ]
-        if self._scaler is not None:
-            self._scaler.configure(optimizers)
+        super().configure(module, optimizers)
         if self._pending:
             self._load_masters(self._pending)
 
@@ -130,7 +122,7 @@ class MasterWeightsPrecision(Precision):
         return floats_to(output, torch.get_default_dtype())
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        (loss if self._scaler is None else self._scaler.scale(loss.float())).backward(**options)
+        super().backward(loss if self._scaler is None else loss.float(), **options)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Move the module's gradients to the 32-bit copies, and unscale them there."""
@@ -139,8 +131,7 @@ class MasterWeightsPrecision(Precision):
                 gradient = half.grad.float()
                 master.grad = gradient if master.grad is None else master.grad + gradient
                 half.grad = None
-        if self._scaler is not None:
-            self._scaler.unscale(optimizer, self)
+        super().unscale_gradients(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Update the 32-bit copies, and round them into the module's weights.
@@ -178,8 +169,7 @@ class MasterWeightsPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         masters = [[master.detach() for _, master in pairs] for pairs in self._pairs.values()]
-        state: dict[str, Any] = {"masters": masters or self._pending}
-        return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
+        return {"masters": masters or self._pending, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; before `configure`, which then loads the copies.
@@ -187,8 +177,7 @@ class MasterWeightsPrecision(Precision):
         Raises:
             ValueError: when the copies do not match the optimizers' parameters.
         """
-        if self._scaler is not None:
-            self._scaler.load_state_dict(state_dict.get("scaler", {}))
+        super().load_state_dict(state_dict)
         masters = state_dict.get("masters", [])
         if masters and self._pairs:
             self._load_masters(masters)

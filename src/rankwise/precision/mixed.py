@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from rankwise.precision.base import Precision
-from rankwise.precision.loss_scaling import dtype_and_scaler
+from rankwise.precision.loss_scaling import ScaledPrecision
 
 __all__ = ["MixedPrecision"]
 
-_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-
 
 @final
-class MixedPrecision(Precision):
+class MixedPrecision(ScaledPrecision):
     """Run forward passes under `torch.autocast`; with float16, scale the loss.
 
     Args:
@@ -32,18 +29,10 @@ class MixedPrecision(Precision):
         UnknownArgumentError, InvalidArgumentError: for invalid scaler options.
     """
 
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
     def __init__(self, name: str = "bf16-mixed", **scaler: Any) -> None:
-        self.name = name
-        self.dtype, self._scaler = dtype_and_scaler(name, _DTYPES, scaler)
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the format is float16."""
-        return self._scaler is not None
-
-    def configure(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
-        if self._scaler is not None:
-            self._scaler.configure(optimizers)
+        super().__init__(name, **scaler)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device_type, dtype=self.dtype)
@@ -54,13 +43,6 @@ class MixedPrecision(Precision):
             output, Tensor, lambda tensor: tensor.to(default) if tensor.dtype is self.dtype else tensor
         )
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward(**options)
-
-    def unscale_gradients(self, optimizer: Optimizer) -> None:
-        if self._scaler is not None:
-            self._scaler.unscale(optimizer, self)
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if self._scaler is None:
             result = super().optimizer_step(optimizer, closure)
@@ -68,10 +50,3 @@ class MixedPrecision(Precision):
             result = self._scaler.step(optimizer, self, closure)
         torch.clear_autocast_cache()  # a step under autocast (manual optimisation) leaves old weights in it
         return result
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._scaler is not None:
-            self._scaler.load_state_dict(state_dict.get("scaler", {}))
