@@ -37,7 +37,7 @@ class AutomaticOptimization:
         self._module = context.module
         self._wrapped = context.wrapped
         self._optimizers = context.optimizers
-        self._progress = context.progress
+        self._progress = context.state.progress
         self._settings = context.settings
         self._schedule = schedule
         self._padding = PaddingGradients(context)

@@ -22,11 +22,11 @@ _ATTRIBUTE = "_rankwise_gradients_in_order"
 
 
 def record_gradient_order(context: LoopContext) -> None:
-    """Record the order of the next backward pass in `context.gradient_order`, unless it is known.
+    """Record the order of the next backward pass in `context.state.gradient_order`, unless it is known.
 
     In manual optimisation the wrapper does not average gradients, and needs no order.
     """
-    module, order = context.module, context.gradient_order
+    module, order = context.module, context.state.gradient_order
     if context.strategy.world_size == 1 or order or not module.automatic_optimization:
         return
     for number, parameter in enumerate(_trainable(module)):

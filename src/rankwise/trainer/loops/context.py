@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.optimizers import SchedulerConfig
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.options import TrainerOptions
-    from rankwise.trainer.state import Progress, RunningStage, StopCondition
+    from rankwise.trainer.state import RunningStage, StopCondition, TrainerState
 
 __all__ = ["LoopContext"]
 
@@ -29,11 +29,9 @@ class LoopContext:
         strategy: the strategy, with its process group set up.
         module: the user's module.
         wrapped: the module as the strategy wrapped it; in evaluation, the module itself.
-        optimizers: the optimizers; none in evaluation.
-        schedulers: the learning rate schedulers, and when they step.
-        progress: the position in the training data.
-        seed: rank 0's seed.
-        gradient_order: the trainable parameters' numbers, in the order in which a backward pass reaches them.
+        optimizers: the fit's optimizers.
+        schedulers: the fit's learning rate schedulers, and when they step.
+        state: the progress of the fit, and the last values of all metrics.
         hooks: calls the hooks of callbacks and module.
         metrics: takes what is logged.
         settings: the Trainer's arguments. A callback may change them between two batches.
@@ -46,9 +44,7 @@ class LoopContext:
     wrapped: nn.Module
     optimizers: list[Optimizer]
     schedulers: list[SchedulerConfig]
-    progress: Progress
-    seed: int
-    gradient_order: list[int]
+    state: TrainerState
     hooks: Hooks
     metrics: RunningStage
     settings: TrainerOptions

@@ -97,7 +97,7 @@ class EvaluationLoop:
             values = self._results.epoch_values(context.strategy)
             context.metrics.publish(values, is_logged=True)
             if stopping is not None:
-                context.progress.is_validated = True
+                context.state.progress.is_validated = True
             self._hook("end")
         metrics = {value.base_name: value.value.item() for value in values}
         return [self._metrics_of(suffix, metrics) for suffix in self._suffixes]
@@ -113,7 +113,7 @@ class EvaluationLoop:
     def _run_loader(self, dataloader_idx: int, share: LoaderShard, stopping: Stopping | None) -> None:
         index = (dataloader_idx,) if len(self._shares) > 1 else ()
         self._results.suffix = self._suffixes[dataloader_idx]
-        share.set_epoch(self._context.progress.current_epoch)
+        share.set_epoch(self._context.state.progress.current_epoch)
         for batch_idx, (batch, _) in enumerate(share):
             if stopping is not None:
                 stopping.begin_evaluation_batch()

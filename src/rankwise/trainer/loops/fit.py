@@ -45,7 +45,7 @@ class FitLoop:
     ) -> None:
         self._context = context
         self._strategy = context.strategy
-        self._progress = context.progress
+        self._progress = context.state.progress
         self._settings = context.settings
         self._hooks = context.hooks
         self._metrics = context.metrics
@@ -81,7 +81,7 @@ class FitLoop:
             context.stop.warn_if_done()
             record_gradient_order(context)
             if self._strategy.world_size > 1:
-                seed_rank(context.seed, progress.global_step, self._strategy.global_rank)
+                seed_rank(context.state.seed, progress.global_step, self._strategy.global_rank)
             while (progress.is_epoch_open or self._stopping.may_continue()) and self._agree_on_num_batches():
                 self._run_epoch()
             self._stopping.finish()

@@ -89,7 +89,7 @@ class ManualOptimization:
         self._module = module
         self._wrapped = wrapped
         self._optimizers = context.optimizers
-        self._progress = context.progress
+        self._progress = context.state.progress
         self._settings = context.settings
         self._schedule = schedule
         self._weight = 1.0

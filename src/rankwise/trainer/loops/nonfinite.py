@@ -63,7 +63,7 @@ class NonFiniteGuard:
 
     def __init__(self, context: LoopContext) -> None:
         self._strategy = context.strategy
-        self._progress = context.progress
+        self._progress = context.state.progress
         self._policy = context.settings.on_nonfinite
         self.may_differ = context.strategy.gradients_may_differ(context.wrapped)
         self._is_bad: Tensor | None = None

@@ -23,7 +23,7 @@ def step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool) 
     """
     if not context.schedulers or not context.module.automatic_optimization:
         return
-    progress = context.progress
+    progress = context.state.progress
     count = progress.global_step if interval == "step" else progress.current_epoch + 1
     for config in context.schedulers:
         if config.interval != interval or count % config.frequency or config.needs_metric != needs_metric:
@@ -36,7 +36,7 @@ def step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool) 
 
 def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | None:
     """Return rank 0's value of the metric on every rank, so that learning rates stay equal."""
-    metrics = context.metrics.state.callback_metrics
+    metrics = context.state.callback_metrics
     value = metrics.get(config.monitor or "")
     agreed = context.strategy.broadcast(None if value is None else float(value))
     if agreed is None and config.strict:

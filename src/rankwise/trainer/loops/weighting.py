@@ -40,7 +40,7 @@ class BatchWeighting:
     def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
         self._strategy = context.strategy
         self._module = context.module
-        self._progress = context.progress
+        self._progress = context.state.progress
         self._settings = context.settings
         self._schedule = schedule
         self._sizes: BatchSizes | None = None
