@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from rankwise.errors import DuplicateNameError, InvalidTypeError
+from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownNameError
 
-__all__ = ["NameTable", "split_options"]
+__all__ = ["NameTable", "check_name", "split_options"]
 
 
 Entry = TypeVar("Entry", bound=Any)
@@ -62,6 +62,27 @@ class NameTable(ABC, Generic[Entry]):
 
     def __repr__(self) -> str:
         return f"{self.title}({', '.join(self)})"
+
+
+def check_name(argument: str, value: object, names: tuple[str, ...], expected: str = "") -> str:
+    """Return a name in lower case.
+
+    Args:
+        argument: the argument that `value` was passed as, for errors.
+        value: the user's, in any case.
+        names: the valid names.
+        expected: for errors; by default the names.
+
+    Raises:
+        InvalidTypeError: when `value` is not a string.
+        UnknownNameError: when it is none of the names.
+    """
+    if not isinstance(value, str):
+        expected = expected or f"one of {', '.join(map(repr, names))}"
+        raise InvalidTypeError(argument=argument, value=value, expected=expected)
+    if value.lower() not in names:
+        raise UnknownNameError(kind=argument, name=value, known=names)
+    return value.lower()
 
 
 _WORDS = {"true": True, "false": False, "none": None}

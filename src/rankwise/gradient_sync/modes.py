@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import final
 
-from rankwise.errors import InvalidTypeError, UnknownNameError
+from rankwise.named_options import check_name
 
 __all__ = ["GradientSyncMode", "resolve_sync_mode"]
 
@@ -27,6 +27,7 @@ class GradientSyncMode(Enum):
 
 
 _AUTO = "auto"
+_NAMES = tuple(mode.value for mode in GradientSyncMode)
 
 
 def resolve_sync_mode(mode: object = _AUTO, *, finds_unused_parameters: bool = False) -> GradientSyncMode:
@@ -43,14 +44,7 @@ def resolve_sync_mode(mode: object = _AUTO, *, finds_unused_parameters: bool = F
     """
     if isinstance(mode, GradientSyncMode):
         return mode
-    if not isinstance(mode, str):
-        raise InvalidTypeError(argument="sync_mode", value=mode, expected="a GradientSyncMode or its name")
-    name = mode.lower()
+    name = check_name("sync_mode", mode, (_AUTO, *_NAMES), "a GradientSyncMode or its name")
     if name == _AUTO:
-        multi, single = GradientSyncMode.MULTI_AUTO_SYNC, GradientSyncMode.SINGLE_AUTO_SYNC
-        return multi if finds_unused_parameters else single
-    try:
-        return GradientSyncMode(name)
-    except ValueError:
-        known = (_AUTO, *(member.value for member in GradientSyncMode))
-        raise UnknownNameError(kind="sync_mode", name=mode, known=known) from None
+        name = "multi_auto_sync" if finds_unused_parameters else "single_auto_sync"
+    return GradientSyncMode(name)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
+from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
 from rankwise.gradient_sync.built_in_hooks import allreduce_hook
 from rankwise.gradient_sync.comm_hook import CommHook, read_state, state_for_rank, write_state
 from rankwise.gradient_sync.hook_registry import HookPlace
@@ -21,6 +21,7 @@ from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, train
 from rankwise.gradient_sync.sync_context import NoSync, synchronised
 from rankwise.gradient_sync.unused import UnusedParameterMonitor
 from rankwise.gradient_sync.weights import WeightAccumulator, WeightCarrier, WeightedReduction
+from rankwise.named_options import check_name
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -65,7 +66,10 @@ class GradientSync:
         finds_unused = bool(ddp_kwargs.get("find_unused_parameters"))
         self.mode = resolve_sync_mode(sync_mode, finds_unused_parameters=finds_unused)
         self.hook = CommHook.checked(comm_hook, comm_state, comm_wrapper)
-        self.weighting = check_weighting(gradient_weighting)
+        self.weighting = None
+        if gradient_weighting is not None:
+            expected = "'samples', 'logged' or None"
+            self.weighting = check_name("gradient_weighting", gradient_weighting, WEIGHTINGS, expected)
         self.period = _check_period(model_averaging_period, self.hook)
         self._check_combination(ddp_kwargs)
         self._has_carrier = self._can_carry_weights() and not ddp_kwargs.get("mixed_precision")
@@ -297,24 +301,6 @@ class GradientSync:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._clear()
-
-
-def check_weighting(value: object) -> str | None:
-    """Return the name of a weighting in lower case.
-
-    Raises:
-        InvalidTypeError: when it is not a string.
-        UnknownNameError: for an unknown name.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise InvalidTypeError(
-            argument="gradient_weighting", value=value, expected="'samples', 'logged' or None"
-        )
-    if value.lower() not in WEIGHTINGS:
-        raise UnknownNameError(kind="gradient_weighting", name=value, known=WEIGHTINGS)
-    return value.lower()
 
 
 def _check_period(period: Any, hook: CommHook | None) -> int | None:

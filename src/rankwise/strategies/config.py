@@ -25,6 +25,7 @@ from rankwise.errors import (
     UnknownArgumentError,
     UnknownNameError,
 )
+from rankwise.named_options import check_name
 from rankwise.process_group import check_backend
 
 Devices = int | str | list[int] | tuple[int, ...]
@@ -66,7 +67,7 @@ class ProcessConfig:
         _normalize(
             self,
             start_method=_check_start_method(self.start_method),
-            rendezvous=check_choice("rendezvous", self.rendezvous, _RENDEZVOUS),
+            rendezvous=check_name("rendezvous", self.rendezvous, _RENDEZVOUS),
             grace_period_s=_check_grace_period(self.grace_period_s),
             stall_warning=_check_timeout("stall_warning", self.stall_warning),
             command=_check_command(self.command),
@@ -133,20 +134,6 @@ def _normalize(config: Any, **values: Any) -> None:
 # ------------------------------------------------------------------------------------- processes
 
 
-def check_choice(kind: str, value: object, choices: tuple[str, ...]) -> str:
-    """Return a name in lower case.
-
-    Raises:
-        InvalidTypeError: when it is not a string.
-        UnknownNameError: when it is not one of the choices.
-    """
-    if not isinstance(value, str):
-        raise InvalidTypeError(argument=kind, value=value, expected=f"one of {', '.join(map(repr, choices))}")
-    if value.lower() not in choices:
-        raise UnknownNameError(kind=kind, name=value, known=choices)
-    return value.lower()
-
-
 def device_type(accelerator: object) -> str:
     """Return `"cpu"` or `"cuda"`.
 
@@ -161,7 +148,7 @@ def device_type(accelerator: object) -> str:
             known=_ACCELERATORS,
             remedy='a strategy is meant: Trainer(strategy="ddp").',
         )
-    name = check_choice("accelerator", accelerator, _ACCELERATORS)
+    name = check_name("accelerator", accelerator, _ACCELERATORS)
     has_cuda = torch.cuda.device_count() > 0
     if name == "cpu" or (name == "auto" and not has_cuda):
         return "cpu"
@@ -262,7 +249,7 @@ def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | lis
 
 
 def _check_start_method(value: object) -> str:
-    start_method = check_choice("start_method", value, _START_METHODS)
+    start_method = check_name("start_method", value, _START_METHODS)
     if start_method in ("fork", "forkserver") and sys.platform == "win32":
         raise ConfigurationError(
             message=f"start_method={start_method!r} does not exist on Windows.",
