@@ -75,7 +75,7 @@ class ScriptLauncher(SupervisedLauncher):
         command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
         if earlier and self._command is None:
             raise _leads_elsewhere(earlier)
-        script = _Script(self._local_ranks, self._new_group(job=0))
+        script = _Script(self._local_ranks, self._new_group(job=1))
         try:
             script.group.open_rendezvous(self._endpoint, rendezvous, self._init_timeout)
             script.start(command, directory)
