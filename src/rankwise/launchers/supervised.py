@@ -64,7 +64,8 @@ class SupervisedLauncher(Launcher):
         init_timeout: how long the ranks may take to meet.
         stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
         stall_warning_s: after how long in one phase a rank is reported that others wait for.
-        teardown_timeout_s: how long a rank's teardown may take; None for no limit.
+        teardown_timeout_s: how long a rank's teardown may take, and a checkpoint that it writes after STOP;
+            None for no limit.
         endpoint: where the nodes of the job meet; None for a job on one node.
     """
 

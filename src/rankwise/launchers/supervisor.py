@@ -43,11 +43,7 @@ class Supervisor:
     use `call_soon`.
 
     Args:
-        grace_period_s: how long a rank has after STOP before it is killed.
-        stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
-        stall_warning_s: after how long in one phase a rank is reported that others wait for.
-        teardown_timeout_s: how long a rank's teardown may take, and a checkpoint that it writes after STOP;
-            None for no limit.
+        grace_period_s, stop_signals, stall_warning_s, teardown_timeout_s: see `SupervisedLauncher`.
         on_failure: called in the supervisor's thread with each failure, for other nodes.
 
     Attributes:
@@ -92,14 +88,7 @@ class Supervisor:
     def add(
         self, ranks: RankInfo, sock: socket.socket, process: StartedProcess | None, heartbeat: HeartbeatReader
     ) -> None:
-        """Take charge of a local rank, before `start`.
-
-        Args:
-            ranks: who it is.
-            sock: this end of its channel.
-            process: its process; None for the launching process itself.
-            heartbeat: where it writes its phase.
-        """
+        """Take charge of a local rank, before `start`; `process` is None for the launching process itself."""
         sock.setblocking(False)
         fork_safety.close_in_child(sock)
         self._workers.append(WorkerState(ranks, process, heartbeat, sock))
@@ -117,15 +106,11 @@ class Supervisor:
 
         def begin() -> None:
             self._job += 1
-            self._has_to_exit = until_exit
-            self._settled.clear()
             for worker in self._workers:
                 if worker.has_ended and not worker.has_failed:
                     self._on_early_end(worker, "before the next job began")
-            self._check()
 
-        self._settled.clear()
-        self._loop.call_soon(begin)
+        self._begin(begin, until_exit)
 
     def wait_job(self) -> None:
         """Wait for the end of the job.
@@ -151,14 +136,17 @@ class Supervisor:
 
     def begin_exit(self) -> None:
         """Expect the ranks to exit by themselves now; `wait_job` waits until they have."""
-        self._settled.clear()
+        self._begin(lambda: None, until_exit=True)
 
-        def begin() -> None:
-            self._has_to_exit = True
+    def _begin(self, begin: Callable[[], None], until_exit: bool) -> None:
+        def run() -> None:
+            self._has_to_exit = until_exit
             self._settled.clear()
+            begin()
             self._check()
 
-        self._loop.call_soon(begin)
+        self._settled.clear()
+        self._loop.call_soon(run)
 
     def release(self) -> None:
         """Send the ranks that the job is over for all of them."""
