@@ -221,7 +221,7 @@ class _Job:
 
     def _why(self) -> str:
         unknown = (
-            "a rank ended without a word" if self.is_alone else "nodes came or went, or a rank was killed"
+            "a rank ended without an exception" if self.is_alone else "nodes came or went, or a rank was killed"
         )
         # When nodes come or go, the agent asks the ranks that are there to stop, and they do.
         raised = [each for each in self.records() if each.exception_type != StoppedBySignal.__name__]

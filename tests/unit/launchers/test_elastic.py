@@ -43,9 +43,9 @@ def job() -> Iterator[_Job]:
         (
             [ECHO, THERE],
             [],
-            "a rank ended without a word; global_rank 0 raised RuntimeError: Connection closed by peer",
+            "a rank ended without an exception; global_rank 0 raised RuntimeError: Connection closed by peer",
         ),
-        ([THERE], [(999, -9)], "a rank ended without a word"),
+        ([THERE], [(999, -9)], "a rank ended without an exception"),
     ],
     ids=["raised", "killed", "left", "not heard of", "of another start"],
 )
