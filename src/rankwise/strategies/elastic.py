@@ -72,7 +72,7 @@ class DDPElasticStrategy(DDPStrategy):
             return super()._create_launcher(placement)
         if (existing := script_ranks()) is not None:
             raise LaunchRefusedError(
-                message=f"ddp_elastic cannot start anybody: this script runs as {existing} processes "
+                message=f"ddp_elastic cannot start processes: this script runs as {existing} processes "
                 'already, under strategy "ddp", and each of them would start ranks of its own.',
                 remedy='use "ddp_spawn" or "ddp_fork" before it; for a script as a whole: '
                 "torchrun --max-restarts=3 train.py",
