@@ -220,9 +220,9 @@ class _Job:
         self.unreported.clear()
 
     def _why(self) -> str:
-        unknown = (
-            "a rank ended without an exception" if self.is_alone else "nodes came or went, or a rank was killed"
-        )
+        unknown = "nodes came or went, or a rank was killed"
+        if self.is_alone:
+            unknown = "a rank ended without an exception"
         # When nodes come or go, the agent asks the ranks that are there to stop, and they do.
         raised = [each for each in self.records() if each.exception_type != StoppedBySignal.__name__]
         if not (records := [*self.unreported, *raised]):

@@ -107,7 +107,7 @@ def _leads_elsewhere(earlier: int) -> LaunchRefusedError:
         message='strategy="ddp" cannot run the script again for this launch: '
         "it would come to an earlier one first.",
         facts=f"{earlier} of the script's launches came before, of another strategy or ended by a failure.",
-        remedy='use strategy="ddp_spawn" or "ddp_fork" there: their processes run the launched function only.',
+        remedy='use strategy="ddp_spawn" or "ddp_fork" there: their processes run only the function.',
     )
 
 
