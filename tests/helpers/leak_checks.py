@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import sys
@@ -231,7 +232,10 @@ class TorchFunctions(Check):
     """
 
     def __init__(self) -> None:
-        self._before = {owner: dict(vars(owner)) for owner in self._owners()}
+        self._before = {
+            owner: {name: member for name, member in vars(owner).items() if callable(member)}
+            for owner in self._owners()
+        }
 
     def problems(self) -> list[str]:
         return [f"{owner.__name__}.{name} was replaced" for owner, name in self._replaced()]
@@ -241,12 +245,12 @@ class TorchFunctions(Check):
             setattr(owner, name, self._before[owner][name])
 
     def _replaced(self) -> list[tuple[Any, str]]:
-        return [
-            (owner, name)
-            for owner, members in self._before.items()
-            for name, member in members.items()
-            if callable(member) and vars(owner).get(name) is not member
-        ]
+        found = []
+        for owner, members in self._before.items():
+            now = vars(owner)
+            if not all(map(operator.is_, map(now.get, members), members.values())):
+                found += [(owner, name) for name, member in members.items() if now.get(name) is not member]
+        return found
 
     def _owners(self) -> list[Any]:
         distributed = sys.modules.get("torch.distributed")

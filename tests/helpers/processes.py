@@ -161,10 +161,9 @@ def _has_marker(pid: int, value: str) -> bool:
         environment = _read(f"/proc/{pid}/environ")
     except OSError:
         return False
-    wanted = f"{MARKER}={value}".encode()
-    return any(
-        variable == wanted or variable.startswith(wanted + b"/") for variable in environment.split(b"\0")
-    )
+    wanted = f"\0{MARKER}={value}".encode()
+    environment = b"\0" + environment
+    return wanted + b"\0" in environment or wanted + b"/" in environment
 
 
 _not_forked_from_here: set[_Entry] = set()
