@@ -266,7 +266,7 @@ def restore_training(parts: TrainerParts, checkpoint: dict[str, Any], path: str)
     if missing := [name for name in _NEEDED if name not in checkpoint]:
         raise CheckpointError(
             path=path,
-            problem=f"holds no {missing}, without which training cannot go on from it",
+            problem=f"holds no {missing}, without which training cannot continue",
             remedy="load its weights into the module instead: module.load_state_dict(...).",
         )
     parts.state.progress = progress = Progress(**checkpoint["loops"])

@@ -78,7 +78,7 @@ def fingerprint_of(module: nn.Module, seed: int | None) -> dict[str, str]:
         "the version of rankwise": sys.modules["rankwise"].__version__,
         "the version of torch": str(torch.__version__),
         "the version of Python": platform.python_version(),
-        "the seed": "nobody's" if seed is None else str(seed),
+        "the seed": "none" if seed is None else str(seed),
         **{f"parameter {name!r}": _described(parameter) for name, parameter in parameters.items()},
         _ORDER: ", ".join(parameters),
     }

@@ -273,7 +273,7 @@ def ended_early(length: float, count: float) -> ConfigurationError:
     """Return the error for a loader that has fewer batches than its length."""
     return ConfigurationError(
         message=f"The training loader has a length of {length:g} batches, but it ended after {count:g}.",
-        remedy="let __len__ of its sampler or batch sampler say how many there are.",
+        remedy="return the number of its batches from __len__ of its sampler or batch sampler.",
     )
 
 

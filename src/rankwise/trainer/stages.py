@@ -214,7 +214,7 @@ class _Stage:
         self._state.has_validation = validation is not None
         context.hooks.call("on_fit_start")
         loop = FitLoop(context, data, validation, rank_state)
-        self._parts.running_stage.manual_optimization = loop.manual_optimization
+        self._parts.stage.manual_optimization = loop.manual_optimization
         loop.run()
         self._strategy.restore_module(self._module)
         context.hooks.call("on_fit_end")
@@ -296,7 +296,7 @@ def loop_context(parts: TrainerParts, wrapped: nn.Module) -> LoopContext:
         schedulers=parts.optimizers.schedulers,
         state=state,
         hooks=parts.hooks,
-        metrics=parts.running_stage,
+        metrics=parts.stage,
         settings=options,
         stop=StopCondition(options, state, parts.strategy.is_global_zero),
         save_stop_checkpoint=None if options.fast_dev_run else partial(save_stop_checkpoint, parts),

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from rankwise.errors import LifecycleError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.options import TrainerOptions
 
-__all__ = ["Progress", "RunningStage", "StageName", "StopCondition", "TrainerParts", "TrainerState"]
+__all__ = ["Progress", "StageName", "StageState", "StopCondition", "TrainerParts", "TrainerState"]
 
 StageName = Literal["fit", "validate", "test", "predict"]
 
@@ -122,12 +120,12 @@ class TrainerState:
 
 @final
 @dataclass
-class RunningStage:
-    """The stage that runs now: its phase, and where its metrics go.
+class StageState:
+    """The stage that runs now: its phase, and where its metrics go. Outside of stages all is at its default.
 
     Attributes:
-        name: the stage.
         state: gets the published metrics.
+        name: the stage.
         loggers: get the logged metrics; empty on all ranks but global rank 0.
         phase: `"train"`, `"validate"`, `"test"` or `"predict"`; None outside of the loops.
         results: where the module logs to; None outside of the loops.
@@ -135,9 +133,9 @@ class RunningStage:
         manual_optimization: the `ManualOptimization` of a module with `automatic_optimization = False`.
     """
 
-    name: StageName
     state: TrainerState
-    loggers: list[Logger]
+    name: StageName | None = None
+    loggers: list[Logger] = field(default_factory=list)
     phase: str | None = None
     results: Results | None = None
     epoch_results: Results | None = None
@@ -216,7 +214,7 @@ class StopCondition:
 class TrainerParts:
     """The parts of a Trainer that stages, checkpoints and the transfer of state use, for one module.
 
-    `hooks` calls the hooks of `callbacks` and `module`; `stage` is None outside of stages.
+    `hooks` calls the hooks of `callbacks` and `module`.
     """
 
     strategy: Strategy
@@ -227,13 +225,4 @@ class TrainerParts:
     callbacks: list[Callback]
     loggers: list[Logger]
     hooks: Hooks
-    stage: RunningStage | None
-
-    @property
-    def running_stage(self) -> RunningStage:
-        """The stage that runs now."""
-        if self.stage is None:
-            raise LifecycleError(
-                call="a loop", state="no stage", needed="a stage", remedy="trainer.fit(model, ...)"
-            )
-        return self.stage
+    stage: StageState

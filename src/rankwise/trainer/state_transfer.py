@@ -159,7 +159,7 @@ def gather_rank_states(parts: TrainerParts) -> list[dict[str, Any]]:
 
     Collective: every rank must call this.
     """
-    results = parts.stage.epoch_results if parts.stage else None
+    results = parts.stage.epoch_results
     own = {
         "random": get_random_state(parts.strategy.root_device),
         "results": None if results is None else results.state_dict(),

@@ -25,8 +25,8 @@ from rankwise.trainer.options import TrainerOptions, check_choice
 from rankwise.trainer.stages import StageSpec, check_module, run_stage
 from rankwise.trainer.state import (
     Progress,
-    RunningStage,
     StageName,
+    StageState,
     StopCondition,
     TrainerParts,
     TrainerState,
@@ -55,7 +55,7 @@ def _forwarded(path: str) -> Any:
 
 def _in_phase(phase: str) -> Any:
     """Return a property that tells whether batches of `phase` run."""
-    return property(lambda trainer: trainer._stage is not None and trainer._stage.phase == phase)
+    return property(lambda trainer: trainer._stage.phase == phase)
 
 
 @final
@@ -187,13 +187,13 @@ class Trainer:
         self.strategy.bind(
             accelerator=accelerator, devices=devices, num_nodes=num_nodes, environment=found.environment
         )
-        self._stage: RunningStage | None = None
         self._forget_fit()
 
     def _forget_fit(self) -> None:
         self._module: TrainingModule | None = None
         self._fitted_module: TrainingModule | None = None
         self.state = TrainerState()
+        self._stage = StageState(self.state)
         self._optimizers = OptimizerSet()
 
     # ------------------------------------------------------------------ stages
@@ -366,11 +366,11 @@ class Trainer:
         """Use this rank's strategy and module, and start a stage."""
         self.strategy = strategy
         self._set_module(model, stage)
-        self._stage = RunningStage(stage, self.state, self.loggers if self.is_global_zero else [])
+        self._stage = StageState(self.state, stage, self.loggers if self.is_global_zero else [])
 
     def leave_stage(self) -> None:
         """Drop what exists only during a stage."""
-        self._stage = None
+        self._stage = StageState(self.state)
 
     def _set_module(self, model: TrainingModule, stage: StageName) -> None:
         self._module = model
@@ -435,6 +435,8 @@ class Trainer:
     current_epoch: int = _forwarded("progress.current_epoch")
     global_step: int = _forwarded("progress.global_step")
 
+    epoch_results: Results | None = _forwarded("_stage.epoch_results")
+    running_manual_optimization: ManualOptimization | None = _forwarded("_stage.manual_optimization")
     training: bool = _in_phase("train")
     validating: bool = _in_phase("validate")
     testing: bool = _in_phase("test")
@@ -460,37 +462,26 @@ class Trainer:
     @property
     def results(self) -> Results:
         """What is logged in the current loop."""
-        if self._stage is None or self._stage.results is None:
+        if self._stage.results is None:
             raise LifecycleError(
                 call="self.log()",
-                state="no stage" if self._stage is None else self._stage.name,
+                state=self._stage.name or "no stage",
                 needed="a loop that runs",
                 remedy="log in the steps, or in hooks between on_train_start and on_train_end.",
             )
         return self._stage.results
 
     @property
-    def epoch_results(self) -> Results | None:
-        """What was logged in the current training epoch so far."""
-        return None if self._stage is None else self._stage.epoch_results
-
-    @property
     def manual_optimization(self) -> ManualOptimization:
         """What runs the steps of a module with `automatic_optimization = False`."""
-        running = self.running_manual_optimization
-        if running is None:
+        if self.running_manual_optimization is None:
             raise LifecycleError(
                 call="a method of manual optimisation",
-                state="no stage" if self._stage is None else self._stage.name,
+                state=self._stage.name or "no stage",
                 needed="a fit of a module with automatic_optimization = False",
                 remedy="set self.automatic_optimization = False in __init__.",
             )
-        return running
-
-    @property
-    def running_manual_optimization(self) -> ManualOptimization | None:
-        """The same, or None if none runs."""
-        return None if self._stage is None else self._stage.manual_optimization
+        return self.running_manual_optimization
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -520,7 +511,7 @@ class Trainer:
     @property
     def is_fitting(self) -> bool:
         """Whether `fit` runs, training or validating."""
-        return self._stage is not None and self._stage.name == "fit"
+        return self._stage.name == "fit"
 
 
 def _run_on_rank(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.optimizers import SchedulerConfig
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.options import TrainerOptions
-    from rankwise.trainer.state import RunningStage, StopCondition, TrainerState
+    from rankwise.trainer.state import StageState, StopCondition, TrainerState
 
 __all__ = ["LoopContext"]
 
@@ -46,7 +46,7 @@ class LoopContext:
     schedulers: list[SchedulerConfig]
     state: TrainerState
     hooks: Hooks
-    metrics: RunningStage
+    metrics: StageState
     settings: TrainerOptions
     stop: StopCondition
     save_stop_checkpoint: Callable[[], None] | None
