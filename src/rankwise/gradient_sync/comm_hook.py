@@ -22,9 +22,13 @@ from rankwise.gradient_sync.buckets import (
     views_of,
     write_means,
 )
-from rankwise.gradient_sync.built_in_hooks import CompressHook, allreduce_hook
+from rankwise.gradient_sync.built_in_hooks import (
+    CompressHook,
+    PowerSGDMemory,
+    allreduce_hook,
+    powersgd_hook,
+)
 from rankwise.gradient_sync.hook_registry import CommHookRegistry, Hook, HookPlace, NamedHook, check_hook
-from rankwise.gradient_sync.powersgd import PowerSGDMemory, powersgd_hook
 from rankwise.gradient_sync.weights import WeightedReduction
 from rankwise.named_options import split_options
 

@@ -1,6 +1,5 @@
 """The process group: creating it, its back end, and its collectives."""
 
-from rankwise.process_group.backend import check_backend, default_backend
 from rankwise.process_group.collectives import all_reduce, barrier, broadcast
 from rankwise.process_group.gathering import (
     all_gather,
@@ -12,6 +11,8 @@ from rankwise.process_group.gathering import (
     sync_ddp_if_available,
 )
 from rankwise.process_group.group import (
+    check_backend,
+    default_backend,
     gloo_on_interface,
     gloo_on_loopback,
     init_process_group,

@@ -1,4 +1,4 @@
-"""Create, check and destroy the default process group."""
+"""Create, check and destroy the default process group, and choose its back end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from rankwise.errors import ProcessGroupError
-from rankwise.process_group.backend import check_backend, default_backend
+from rankwise.errors import ConfigurationError, InvalidTypeError, ProcessGroupError, UnknownNameError
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_of, run_rendezvous
 from rankwise.stores.restart import find_restart
 from rankwise.stores.tcp import open_store
 
 __all__ = [
+    "check_backend",
+    "default_backend",
     "destroy_groups",
     "gloo_on_interface",
     "gloo_on_loopback",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 # Numbers the groups that this process creates one after another, so that each has its own keys in the store.
 _group_numbers = itertools.count()
@@ -243,6 +245,40 @@ def _open_environment_store(environment: EnvironmentLike, ranks: RankInfo, timeo
 def _default_device(ranks: RankInfo) -> torch.device:
     count = torch.cuda.device_count()
     return torch.device("cuda", ranks.local_rank % count) if count else torch.device("cpu")
+
+
+def check_backend(name: object) -> str:
+    """Return a back end's name in torch's spelling.
+
+    Raises:
+        InvalidTypeError: when the name is not a string.
+        UnknownNameError: when the name is neither built into torch nor registered as a plug-in.
+        ConfigurationError: when this build of torch lacks the back end.
+    """
+    if not isinstance(name, str):
+        raise InvalidTypeError(
+            argument="process_group_backend", value=name, expected="a name, such as 'gloo' or 'nccl'"
+        )
+    spelled = name.lower()
+    known = {str(backend).lower() for backend in dist.Backend.backend_list} - {"undefined"} | set(_BACKENDS)
+    for part in spelled.split(","):
+        backend = part.rpartition(":")[2]  # "cpu:gloo,cuda:nccl" names one for each device type
+        if backend not in known:
+            raise UnknownNameError(kind="process_group_backend", name=name, known=tuple(sorted(known)))
+        if backend == "nccl" and not dist.is_nccl_available():
+            raise ConfigurationError(
+                message="process_group_backend='nccl' is not possible: this build of torch has no NCCL.",
+                remedy="leave process_group_backend unset, or use 'gloo'.",
+            )
+    return spelled
+
+
+def default_backend(device_type: str) -> str:
+    """Return NCCL for CUDA, gloo for the CPU, and torch's own default elsewhere."""
+    if device_type == "cuda":
+        return "nccl" if dist.is_nccl_available() else "gloo"
+    defaults: dict[str, str] = dist.Backend.default_device_backend_map
+    return defaults.get(device_type, "gloo")
 
 
 def gloo_on_loopback() -> AbstractContextManager[None]:
