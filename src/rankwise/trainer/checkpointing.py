@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointFiles",
     "check_hyper_parameters",
-    "current_run_id",
     "newest_first",
     "restore_module",
     "restore_training",
@@ -160,11 +159,6 @@ def _log_on_rank_zero(level: int, text: str) -> None:
 # ------------------------------------------------------------------ contents
 
 
-def current_run_id() -> str:
-    """Return the id that all starts of an elastic job share; an empty string in other jobs."""
-    return current_restart().job
-
-
 def check_hyper_parameters(parts: TrainerParts) -> None:
     """Refuse hyper parameters that a checkpoint cannot hold, if a callback will save checkpoints.
 
@@ -224,7 +218,7 @@ def _checkpoint(parts: TrainerParts) -> dict[str, Any]:
         "ranks": gather_rank_states(parts),
         "seed": state.seed,
         "order_seed": state.order_seed,
-        "run_id": current_run_id(),
+        "run_id": current_restart().job,  # all starts of an elastic job share it; empty in other jobs
         "gradient_order": state.gradient_order,
     }
     if comm_hooks := strategy.comm_hook_states():

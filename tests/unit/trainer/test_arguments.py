@@ -1,4 +1,4 @@
-"""The Trainer's arguments: what is wrong is said in the constructor."""
+"""The Trainer's arguments: the constructor refuses wrong ones."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_wrong_kinds(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_class_instead_of_instance(tmp_path: Path) -> None:
-    """A class where an instance is needed is told from other mistakes."""
+    """A class instead of an instance has an error of its own."""
     with pytest.raises(InvalidTypeError, match=r"make an instance of it: DDPSpawnStrategy\(\)"):
         trainer(tmp_path, strategy=DDPSpawnStrategy)
 
@@ -103,7 +103,7 @@ def test_unknown_names(tmp_path: Path) -> None:
 
 
 def test_plugins_by_kind(tmp_path: Path) -> None:
-    """Each plug-in goes where its kind belongs."""
+    """Each plug-in is used for its kind."""
     precision, checkpoint_io, environment = Precision(), TorchCheckpointIO(), LocalEnvironment()
     strategy = SingleDeviceStrategy()
     plugins = [precision, checkpoint_io, environment, strategy]
@@ -134,7 +134,7 @@ def test_environment_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_contradictions(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Two answers to one question are refused."""
+    """Contradicting arguments are refused."""
     with pytest.raises(ConfigurationError):
         trainer(tmp_path, **options)
 
@@ -177,7 +177,7 @@ def test_limits_can_be_raised(tmp_path: Path) -> None:
     ],
 )
 def test_a_misspelt_keyword(tmp_path: Path, name: str, meant: str) -> None:
-    """The nearest right one is suggested, and all are listed; it is a TypeError, as Python's own."""
+    """The error suggests the nearest keyword and lists all; it is a TypeError, as Python's own."""
     with pytest.raises(UnknownArgumentError) as caught:
         trainer(tmp_path, **{name: 1})
     assert isinstance(caught.value, TypeError)
@@ -199,7 +199,7 @@ def test_a_misspelt_keyword(tmp_path: Path, name: str, meant: str) -> None:
     ],
 )
 def test_a_keyword_of_another_system(tmp_path: Path, options: dict[str, Any], remedy: str) -> None:
-    """What is written here instead is said, and nothing that only sounds alike."""
+    """The error names the replacement, and suggests no similar keyword."""
     with pytest.raises(UnknownArgumentError) as caught:
         trainer(tmp_path, **options)
     assert str(caught.value).endswith(remedy)
@@ -207,7 +207,7 @@ def test_a_keyword_of_another_system(tmp_path: Path, options: dict[str, Any], re
 
 
 def test_remedies_are_true() -> None:
-    """What the table of other systems' keywords says to write is there to be written."""
+    """The arguments that the table of replacements names exist."""
     known = set(inspect.signature(Trainer).parameters)
     for name, remedy in _ELSEWHERE.items():
         text = remedy.format(value=None)
@@ -242,7 +242,7 @@ def test_the_signature_stays() -> None:
     ],
 )
 def test_names_that_other_systems_have(tmp_path: Path, options: dict[str, Any], remedy: str) -> None:
-    """Of strategies and accelerators that there are not here it is said what comes near."""
+    """For strategies and accelerators of other libraries the error names the nearest one."""
     with pytest.raises(UnknownNameError) as caught:
         trainer(tmp_path, **options)
     assert remedy in str(caught.value)

@@ -21,7 +21,7 @@ JOB = "a job"
 
 
 def fitted(folder: Path, max_epochs: int = 1, **options: Any) -> Trainer:
-    """Train, from `"last"` on, what saves in its default folder."""
+    """Fit from `"last"`, with a callback that saves in its default folder."""
     defaults = {"logger": True, "enable_checkpointing": True, "callbacks": ModelCheckpoint(save_last=True)}
     train = trainer(folder, max_epochs=max_epochs, **{**defaults, **options})
     train.fit(Line(), loader(), ckpt_path="last")
@@ -29,13 +29,13 @@ def fitted(folder: Path, max_epochs: int = 1, **options: Any) -> Trainer:
 
 
 def begun_from(train: Trainer, folder: Path) -> str:
-    """Return the path of the checkpoint from which a fit went on, below `folder`."""
+    """Return the path, below `folder`, of the checkpoint from which a fit continued."""
     return str(Path(train.ckpt_path or "").relative_to(folder))
 
 
 @pytest.mark.parametrize("logger", [True, False])
 def test_last_of_the_run_before(tmp_path: Path, logger: bool) -> None:
-    """Without a folder of one's own, "last" is that of the run before, wherever the logger put it."""
+    """Without `dirpath`, "last" is the previous run's, in the folder that its logger chose."""
     runs = [fitted(tmp_path, max_epochs, logger=logger) for max_epochs in (1, 2, 3)]
     assert [train.global_step for train in runs] == [4, 8, 12]
     last = "rankwise_logs/version_1/checkpoints/last.ckpt" if logger else "checkpoints/last.ckpt"
@@ -50,7 +50,7 @@ def test_last_of_a_logger_elsewhere(tmp_path: Path) -> None:
 
 
 def test_last_of_a_named_version(tmp_path: Path) -> None:
-    """Who gives the logger's folder a name means that folder, and no other run's."""
+    """With a named version only that folder is searched, and no other run's."""
     fitted(tmp_path, logger=CSVLogger(tmp_path, version="a"))
     assert fitted(tmp_path, logger=CSVLogger(tmp_path, version="b")).ckpt_path is None
     train = fitted(tmp_path, 2, logger=CSVLogger(tmp_path, version="a"))
@@ -69,7 +69,7 @@ def test_last_of_any_saving_callback(tmp_path: Path) -> None:
 
 
 def test_only_last_is_last(tmp_path: Path) -> None:
-    """A best checkpoint whose name begins alike is not taken for it, be it newer."""
+    """A newer best checkpoint whose name begins with "last" is not used."""
 
     def fitted_with_bests(max_epochs: int) -> Trainer:
         saving = ModelCheckpoint(tmp_path, filename="last", monitor="loss", save_last=True)
@@ -85,7 +85,7 @@ def test_only_last_is_last(tmp_path: Path) -> None:
 def test_another_runs_last(
     tmp_path: Path, logger: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What lies in the working directory is none of a trainer's that writes elsewhere; the log says so."""
+    """Files in the working directory are ignored if the trainer writes elsewhere; the log says so."""
     monkeypatch.chdir(tmp_path)
     fitted(tmp_path / "other").save_checkpoint("last.ckpt")
     caplog.clear()
@@ -96,12 +96,12 @@ def test_another_runs_last(
 
 @pytest.fixture(autouse=True)
 def first_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what is saved be this job's."""
+    """Set the job's id, which checkpoints hold."""
     monkeypatch.setattr(restart, "_noted", RestartInfo(0, JOB))
 
 
 def restarted(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
-    """Fit as after a restart, and return the path of the checkpoint from which that went on."""
+    """Fit as after a restart, and return the path of the checkpoint from which it continued."""
     monkeypatch.setattr(restart, "_noted", RestartInfo(1, JOB))
     train = trainer(folder, max_epochs=2, **options)
     train.fit(Line(), loader())
@@ -109,7 +109,7 @@ def restarted(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
 
 def stopped(folder: Path, **options: Any) -> None:
-    """Train, and leave a checkpoint where a fit does that a signal stops."""
+    """Fit, and write the checkpoint of a fit that a signal stops."""
     train = trainer(folder, max_steps=2, **options)
     train.fit(Line(), loader())
     for path in folder.rglob("*.ckpt"):  # a file system's clock may stand still meanwhile
@@ -121,7 +121,7 @@ def stopped(folder: Path, **options: Any) -> None:
 def test_a_restart_finds_what_a_stop_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callbacks: Any
 ) -> None:
-    """Ranks that were asked to stop, as nodes come or go, go on from there, whoever else saves or not."""
+    """Ranks that a signal stopped continue from that checkpoint, with or without a ModelCheckpoint."""
     options = {"callbacks": callbacks, "enable_checkpointing": callbacks is not None}
     stopped(tmp_path, **options)
     assert restarted(tmp_path, monkeypatch, **options) == "last.ckpt"
@@ -141,7 +141,7 @@ def test_a_restart_finds_a_loggers_folder_elsewhere(tmp_path: Path, monkeypatch:
 def test_a_restart_of_nobody_knows_which_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where nothing tells its own checkpoints from an earlier job's, it begins anew, and says what would."""
+    """Without a job id training begins anew, and a warning names the remedy."""
     monkeypatch.setattr(restart, "_noted", RestartInfo(1, ""))
     stopped(tmp_path)
     train = trainer(tmp_path)
@@ -151,7 +151,7 @@ def test_a_restart_of_nobody_knows_which_job(
 
 
 def test_newest_first(tmp_path: Path) -> None:
-    """The time of the last change decides, then the name; a file that is gone by then is none."""
+    """Files are sorted by modification time, then by name; a missing file is left out."""
     paths = [tmp_path / name for name in "abcde"]
     for path, changed_at in zip(paths, (2, 3, 1, 1, 1), strict=True):
         path.touch()

@@ -1,4 +1,4 @@
-"""Checkpoints of a fit, and going on from them."""
+"""Checkpoints of a fit, and continuing from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(folder: Path, model: Line, **options: Any) -> str:
 
 
 def test_contents(tmp_path: Path) -> None:
-    """A checkpoint says where training was, in plain types."""
+    """A checkpoint holds the position of training, in plain types."""
     model = Line()
     nested = OrderedDict(widths=Counter({np.int64(1): np.int64(2)}), deep=(OrderedDict(a=[np.float32(0.5)]),))
     model.hparams = {"lr": 0.1, "data": Path("here"), "width": np.int64(3), "nested": nested}
@@ -52,7 +52,7 @@ def test_contents(tmp_path: Path) -> None:
 def test_hyper_parameters_that_could_not_be_loaded_are_refused_beforehand(
     tmp_path: Path, plugins: Any
 ) -> None:
-    """Not a step is made, nothing is written, and the error says which they are."""
+    """No step runs, nothing is written, and the error names them."""
     model = Line()
     model.hparams = {"lr": 0.1, "data": {"until": dt.date(2020, 1, 2)}}
     saving = ModelCheckpoint(tmp_path / "here")
@@ -64,7 +64,7 @@ def test_hyper_parameters_that_could_not_be_loaded_are_refused_beforehand(
 
 
 class MakesThemPlain(Line):
-    """Keeps a date among its hyper parameters, and writes it as text."""
+    """Has a date among its hyper parameters, and saves it as text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class MakesThemPlain(Line):
 
 
 class MakesPlain(Callback):
-    """Does the same, from outside."""
+    """Does the same, in a callback."""
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["hyper_parameters"] = {"until": "2020-01-02"}
@@ -95,7 +95,7 @@ class MakesPlain(Callback):
 def test_hyper_parameters_that_no_checkpoint_gets_may_be_anything(
     tmp_path: Path, model: type[Line], callbacks: list[Callback], options: Any
 ) -> None:
-    """Where nothing is saved, or a hook makes them plain, nobody has to load them."""
+    """They are accepted if nothing is saved, or if a hook makes them plain."""
     trained = model()
     trained.hparams = {"until": dt.date(2020, 1, 2)}
     trainer(tmp_path, callbacks=callbacks, enable_checkpointing=bool(callbacks), **options).fit(
@@ -105,7 +105,7 @@ def test_hyper_parameters_that_no_checkpoint_gets_may_be_anything(
 
 
 class HoldsItself(Callback):
-    """Has itself, as it were, in its state."""
+    """Has a state that contains itself."""
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -114,7 +114,7 @@ class HoldsItself(Callback):
 
 
 def test_a_checkpoint_that_contains_itself(tmp_path: Path) -> None:
-    """It is one error with path and reason."""
+    """The error has path and reason."""
     with pytest.raises(CheckpointError, match=r"model\.ckpt.*could not be written: it contains itself"):
         saved(tmp_path, Line(), callbacks=HoldsItself())
 
@@ -132,7 +132,7 @@ def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_checkpoint_at_the_end_of_an_epoch(tmp_path: Path, which: str) -> None:
-    """A checkpoint that ModelCheckpoint wrote at the end of an epoch goes on with the next."""
+    """A checkpoint from the end of an epoch continues with the next epoch."""
     whole = WithMomentum()
     trainer(tmp_path, max_epochs=3).fit(whole, loader())
     first = trainer(
@@ -146,7 +146,7 @@ def test_checkpoint_at_the_end_of_an_epoch(tmp_path: Path, which: str) -> None:
 
 
 def test_epoch_that_was_cut_short_goes_on(tmp_path: Path) -> None:
-    """A checkpoint from within an epoch goes on with that epoch's next batch."""
+    """A checkpoint from within an epoch continues with that epoch's next batch."""
     path = saved(tmp_path, Line(), max_steps=6, max_epochs=-1)
     train, model = trainer(tmp_path, max_epochs=2), Line()
     train.fit(model, loader(), ckpt_path=path)
@@ -155,7 +155,7 @@ def test_epoch_that_was_cut_short_goes_on(tmp_path: Path) -> None:
 
 
 def test_callbacks_are_restored(tmp_path: Path) -> None:
-    """A callback goes on with the state that it had."""
+    """A callback's state is restored."""
     path = saved(tmp_path, Line(), callbacks=EarlyStopping("val_loss", patience=9))
     stopping = EarlyStopping("val_loss", patience=9)
     with pytest.warns(UserWarning, match="Nothing to train"):
@@ -173,7 +173,7 @@ def test_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_hooks_see_the_checkpoint(tmp_path: Path) -> None:
-    """A module may add to a checkpoint, and take its own back."""
+    """A module may add to a checkpoint, and read its part of it."""
 
     class Adding(Line):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ def test_no_best(tmp_path: Path) -> None:
 
 
 def test_no_last_yet(tmp_path: Path) -> None:
-    """The first run of a script that says ckpt_path="last" begins at the beginning."""
+    """With ckpt_path="last" the first run starts from scratch."""
     saving = ModelCheckpoint(tmp_path, save_last=True)
     for max_epochs in (1, 2):
         train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=max_epochs)

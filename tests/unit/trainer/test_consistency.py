@@ -1,4 +1,4 @@
-"""What the ranks compare before a fit; the second rank is made up by the test."""
+"""The comparison of the ranks before a fit; the test simulates the second rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.trainer.helpers import Line, WithSecondRank, loader, samples, tr
 
 
 def test_equal_ranks_exchange_a_fingerprint_only() -> None:
-    """Where all is the same, one small exchange does."""
+    """If nothing differs, there is one small exchange."""
     sent: list[Any] = []
 
     def same(mine: Any) -> Any:
@@ -38,7 +38,7 @@ def test_equal_ranks_exchange_a_fingerprint_only() -> None:
 
 
 def test_every_difference_is_named_and_grouped() -> None:
-    """A shape, a frozen parameter, one that only a rank has, a version: all in one error."""
+    """A shape, a frozen parameter, a parameter of one rank only, a version: all in one error."""
 
     def other(mine: Any) -> Any:
         if isinstance(mine, bytes):
@@ -59,7 +59,7 @@ def test_every_difference_is_named_and_grouped() -> None:
 
 
 def test_ranks_are_grouped() -> None:
-    """Of four ranks those that agree stand together; the order counts where the parameters are the same."""
+    """Ranks are grouped by value; the order is compared if the parameters are the same."""
     facts = [{"the order of the parameters": order} for order in ("a, b", "b, a", "a, b", "b, a")]
     assert differences(facts) == {"the order of the parameters": {"a, b": (0, 2), "b, a": (1, 3)}}
 
@@ -78,21 +78,21 @@ def test_a_lazy_parameter_has_no_shape() -> None:
 
 
 class Endless(IterableDataset[int]):
-    """Data without numbers."""
+    """Data without indices."""
 
     def __iter__(self) -> Iterator[int]:
         yield 1
 
 
 class Unsized(DataLoader[Any]):
-    """A loader whose length nobody knows."""
+    """A loader without a length."""
 
     def __len__(self) -> int:
         raise TypeError
 
 
 def test_rank_zeros_generator_decides_the_order(tmp_path: Path) -> None:
-    """Ranks may have seeded theirs differently, but all have one or none; without it the seed decides."""
+    """Ranks may seed their generators differently, rank 0's is used; without one the run's seed is."""
     own = DataLoader(samples(), shuffle=True, generator=torch.Generator().manual_seed(5))
     fact = fingerprint_of_loaders("train", [own], True)["the training loader"]
     assert fact == "8 samples, 8 batches, in the order of its own generator"
@@ -103,7 +103,7 @@ def test_rank_zeros_generator_decides_the_order(tmp_path: Path) -> None:
 
 
 def test_what_is_compared_of_a_checkpoint() -> None:
-    """Where a run was, and which one; a file of another program says neither."""
+    """Position, seed and id of the run; a file of another program has none of them."""
     assert fingerprint_of_checkpoint(None) == {"the checkpoint": "none"}
     found = fingerprint_of_checkpoint(
         {"global_step": 4, "epoch": 1, "seed": 7, "run_id": "", "state_dict": {}}
@@ -113,7 +113,7 @@ def test_what_is_compared_of_a_checkpoint() -> None:
 
 
 def test_ranks_that_do_not_find_the_same_checkpoint(tmp_path: Path) -> None:
-    """Where nodes have a disk each, "last" may be on one of them alone; the ranks would begin apart."""
+    """With local disks "last" may exist on one node only; such a fit is refused."""
 
     def other(mine: Any) -> Any:
         return b"another" if isinstance(mine, bytes) else fingerprint_of_checkpoint(None)
@@ -127,7 +127,7 @@ def test_ranks_that_do_not_find_the_same_checkpoint(tmp_path: Path) -> None:
 
 
 def test_loaders_that_are_dealt_out_have_one_length() -> None:
-    """Their samples and batches count, but not of what the user has split, nor of data without indices."""
+    """Samples and batches are compared, except of loaders that the user has split and of iterable data."""
     data: Any = list(range(10))
     loader: DataLoader[Any] = DataLoader(data, batch_size=4)
     split: DataLoader[Any] = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))

@@ -1,4 +1,4 @@
-"""Which batches a rank sees."""
+"""Which batches a rank gets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.trainer.helpers import loader, samples, trainer, with_second_ran
 
 
 def on_two_ranks(folder: Path, **options: Any) -> Trainer:
-    """Return a trainer that believes to be rank 0 of two."""
+    """Return a trainer with a strategy that is rank 0 of two."""
     train = trainer(folder, **options)
     train.strategy = with_second_rank(lambda mine: mine)
     return train
@@ -34,7 +34,7 @@ def shard(train: Trainer, phase: str, mine: Any) -> LoaderShard:
 
 
 def test_one_process_uses_the_loader_itself(tmp_path: Path) -> None:
-    """Alone, nothing is split: the user's loader is used as it is."""
+    """With one process the user's loader is used as it is."""
     mine = loader()
     assert shard(trainer(tmp_path), "validate", mine).loader is mine
 
@@ -70,14 +70,14 @@ def test_shuffled_loaders_are_predicted_in_the_order_of_the_data(tmp_path: Path)
 
 
 def test_predictions_of_a_distributed_sampler(tmp_path: Path) -> None:
-    """They are all there, in the order of the data; what is dealt out by batches is not dealt out again."""
+    """All samples are predicted in the order of the data; a loader split by batches is not split again."""
     split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
     assert predicted(on_two_ranks(tmp_path), split) == [0, 1, 4, 5]
     assert predicted(on_two_ranks(tmp_path), shard_for_prediction(loader(), 2, 0)) == [0, 1, 4, 5]
 
 
 def test_samples_that_the_user_splits_cannot_be_gathered(tmp_path: Path) -> None:
-    """Nobody could put them in order; what is split by batches, or in an unknown way, is gathered."""
+    """Their order cannot be restored; loaders split by batches, or in an unknown way, are gathered."""
     split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
     check_can_be_gathered([LoaderShard([1], 1), LoaderShard(shard_for_prediction(loader(), 2, 0), 2)], 2)
     with pytest.raises(UnshardableLoaderError, match="DistributedSampler"):
@@ -86,7 +86,7 @@ def test_samples_that_the_user_splits_cannot_be_gathered(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("phase", ["train", "validate", "test"])
 def test_a_part_of_more_ranks_than_there_are_is_refused(tmp_path: Path, phase: str) -> None:
-    """One process with half of the data would miss the other."""
+    """A part of two is refused with one process, which would miss the other part."""
     split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
     with pytest.raises(UnshardableLoaderError, match="part 0 of 2 already, but this rank's is part 0 of 1"):
         shard(trainer(tmp_path), phase, split)
@@ -94,7 +94,7 @@ def test_a_part_of_more_ranks_than_there_are_is_refused(tmp_path: Path, phase: s
 
 @pytest.mark.parametrize("limit", [2, 0.5])
 def test_limit_of_predictions_is_of_the_whole(tmp_path: Path, limit: float) -> None:
-    """Two batches to predict are one for each rank, also where the user deals them out."""
+    """Two batches to predict are one for each rank, also if the user has split them."""
     train = on_two_ranks(tmp_path, limit_predict_batches=limit)
     for mine in (loader(), shard_for_prediction(loader(), 2, 0)):
         own = shard(train, "predict", mine)
@@ -114,13 +114,13 @@ def test_checked_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_fraction_of_unknown_length(tmp_path: Path) -> None:
-    """Half of nobody knows how much cannot be taken."""
+    """A fraction of a loader without length is refused."""
     with pytest.raises(ConfigurationError, match=r"A fraction \(0.5\) of a loader without length"):
         shard(trainer(tmp_path, limit_train_batches=0.5), "train", iter([1, 2]))
 
 
 def test_last_batch_is_known() -> None:
-    """Each batch comes with whether it is the last, also where the length is not known."""
+    """Each batch comes with whether it is the last, also if the length is unknown."""
     expected = [(1, False), (2, False), (3, True)]
     assert list(LoaderShard([1, 2, 3], 3)) == expected
     assert list(LoaderShard([1, 2, 3], float("inf"))) == expected

@@ -1,4 +1,4 @@
-"""A run that ends anywhere and goes on from its last checkpoint ends like the one that never stopped."""
+"""A run that is interrupted and resumed ends with the state of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Net(TrainingModule):
-    """Has what makes a difference: dropout, batch norm, a plateau scheduler, metrics by step and epoch."""
+    """Has dropout, batch norm, a plateau scheduler, and metrics by step and by epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Net(TrainingModule):
 
 
 class EndAt(Callback):
-    """Raises at the n-th of all the moments of a run at which it is called."""
+    """Raises in the n-th call of its hooks."""
 
     def __init__(self, moment: float) -> None:
         self.left = moment
@@ -102,7 +102,7 @@ def run(
     net: Net | None = None,
     **options: Any,
 ) -> tuple[Trainer, Net]:
-    """Train for three epochs, from the last checkpoint on if there is one."""
+    """Train for three epochs, from the last checkpoint if there is one."""
     seed_everything(seed)
     saving = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
     callbacks = [EarlyStopping("val_loss", patience=99), EndAt(end_at), saving]
@@ -114,7 +114,7 @@ def run(
 
 
 def everything(train: Trainer, net: Net) -> dict[str, Any]:
-    """Return all that has to be the same, in a form that can be compared."""
+    """Return all state that must be the same, in a comparable form."""
     return {
         "weights": {name: value.tolist() for name, value in net.state_dict().items()},
         "optimizer": repr(train.optimizers[0].state_dict()),
@@ -137,7 +137,7 @@ def undisturbed(folder: Path, loader: Any, **options: Any) -> dict[str, Any]:
 
 
 def interrupted(folder: Path, make_loader: Any, moments: tuple[int, ...], **options: Any) -> dict[str, Any]:
-    """Run until the first moment, go on until the next one, and so on to the end; seeds differ."""
+    """Run until the first hook, resume until the next one, and so on to the end; seeds differ."""
     for number, moment in enumerate(moments):
         with pytest.raises(InterruptedError):
             run(folder / "parts", make_loader(), 7 + number, moment, **options)
@@ -155,13 +155,13 @@ def interrupted(folder: Path, make_loader: Any, moments: tuple[int, ...], **opti
     ],
 )
 def test_ends_the_same(moments: tuple[int, ...], options: dict[str, Any], tmp_path: Path) -> None:
-    """Weights, optimizer, rate, metrics, progress, callbacks and random numbers are the undisturbed run's."""
+    """Weights, optimizer, rate, metrics, progress, callbacks and random numbers are the same."""
     assert interrupted(tmp_path, loader, moments, **options) == undisturbed(tmp_path, loader(), **options)
 
 
 @pytest.mark.parametrize("moment", [9, 12])
 def test_checkpoints_of_validations_within_windows(moment: int, tmp_path: Path) -> None:
-    """Saved with every validation, where some fall due in the middle of an accumulation window."""
+    """Checkpoints of validations, some of which are due within an accumulation window."""
     options = {"every": None, "accumulate_grad_batches": 4, "val_check_interval": 2}
     assert interrupted(tmp_path, loader, (moment,), **options) == undisturbed(tmp_path, loader(), **options)
 
@@ -169,7 +169,7 @@ def test_checkpoints_of_validations_within_windows(moment: int, tmp_path: Path) 
 @pytest.mark.soak
 @pytest.mark.parametrize("moment", range(60))
 def test_ends_the_same_wherever_it_was_cut(moment: int, tmp_path: Path) -> None:
-    """The same, for every moment of a run."""
+    """The same, for every hook of a run."""
     assert interrupted(tmp_path, loader, (moment,)) == undisturbed(tmp_path, loader())
 
 
@@ -182,7 +182,7 @@ def test_ends_the_same_wherever_it_was_cut(moment: int, tmp_path: Path) -> None:
     ],
 )
 def test_other_loaders(make_loader: Any, tmp_path: Path) -> None:
-    """Without indices the loader is replayed; batch samplers are begun later."""
+    """Iterable data are read again; batch samplers start later."""
     assert interrupted(tmp_path, make_loader, (9,)) == undisturbed(tmp_path, make_loader())
 
 
@@ -198,7 +198,7 @@ class Dealt:
 
 
 def test_the_users_generator(tmp_path: Path) -> None:
-    """The order is the one that was begun, even if what goes on has a generator seeded otherwise."""
+    """The order of the first run is kept, even if the resumed one seeds its generator differently."""
     seeds = iter([5, 8, 9])
 
     def make_loader(seed: int = 5) -> DataLoader[Any]:
@@ -211,7 +211,7 @@ def test_the_users_generator(tmp_path: Path) -> None:
 
 
 def test_users_own_split(tmp_path: Path) -> None:
-    """With use_distributed_sampler=False the loader's own order is kept up too."""
+    """With use_distributed_sampler=False the loader's own order is kept too."""
     options = {"use_distributed_sampler": False}
     assert interrupted(tmp_path, loader, (9,), **options) == undisturbed(tmp_path, loader(), **options)
 
@@ -247,7 +247,7 @@ class Signalled(Net):
 
 @pytest.mark.parametrize("left_at", [1, 4])
 def test_a_validation_that_a_signal_cuts_is_begun_again(left_at: int, tmp_path: Path) -> None:
-    """It is left at its next batch; who goes on repeats it whole, and ends like the undisturbed run."""
+    """It stops at its next batch; the resumed run repeats it, and ends like an uninterrupted one."""
     whole = everything(*run(tmp_path / "whole", loader(), 7, net=Signalled()))
     net = Signalled()
     net.left_at = left_at

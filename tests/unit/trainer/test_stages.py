@@ -1,4 +1,4 @@
-"""torch's switches: in force within a stage, and as they were after it."""
+"""torch's flags: set within a stage, and restored after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flags() -> Flags:
 
 
 class Looking(Line):
-    """Notes the flags within each stage; may fail."""
+    """Records the flags within each stage; may fail."""
 
     def __init__(self, *, fails: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Looking(Line):
     ],
 )
 def test_in_force_within_stages(tmp_path: Path, arguments: dict[str, Any], within: Flags) -> None:
-    """Every stage has them, and none leaves them behind."""
+    """They are set in every stage, and restored after it."""
     before, model, train = flags(), Looking(), trainer(tmp_path, max_steps=1, **arguments)
     train.fit(model, loader())
     train.test(model, loader(2))
@@ -61,14 +61,14 @@ def test_in_force_within_stages(tmp_path: Path, arguments: dict[str, Any], withi
 
 
 def test_put_back_after_a_failure(tmp_path: Path) -> None:
-    """An error in a stage puts them back too."""
+    """They are restored after an error too."""
     with pytest.raises(RuntimeError):
         trainer(tmp_path, deterministic=True, benchmark=True).fit(Looking(fails=True), loader())
     assert flags() == (False, False, False, None)
 
 
 def test_the_users_workspace_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cuBLAS workspace that the user has chosen is used, and stays."""
+    """A cuBLAS workspace that the user has set is used, and kept."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     model = Looking()
     trainer(tmp_path, max_steps=1, deterministic=True).fit(model, loader())
@@ -79,6 +79,6 @@ def test_the_users_workspace_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     "arguments", [{"deterministic": "maybe"}, {"benchmark": "yes"}, {"sync_batchnorm": 2}]
 )
 def test_values_that_cannot_be(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """Other values are refused at once."""
+    """Other values are refused."""
     with pytest.raises(InvalidArgumentError):
         trainer(tmp_path, **arguments)

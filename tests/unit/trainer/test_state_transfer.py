@@ -1,4 +1,4 @@
-"""State that travels between processes: here through a pickle, as to a worker and back."""
+"""State that is sent to a worker and back: here through a pickle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.trainer.helpers import Line, loader, trainer
 
 
 class Growing(Line):
-    """Changes its own structure while it trains, as modules that are made lazily do."""
+    """Changes its own structure while it trains, as lazy modules do."""
 
     count: Tensor
     late: Tensor | None
@@ -53,7 +53,7 @@ class Growing(Line):
 
 
 def fit_elsewhere(train: Trainer, model: Line) -> None:
-    """Fit as spawn does: copies of trainer and module train, and what they have learnt comes back."""
+    """Fit as spawn does: copies of trainer and module train, and their state is restored here."""
     their_train, their_model = pickle.loads(pickle.dumps((train, model)))
     spec = StageSpec("fit", seed=0)
     loaders = {"train": loader(), "validate": None}
@@ -80,7 +80,7 @@ def test_weights_come_back_in_place(tmp_path: Path) -> None:
 
 
 def test_what_is_new_comes_back(tmp_path: Path) -> None:
-    """Parameters, buffers and layers that were made in the worker are there afterwards."""
+    """Parameters, buffers and layers that the worker created exist afterwards."""
     here, elsewhere = Growing(), Growing()
     trainer(tmp_path).fit(here, loader())
     fit_elsewhere(trainer(tmp_path), elsewhere)
@@ -91,7 +91,7 @@ def test_what_is_new_comes_back(tmp_path: Path) -> None:
 
 
 def test_lazy_parameters_come_back(tmp_path: Path) -> None:
-    """A parameter without a shape gets the one that it was given in the worker, and keeps its identity."""
+    """A lazy parameter gets the worker's shape, and keeps its identity."""
 
     class Lazy(Line):
         def __init__(self) -> None:
@@ -112,7 +112,7 @@ def test_lazy_parameters_come_back(tmp_path: Path) -> None:
 
 
 def test_facts_come_back(tmp_path: Path) -> None:
-    """Counters, metrics, optimizer and scheduler state, callbacks and the logger's version come back."""
+    """Counters, metrics, optimizer and scheduler state, callbacks and the logger's version are restored."""
     model = Growing()
     saving = ModelCheckpoint(monitor="loss")
     train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, logger=True, max_epochs=2)
@@ -126,7 +126,7 @@ def test_facts_come_back(tmp_path: Path) -> None:
 
 
 def test_second_fit_elsewhere_goes_on(tmp_path: Path) -> None:
-    """Two fits of one epoch in other processes are one fit of two epochs in this one."""
+    """Two fits of one epoch in other processes equal one fit of two epochs in this one."""
     here, elsewhere = Growing(), Growing()
     trainer(tmp_path, max_epochs=2).fit(here, loader())
     train = trainer(tmp_path)
@@ -138,7 +138,7 @@ def test_second_fit_elsewhere_goes_on(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_come_back_frozen(tmp_path: Path) -> None:
-    """Freezing in the worker is freezing."""
+    """Parameters that the worker freezes are frozen afterwards."""
 
     class Freezing(Line):
         def on_train_end(self) -> None:
@@ -153,7 +153,7 @@ def test_frozen_parameters_come_back_frozen(tmp_path: Path) -> None:
 
 
 def test_module_is_copied_without_its_trainer(tmp_path: Path) -> None:
-    """A copy of a module that has trained, for averaging say, does not copy the trainer."""
+    """A copy of a trained module, for example for averaging, does not copy the trainer."""
     model = Line()
     trainer(tmp_path).fit(model, loader())
     assert copy.deepcopy(model)._trainer is None

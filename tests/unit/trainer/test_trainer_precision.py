@@ -1,4 +1,4 @@
-"""A Trainer in every precision: what it trains, predicts and keeps in checkpoints."""
+"""A Trainer in every precision: training, prediction and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_training_learns(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
-    """Scale and 32-bit copies are in the checkpoint: the weights are the same to the bit."""
+    """Scale and 32-bit copies are in the checkpoint: the weights are bit-identical."""
     whole = trainer(tmp_path, precision=name, max_epochs=4)
     model = Line()
     whole.fit(model, loader())
@@ -49,7 +49,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("name", ["16-mixed", "16-true", "16-master"])
 def test_state_comes_back(tmp_path: Path, name: str) -> None:
-    """What a worker trained is in the caller: formats, scale and copies; parameters keep their identity."""
+    """A worker's formats, scale and copies are restored in the caller; parameters keep their identity."""
     there, model = trainer(tmp_path, precision=name), Line()
     there.fit(model, loader())
     state = capture(there.parts(model), {name for name, _ in model.named_modules()})
