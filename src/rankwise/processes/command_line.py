@@ -1,14 +1,14 @@
-"""The command line that runs this script again, and the number of its launches."""
+"""The command line that runs this script again, and the number of its launches.
+
+`import rankwise` imports this module, so that it records the working directory; it imports little itself.
+"""
 
 from __future__ import annotations
 
-import multiprocessing.process
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from rankwise.errors import LaunchRefusedError
 
 __all__ = ["launch_count", "count_launch"]
 
@@ -31,6 +31,8 @@ def rerun_command() -> tuple[list[str], str]:
     """
     problem = _problem(sys.orig_argv)
     if problem is not None:
+        from rankwise.errors import LaunchRefusedError
+
         raise LaunchRefusedError(
             message=f'strategy="ddp" runs the script again for each rank, which cannot work {problem}.',
             facts=f"the command line is {sys.orig_argv!r}.",
@@ -40,6 +42,8 @@ def rerun_command() -> tuple[list[str], str]:
 
 
 def _problem(command: Sequence[str]) -> str | None:
+    import multiprocessing.process
+
     if "ipykernel" in sys.modules and "IPython" in sys.modules and _in_kernel():
         return "in a notebook"
     if "ps1" in sys.__dict__ or sys.flags.interactive:
