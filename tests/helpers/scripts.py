@@ -23,6 +23,9 @@ WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "C
 """`env=` for a program whose time is measured."""
 
 
+_BLOCKED_S = 0.3
+
+
 @dataclass(frozen=True)
 class ScriptResult:
     """How a program ended. `returncode` is negative if a signal ended it; `elapsed` is in seconds."""
@@ -104,6 +107,21 @@ class RunningScript:
                     f"The program {problem} without printing {text!r} {count} times.\n{self._end()}"
                 )
             time.sleep(0.01)
+
+    def wait_until_blocked(self, *, timeout: float = 60) -> None:
+        """Wait until the program's main thread waits for something, and goes on to for `_BLOCKED_S`.
+
+        Raises:
+            AssertionError: when the program ends, or `timeout` seconds (more on a busy machine) pass, before.
+        """
+        deadline = time.monotonic() + timeout * slowdown()
+        began = time.monotonic()
+        while time.monotonic() - began < _BLOCKED_S:
+            if self.popen.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"The program did not come to wait for anything.\n{self._end()}")
+            time.sleep(0.01)
+            if psutil.Process(self.pid).status() != psutil.STATUS_SLEEPING:
+                began = time.monotonic()
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the program's first process alone."""

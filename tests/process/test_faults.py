@@ -495,10 +495,13 @@ def test_arguments_that_do_not_arrive_are_reported(action: str, kind: type[Worke
 
 def clean_up_slowly(strategy: Strategy, folder: str, seconds: float) -> None:
     strategy.barrier()
+    is_waiting = Path(folder, "waiting")
     if strategy.global_rank == 1:
-        time.sleep(0.1)
+        while not is_waiting.exists():
+            time.sleep(0.01)
         raise ValueError("the cause")
     try:
+        is_waiting.touch()
         time.sleep(60)
     finally:
         time.sleep(seconds)

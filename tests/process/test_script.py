@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -443,7 +442,7 @@ def test_ctrl_c_at_the_end_of_the_script_is_told(run_script: ScriptRunner) -> No
     code = "import atexit; atexit.register(print, 'ends', flush=True); time.sleep(60 * strategy.global_rank)"
     running = run_script.start(AFTER.format(code=code))
     running.wait_for("ends")
-    time.sleep(0.5)  # until it waits
+    running.wait_until_blocked()
     running.send_signal_to_group(signal.SIGINT)
     result = running.finish(timeout=30)
     assert result.returncode == 130, result
@@ -520,9 +519,9 @@ def test_a_sibling_that_left_between_two_jobs(run_script: ScriptRunner) -> None:
         if not strategy.is_global_zero:
             os._exit(0)
         sibling = strategy.results[1]
-        while psutil.pid_exists(sibling) and psutil.Process(sibling).status() != psutil.STATUS_ZOMBIE:
+        while psutil.pid_exists(sibling):  # until the thread that supervises it has waited for it
             time.sleep(0.02)
-        time.sleep(0.5)  # it has left, as its main process knows by now
+        time.sleep(0.2)
         strategy.launch(lambda s: None)
     """
     result = run_script(source)

@@ -185,7 +185,7 @@ def test_stacks_on_request(start_method: str, run_script: ScriptRunner) -> None:
     """SIGUSR2 to the main process shows where every rank is, and disturbs none."""
     running = run_script.start(STACKS, start_method)
     running.wait_for("busy", count=2)
-    time.sleep(0.5)  # until the barrier has begun
+    running.wait_until_blocked()  # in the barrier
     running.send_signal(signal.SIGUSR2)
     _wait_until(lambda: "in wait_in_rank_one" in running.stderr and "in barrier" in running.stderr)
     (run_script.folder / "seen").touch()
