@@ -146,7 +146,7 @@ class HeldTwice(Held):
         super().save_checkpoint(checkpoint, path)
 
 
-def test_a_failure_that_was_told_of_removes_nothing_either(tmp_path: Path) -> None:
+def test_a_raised_failure_removes_nothing(tmp_path: Path) -> None:
     """A removal that is queued when an earlier failure is raised is skipped, too."""
     held = HeldTwice()
     io = AsyncCheckpointIO(held, max_pending=9)
@@ -162,7 +162,7 @@ def test_a_failure_that_was_told_of_removes_nothing_either(tmp_path: Path) -> No
     assert held.done == [f"save {tmp_path / '2'}", f"save {tmp_path / '3'}"]
 
 
-def test_the_newest_is_written_although_one_before_it_failed(tmp_path: Path) -> None:
+def test_the_save_after_a_failed_one_is_written(tmp_path: Path) -> None:
     """The save that raises an earlier failure is written, such as the last one before a stop."""
     io = AsyncCheckpointIO()
     (tmp_path / "file").touch()
@@ -218,7 +218,7 @@ def test_error_ends_the_job(tmp_path: Path) -> None:
         strategy.launch(lambda strategy: save_and("returns", strategy, tmp_path / "file" / "x"))
 
 
-def test_travels(tmp_path: Path) -> None:
+def test_pickling(tmp_path: Path) -> None:
     """It is pickled without its thread."""
     copied = pickle.loads(pickle.dumps(AsyncCheckpointIO(max_pending=3)))
     copied.save_checkpoint({"step": 1}, tmp_path / "x.ckpt")

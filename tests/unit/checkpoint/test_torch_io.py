@@ -107,7 +107,7 @@ def test_what_could_not_be_loaded_is_not_written(path: Path, kind: str) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_all_that_could_not_be_loaded_is_named(path: Path) -> None:
+def test_every_value_that_cannot_be_loaded_is_named(path: Path) -> None:
     """Keys, members of a set, and tensors of an own class are found too."""
     checkpoint = {"a": {Colour.RED: 1}, "b": {Colour.RED}, "c": OrderedDict(d=torch.ones(2).as_subclass(Own))}
     with pytest.raises(CheckpointError) as caught:
@@ -243,7 +243,7 @@ class Looks:
         return OrderedDict, ()
 
 
-def test_what_is_being_written_has_no_name(tmp_path: Path) -> None:
+def test_unfinished_file_has_no_name(tmp_path: Path) -> None:
     """A process that is killed while writing leaves no file, if the file system supports it."""
     try:
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))

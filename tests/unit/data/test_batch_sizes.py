@@ -110,6 +110,6 @@ class Stream(IterableDataset[int]):
         DataLoader(dataset(4), batch_sampler=Random(SequentialSampler(range(4)), 1, False)),
     ],
 )
-def test_nobody_knows(loader: Any) -> None:
+def test_unknown_sizes(loader: Any) -> None:
     """They are unknown without batches, without length, and for a sampler of the user's own."""
     assert batch_sizes(loader) is None

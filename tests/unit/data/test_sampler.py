@@ -45,7 +45,7 @@ def test_length(uneven: Uneven, length: int) -> None:
         assert len(sampler) == len(list(sampler))
 
 
-def test_padding_goes_round_more_than_once() -> None:
+def test_padding_repeats_items_more_than_once() -> None:
     """One item over four ranks is the same item four times."""
     assert shards([5], 4, "pad") == [[5]] * 4
 
@@ -80,7 +80,7 @@ def test_own_generators_agree(is_nested: bool) -> None:
     assert sorted(torch.tensor(parts).flatten().tolist()) == list(range(12))
 
 
-def test_random_states_are_left_alone() -> None:
+def test_random_states_do_not_change() -> None:
     """Drawing the order changes no random state: torch's, Python's, NumPy's or the generator's own."""
     generator = torch.Generator()
 
@@ -98,7 +98,7 @@ def test_random_states_are_left_alone() -> None:
     assert states() == before
 
 
-def test_any_source_of_chance_agrees() -> None:
+def test_other_random_generators() -> None:
     """A sampler that uses Python's or NumPy's random numbers gives the same order on every rank."""
 
     class Mixed(Sampler[int]):

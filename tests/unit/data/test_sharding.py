@@ -75,14 +75,14 @@ def test_loaders_without_batches(shard: Any) -> None:
     assert second[:3] == [1, 3, 5]
 
 
-def test_own_batch_sampler_is_dealt_out() -> None:
+def test_own_batch_sampler_is_split_by_batches() -> None:
     """Batches of the user's own sampler stay whole; training repeats the first ones."""
     loader: Any = DataLoader(DATA, batch_sampler=[[0], [1, 2], [3, 4, 5]])
     assert batches(shard_for_training, 2, loader) == [[[0], [3, 4, 5]], [[1, 2], [0]]]
     assert batches(shard_for_evaluation, 2, loader) == [[[0], [3, 4, 5]], [[1, 2]]]
 
 
-def test_subclassed_batch_sampler_is_dealt_out() -> None:
+def test_subclassed_batch_sampler_is_split_by_batches() -> None:
     """The batches of a subclass of torch's BatchSampler stay whole."""
 
     class Reversed(BatchSampler):
@@ -117,7 +117,7 @@ def test_subclass_keeps_its_own_arguments() -> None:
 
 
 @pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
-def test_loaders_that_are_split_are_left(shard: Any) -> None:
+def test_split_loaders_do_not_change(shard: Any) -> None:
     """A loader with a DistributedSampler, or one that is already split, does not change."""
     loader = DataLoader(DATA, sampler=DistributedSampler(DATA, 7, 0))
     assert shard(loader, 7, 0) is loader
@@ -178,7 +178,7 @@ def test_iterable_data_that_can_be_split(shard: Any, dataset: Any) -> None:
     assert batches(shard, 2, DataLoader(dataset, 2)) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
 
 
-def test_iterable_data_are_told_the_epoch() -> None:
+def test_iterable_data_get_the_epoch() -> None:
     """`set_epoch` is called on the data; other attributes are the data's own."""
     dataset: Any = shard_for_training(DataLoader(InParts()), 2, 0).dataset
     set_epoch_of(3, dataset)

@@ -99,7 +99,7 @@ class OfTwo(BatchSampler):
     "loader",
     [as_sampler(plain(1, Sorted)), DataLoader(DATA, batch_sampler=OfTwo(plain(1), 2, False))],
 )
-def test_evaluation_refuses_repetitions_that_nobody_knows(loader: Any) -> None:
+def test_evaluation_refuses_unknown_repetitions(loader: Any) -> None:
     """Unknown repetitions are an error; without repetitions such a loader does not change."""
     with pytest.raises(UnshardableLoaderError, match="samples are repeated") as caught:
         shard_for_evaluation(loader, 3, 1)
@@ -117,7 +117,7 @@ def test_another_ranks_part_is_refused(shard: Any, place: tuple[int, int]) -> No
             shard(make(plain(0)), *place)
 
 
-def test_a_part_of_ours_is_another_ranks_too() -> None:
+def test_another_ranks_part_of_a_sharded_loader_is_refused() -> None:
     """The same holds for a loader that rankwise has split."""
     with pytest.raises(UnshardableLoaderError, match="ShardedSampler"):
         shard_for_training(shard_for_training(DataLoader(DATA, 2), 2, 0), 2, 1)
@@ -145,7 +145,7 @@ def test_prediction_has_the_order_of_the_data(sampler: Any) -> None:
         SequentialSampler(DATA),
     ],
 )
-def test_samplers_that_choose_are_left(sampler: Any) -> None:
+def test_selecting_samplers_do_not_change(sampler: Any) -> None:
     """Samplers with their own order or selection of samples stay."""
     loader = as_sampler(sampler)
     assert in_dataset_order(loader) is loader
@@ -191,7 +191,7 @@ def test_the_users_generator_decides_the_order() -> None:
     )
 
 
-def test_who_has_a_generator() -> None:
+def test_order_seed() -> None:
     """`order_seed` is None for loaders without generator, and for those that are already split."""
     assert order_seed(shuffled(5)) == order_seed(shuffled(5)) != order_seed(shuffled(6))
     assert order_seed(DataLoader(DATA, 2, shuffle=True)) is None

@@ -51,7 +51,7 @@ def test_another_node_of_a_file(
 
 
 @pytest.mark.parametrize("launch_node", ["batch2", "login1", "cn-launch"])
-def test_lsf_leaves_the_launch_node_out(launch_node: str, tmp_path: Path) -> None:
+def test_lsf_skips_the_launch_node(launch_node: str, tmp_path: Path) -> None:
     """If the file begins with a launch node, the next one is rank 0's."""
     path = tmp_path / "hosts"
     path.write_text(f"{launch_node}\nnode7\nnode7\nnode8\n")
@@ -96,7 +96,7 @@ def test_two_jobs_do_not_share_a_port() -> None:
     assert len(set(apart)) == 100
 
 
-def test_pods_meet_where_the_operator_says() -> None:
+def test_address_and_port_of_a_pod() -> None:
     """Address and port of a pod are the operator's."""
     environment = KubeflowEnvironment(pod(1, 2, "2"))
     assert (environment.main_address, environment.main_port) == ("job-master-0", 23456)

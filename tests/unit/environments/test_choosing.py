@@ -97,7 +97,7 @@ def test_the_variable_beats_detection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert strategy.environment.name == "slurm"
 
 
-def test_a_choice_that_is_not_there() -> None:
+def test_choosing_an_absent_launcher() -> None:
     """Choosing a launcher that has not started this process is an error that names the missing variables."""
     with pytest.raises(EnvironmentVariableError, match="OMPI_COMM_WORLD_RANK is not set"):
         constructed_with("mpi")

@@ -187,7 +187,7 @@ def test_the_right_error(variables: Variables, problem: str) -> None:
         detect_environment(variables)
 
 
-def test_everybody_else_has_a_reason() -> None:
+def test_every_rejected_environment_has_a_reason() -> None:
     """All built-in environments but the one found and the last one are among the rejected."""
     detection = detect_environment(open_mpi())
     assert set(detection.rejected) == set(environment_names()) - {"mpi", "local"}
@@ -212,7 +212,7 @@ def test_a_nearer_launcher_is_named() -> None:
     assert reason({**jsrun()}, "mpi") == "lsf is nearer to this process"
 
 
-def test_damage_behind_the_one_found_is_its_reason_only() -> None:
+def test_wrong_variables_of_a_later_candidate() -> None:
     """A later candidate's broken variables do not prevent detection of an earlier one."""
     detection = detect_environment({**step(), **without(pals(), "PALS_NODEID")})
     assert detection.environment.name == "slurm"

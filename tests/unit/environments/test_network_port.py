@@ -20,6 +20,6 @@ def test_jobs_and_steps_nearby_do_not_share() -> None:
     assert len(set(ports)) == len(ports)
 
 
-def test_every_rank_works_out_the_same() -> None:
+def test_every_rank_computes_the_same_port() -> None:
     """The port depends on the ids alone."""
     assert port_of_job(["391.pbs", "a"]) == port_of_job(["391.pbs", "a"]) != port_of_job(["392.pbs", "a"])

@@ -47,13 +47,13 @@ def test_the_only_address_that_others_can_reach(monkeypatch: pytest.MonkeyPatch)
     assert interface_toward("gpu01") == "eth0"
 
 
-def test_a_bridge_with_nobody_on_it_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bridge_without_members_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Docker bridge without containers is not an external address."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "docker0": "172.17.0.1"}, down="docker0")
     assert listening_address("gpu01", None) == "10.0.0.1"
 
 
-def test_several_addresses_are_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_external_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """With several external addresses an error lists them at once."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "192.168.0.1"})
     for address_here in (listening_address, rendezvous_address):
@@ -64,7 +64,7 @@ def test_several_addresses_are_the_users_choice(monkeypatch: pytest.MonkeyPatch)
     assert interface_toward("gpu01") is None
 
 
-def test_the_way_to_another_node_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_route_to_another_node_selects_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """The route to another node selects the address; the route to this host does not."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     monkeypatch.setattr(
@@ -80,7 +80,7 @@ def test_a_host_that_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert listening_address("named", None) == rendezvous_address("named", None) == "127.0.0.1"
 
 
-def test_an_address_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_are_used_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """An address, or localhost, is used unchanged."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     for given in ("127.0.0.1", "localhost"):
@@ -90,7 +90,7 @@ def test_an_address_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not is_own_loopback_name(given)
 
 
-def test_a_name_that_nobody_knows_yet_is_left_to_the_store() -> None:
+def test_unresolved_names() -> None:
     """A connecting rank keeps an unknown name; a listening one raises."""
     assert rendezvous_address("no such host", None) == "no such host"
     with pytest.raises(ConfigurationError, match="no such host"):

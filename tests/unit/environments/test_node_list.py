@@ -66,7 +66,7 @@ def test_node_lists(text: str, names: list[str]) -> None:
     ],
     ids=ascii,
 )
-def test_what_is_no_node_list(text: str) -> None:
+def test_invalid_node_lists(text: str) -> None:
     """Other text is our error, with the text shortened."""
     with pytest.raises(InvalidArgumentError, match="node list") as caught:
         expand_node_list(text)
@@ -76,7 +76,7 @@ def test_what_is_no_node_list(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["n[1-999999999999999]", "n[0-999][0-999][0-999]", ",".join(["n[1-60000]"] * 2)]
 )
-def test_no_memory_bombs(text: str) -> None:
+def test_too_long_node_lists(text: str) -> None:
     """A list of too many nodes is an error before it is expanded."""
     tracemalloc.start()
     try:
@@ -104,13 +104,13 @@ def test_counts(text: str, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(x", "2(x)", "2(3)", "-1", "2,,1", "2(x-1)", "\u0662", "1" * 50])
-def test_what_is_no_count(text: str) -> None:
+def test_invalid_counts(text: str) -> None:
     """Other text is our error."""
     with pytest.raises(InvalidArgumentError, match="tasks per node"):
         expand_counts(text)
 
 
-def test_no_bomb_of_counts() -> None:
+def test_too_long_counts() -> None:
     """A too large repetition is an error before it is expanded."""
     with pytest.raises(InvalidArgumentError, match="at most 100000"):
         expand_counts("1(x100000),1(x1)")

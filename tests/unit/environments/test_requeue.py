@@ -41,13 +41,13 @@ def test_a_job_and_a_task_of_an_array(scontrol: Path) -> None:
     assert scontrol.read_text() == "requeue 17\nrequeue 12_5\n"
 
 
-def test_a_refusal_is_said(scontrol: Path) -> None:
+def test_a_failed_requeue_is_a_warning(scontrol: Path) -> None:
     """A failure is a warning: training has already stopped and saved."""
     with pytest.warns(UserWarning, match="scontrol requeue 99 failed: no such job"):
         SlurmEnvironment({**STEP, "SLURM_JOB_ID": "99"}, auto_requeue=True).requeue()
 
 
-def test_a_controller_that_does_not_answer(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_hangs(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call has a timeout."""
     monkeypatch.setattr(slurm, "_REQUEUE_TIMEOUT_S", 2.0)
     with pytest.warns(UserWarning, match=r"scontrol requeue 98 failed: .*timed out"):

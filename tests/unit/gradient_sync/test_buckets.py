@@ -21,7 +21,7 @@ def parameters_with(*gradients: Tensor | None) -> list[Tensor]:
     return parameters
 
 
-def test_one_bucket_is_one_piece() -> None:
+def test_one_bucket_is_one_tensor() -> None:
     """An operation on the piece changes each gradient once."""
     bucket = torch.arange(6.0)
     gradients = FlatGradients(parameters_with(bucket[4:], None, bucket[:4].view(2, 2)))
@@ -31,14 +31,14 @@ def test_one_bucket_is_one_piece() -> None:
     assert gradients.pieces()[0] is piece
 
 
-def test_two_buckets_are_two_pieces() -> None:
+def test_two_buckets_are_two_tensors() -> None:
     """Each bucket has its own storage, and may have its own dtype."""
     buckets = torch.ones(4), torch.ones(4, dtype=torch.float64)
     pieces = FlatGradients(parameters_with(*buckets[0].split(2), *buckets[1].split(2))).pieces()
     assert [(piece.dtype, piece.numel()) for piece in pieces] == [(torch.float32, 4), (torch.float64, 4)]
 
 
-def test_gradients_of_their_own_are_let_go_of() -> None:
+def test_gradients_with_own_storages_are_freed() -> None:
     """Gradients with storages of their own are the pieces; they are freed with the parameters' gradients."""
     parameters = parameters_with(torch.ones(2), torch.ones(3))
     gradients = FlatGradients(parameters)
@@ -48,7 +48,7 @@ def test_gradients_of_their_own_are_let_go_of() -> None:
     assert gone() is None
 
 
-def test_memory_with_something_else_in_it() -> None:
+def test_storage_with_other_elements() -> None:
     """Elements that are not gradients do not change, and no gradient changes twice."""
     memory = torch.ones(6)
     for some in ((memory[:2], memory[2:5]), (memory[:2], memory[3:]), (memory[:4], memory[2:])):
@@ -58,7 +58,7 @@ def test_memory_with_something_else_in_it() -> None:
     assert FlatGradients(parameters_with(turned)).pieces()[0].shape == turned.shape
 
 
-def test_gradients_that_move() -> None:
+def test_gradients_in_new_buckets() -> None:
     """The buckets are found again when parameters have other gradients than before."""
     first, second = torch.ones(4), torch.ones(4)
     parameters = parameters_with(*first.split(2))

@@ -95,7 +95,7 @@ def test_comm_wrapper(wrapper: Any) -> None:
     assert set(seen) == {torch.bfloat16 if wrapper == "bf16_compress" else torch.float16}
 
 
-def test_a_hook_of_ones_own_with_state() -> None:
+def test_own_hook_with_state() -> None:
     """The hook gets the state; its annotations may be strings, which torch alone does not accept."""
     counts: list[int] = []
 
@@ -125,7 +125,7 @@ def test_register_ddp_comm_hook() -> None:
         register_ddp_comm_hook(net(), None, "noop")
 
 
-def test_a_registered_hook_knows_its_node(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_hook_uses_the_local_world_size(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`LOCAL_WORLD_SIZE` is the size of post-local SGD's default subgroup."""
     found: list[int] = []
 
@@ -233,7 +233,7 @@ def test_powersgd_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         DDPStrategy(comm_hook="powersgd")
 
 
-def test_a_state_of_torchs_travels() -> None:
+def test_pickling_a_state_of_torch() -> None:
     """Torch's own state needs a process group when it is unpickled; within a strategy it does not."""
     state = PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=7)
     strategy = pickle.loads(pickle.dumps(DDPStrategy(comm_hook=powerSGD_hook, comm_state=state)))
@@ -243,7 +243,7 @@ def test_a_state_of_torchs_travels() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CommHookRegistry))
-def test_named_hooks_travel(name: str) -> None:
+def test_pickling_named_hooks(name: str) -> None:
     """A strategy with a named hook can be pickled."""
     period = 2 if name == "post_localsgd" else None
     strategy = DDPStrategy(comm_hook=name, comm_wrapper="fp16", model_averaging_period=period)
@@ -276,7 +276,7 @@ POWERSGD: dict[str, Any] = {
 }
 
 
-def test_powersgd_goes_on_from_its_memory() -> None:
+def test_powersgd_resumes_from_its_state() -> None:
     """A run that stops and goes on with what all ranks remember ends as one that never stopped.
 
     Without the memory it does not, and DDP's other buckets after a restart do no harm.
@@ -309,7 +309,7 @@ def test_powersgd_goes_on_from_its_memory() -> None:
     assert float((weights(5) - whole).abs().max()) < float((weights(5, remembers=False) - whole).abs().max())
 
 
-def test_hook_memory_is_plain_and_by_rank(tmp_path: Any) -> None:
+def test_saved_hook_states_are_plain_and_by_rank(tmp_path: Any) -> None:
     """Saved states load with `weights_only=True`; there is one per rank, with errors by parameter name."""
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
@@ -328,7 +328,7 @@ def test_hook_memory_is_plain_and_by_rank(tmp_path: Any) -> None:
     )
 
 
-def test_hook_memory_in_another_world() -> None:
+def test_hook_states_with_another_world_size() -> None:
     """With another number of ranks each rank gets the mean of the errors, so that their sum stays."""
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:

@@ -164,7 +164,7 @@ def test_buffers_stay_the_same(mode: str) -> None:
     torch.testing.assert_close(second, first, rtol=0, atol=0)
 
 
-def test_copies_of_parameters_do_not_travel() -> None:
+def test_copies_of_parameters_are_not_sent() -> None:
     """With 32-bit master weights only the 16-bit gradients and their flags are sent."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> float:

@@ -80,7 +80,7 @@ def test_find_unused_parameters() -> None:
         use((("first",), ("second",)), steps=12, find_unused_parameters=True)
 
 
-def test_looking_in_vain_is_said_once() -> None:
+def test_unnecessary_search_is_a_warning() -> None:
     """If no rank has an unused parameter, rank 0 warns after ten reductions, with the cost."""
     with pytest.warns(UserWarning, match="no unused parameter in 10 reductions on any rank") as caught:
         use((("first", "second"),) * 2, steps=22, find_unused_parameters=True)
@@ -88,14 +88,14 @@ def test_looking_in_vain_is_said_once() -> None:
     assert "10 more all-reduces, of 5 flags each" in str(warning.message)
 
 
-def test_looking_in_vain_on_one_rank_only() -> None:
+def test_necessary_search_on_one_rank() -> None:
     """If one rank has an unused parameter, there is no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         use((("first", "second"), ("second",)), steps=12, find_unused_parameters=True)
 
 
-def test_ignored_parameters_are_not_waited_for() -> None:
+def test_ignored_parameters_may_be_unused() -> None:
     """Parameters in `_ddp_params_and_buffers_to_ignore` may be unused, and are not averaged."""
     model = Heads()
     model._ddp_params_and_buffers_to_ignore = ["second.weight"]  # type: ignore[assignment]  # torch's way

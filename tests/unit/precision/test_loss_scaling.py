@@ -92,7 +92,7 @@ def test_two_optimizers_within_a_step_share_the_scale() -> None:
     assert weight(first).tolist() == weight(second).tolist() == [0.0, 0.0]
 
 
-def test_waiting_gradients_follow_the_scale() -> None:
+def test_waiting_gradients_after_the_scale_changed() -> None:
     """Gradients that wait while another optimizer steps are unscaled by the new scale."""
     precision, stepping, waiting = scaled(), optimizer(), optimizer()
     precision.configure(nn.Module(), [stepping, waiting])
@@ -173,7 +173,7 @@ def test_state_is_saved_and_loaded() -> None:
     assert other.state_dict() == state
 
 
-def test_travels() -> None:
+def test_pickling() -> None:
     """A pickled precision has its scale, without optimizers and strategy."""
     precision, sgd = scaled(), optimizer()
     precision.configure(nn.Module(), [sgd])
@@ -197,7 +197,7 @@ def test_travels() -> None:
         ("bf16-mixed", {"init_scale": 2.0}, UnknownArgumentError),
     ],
 )
-def test_options_that_cannot_work(name: str, options: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_options(name: str, options: dict[str, Any], error: type[Exception]) -> None:
     """Invalid options are errors in the constructor."""
     with pytest.raises(error):
         MixedPrecision(name, **options)

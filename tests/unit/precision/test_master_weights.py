@@ -159,7 +159,7 @@ def test_tied_weights_have_one_copy() -> None:
 
 
 @pytest.mark.parametrize("way", ["state_dict before", "state_dict after", "pickle"])
-def test_copies_go_on(way: str) -> None:
+def test_copies_are_restored(way: str) -> None:
     """After a checkpoint or pickling, training continues from the 32-bit values."""
     precision, module, optimizer = ready()
     step(precision, module, optimizer)

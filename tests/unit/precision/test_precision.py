@@ -80,7 +80,7 @@ def test_without_any_gradient_nothing_is_clipped(algorithm: str) -> None:
     assert optimizer.param_groups[0]["params"][0].grad is None
 
 
-def test_closure_is_handed_on() -> None:
+def test_closures() -> None:
     """The optimizer gets the closure."""
     optimizer = optimizer_with_gradients(1.0)
     assert Precision().optimizer_step(optimizer, lambda: 7.0) == 7.0

@@ -45,7 +45,7 @@ def test_outputs(name: str, dtype: torch.dtype) -> None:
     assert precision.convert_output(output)["y"].dtype is dtype
 
 
-def test_the_default_format_comes_back_after_an_error() -> None:
+def test_default_dtype_is_restored_after_an_error() -> None:
     """Torch's default dtype is restored after a step that raises."""
     with pytest.raises(RuntimeError), HalfPrecision().forward_context():
         raise RuntimeError

@@ -60,7 +60,7 @@ def test_operation_of_a_wrong_kind() -> None:
         all_reduce(torch.ones(1), None, wrong)
 
 
-def test_gathering_object_nowhere() -> None:
+def test_gathering_objects_on_an_unknown_rank() -> None:
     """A destination outside of the group is an error."""
     with pytest.raises(InvalidArgumentError, match="dst=1"):
         gather_object("x", dst=1)
@@ -135,7 +135,7 @@ def test_frames(value: torch.Tensor) -> None:
     torch.testing.assert_close(frame.inline(), value.detach(), rtol=0, atol=0)
 
 
-def test_frames_of_what_is_no_tensor() -> None:
+def test_frames_without_a_tensor() -> None:
     """The frame of a value that is not a dense tensor describes the value."""
     assert str(Frame.of({"a": 1}).description) == "no tensor but dict"
     assert "sparse_coo" in str(Frame.of(torch.eye(2).to_sparse()).description)

@@ -45,14 +45,14 @@ def falls_to(count: int) -> bool:
     return threads_of_gloo() <= count
 
 
-def test_with_the_job() -> None:
+def test_groups_end_with_the_job() -> None:
     """Without other references the groups end with the job, and so do their threads."""
     before = threads_of_gloo()
     assert [group() for group in job(groups)] == [None, None]
     assert falls_to(before)
 
 
-def test_with_who_had_them_last() -> None:
+def test_groups_end_with_the_last_reference() -> None:
     """With other references the groups end when these are dropped, in the same thread."""
     gc.collect()  # groups that other tests have left
     before, kept = threads_of_gloo(), list[dist.ProcessGroup]()
