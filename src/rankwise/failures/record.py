@@ -91,7 +91,7 @@ class FailureRecord:
 
     @classmethod
     def of_waiting(cls, ranks: RankInfo, pid: int, error: Exception) -> FailureRecord:
-        """Describe a rank that others keep waiting, by the supervisor's error."""
+        """Describe a timeout of a rank that waits for others, as the supervisor sees it."""
         return cls(
             **_identity(ranks, pid), exception_type=type(error).__name__, exception_message=text_of(error)
         )
