@@ -245,8 +245,8 @@ class Shadowed(Regression):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def test_metric_objects_see_no_shadow_step() -> None:
-    """What a metric object takes in a shadow step is put back."""
+def test_metric_objects_ignore_padding_steps() -> None:
+    """An update of a metric object in a padding step is undone."""
     data, module = dataset(7), Regression()
     with torch.no_grad():
         expected = nn.functional.mse_loss(module(data.tensors[0]), data.tensors[1])

@@ -127,7 +127,7 @@ def test_manual_backward_and_toggle_optimizer_on_two_ranks(ways: str, options: d
 
 
 def test_a_rank_that_has_run_out_takes_part() -> None:
-    """With an uneven last batch, its rank's shadow steps count nothing: weights are one process's."""
+    """With an uneven last batch, its rank's padding steps count nothing: weights are one process's."""
     alone, expected = quiet_trainer("single_device", 1, max_epochs=2), Gan()
     alone.fit(expected, loader(33, 8))
     trainer, module = quiet_trainer(ddp("fork"), 2, max_epochs=2, uneven_inputs="join"), Gan()

@@ -116,7 +116,7 @@ def test_joining_ranks_weigh_samples(accumulate: int) -> None:
     )
 
 
-def test_joining_counts_no_shadow_in_metrics() -> None:
+def test_joining_counts_no_padding_in_metrics() -> None:
     """The epoch's metric is the mean over the samples that exist, at a learning rate of 0."""
     with torch.no_grad():
         module, (x, y) = Regression(), dataset(7).tensors

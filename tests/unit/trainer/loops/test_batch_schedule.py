@@ -1,4 +1,4 @@
-"""Which batches the ranks take together, told by one rank that is given the other's number of batches."""
+"""The batches that ranks take together, from one rank that is given the other's number of batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.trainer.helpers import loader, trainer, with_second_rank
 def schedule(
     folder: Path, policy: str, mine: float, other: float, *, other_is_certain: bool = True
 ) -> BatchSchedule:
-    """Return this rank's turns, with `mine` batches where the other rank has `other`."""
+    """Return this rank's schedule, with `mine` batches where the other rank has `other`."""
     train = trainer(folder, uneven_inputs=policy)
     train.strategy = with_second_rank(lambda fact: (other, other_is_certain))
     batches = list(range(int(mine)))
@@ -43,13 +43,13 @@ def taken(folder: Path, policy: str, mine: int, other: int) -> list[tuple[int, b
 
 
 def test_error(tmp_path: Path) -> None:
-    """Ranks that have other numbers of batches do not begin an epoch; each one's number is said."""
+    """Different numbers of batches are an error before the epoch, which lists each rank's number."""
     with pytest.raises(UnevenInputsError, match="global_rank=0: 4, global_rank=1: 5"):
         schedule(tmp_path, "error", 4, 5).agree()
 
 
 def test_a_loader_that_ends_before_its_length(tmp_path: Path) -> None:
-    """It is an error that says so, where the other ranks would wait for the batch that does not come."""
+    """It is an error, as the other ranks would wait for the missing batch."""
     found = schedule(tmp_path, "error", 4, 4)
     found.agree()
     with pytest.raises(ConfigurationError, match="a length of 4 batches, but it ended after 2"):
@@ -58,7 +58,7 @@ def test_a_loader_that_ends_before_its_length(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["error", "truncate", "join"])
 def test_even(policy: str, tmp_path: Path) -> None:
-    """Ranks that have as many batches take them all, whatever the policy."""
+    """Ranks with the same number of batches take all of them, with every policy."""
     assert taken(tmp_path, policy, 2, 2) == [(0, False, False), (1, True, False)]
 
 
@@ -75,7 +75,7 @@ def test_join(tmp_path: Path) -> None:
 
 
 def test_join_goes_on(tmp_path: Path) -> None:
-    """A rank that goes on among its padding steps takes any batch for them."""
+    """A rank that continues from within its padding steps uses any batch for them."""
     found = schedule(tmp_path, "join", 2, 4)
     found.agree()
     assert list(found.batches(iter(()), done=3)) == [(0, True)]
@@ -83,7 +83,7 @@ def test_join_goes_on(tmp_path: Path) -> None:
 
 
 def test_join_goes_on_behind_the_end(tmp_path: Path) -> None:
-    """A rank whose split sampler stands behind its end takes one from its beginning."""
+    """A rank whose sharded sampler is at its end uses a batch from the beginning."""
     train = trainer(tmp_path, uneven_inputs="join")
     train.strategy = with_second_rank(lambda fact: (3, True))
     shard = shard_for_phase("train", loader(3, batch_size=1), 0, train.options, train.strategy)
@@ -114,7 +114,7 @@ def test_no_batches_at_all(policy: str, tmp_path: Path) -> None:
 
 
 def test_weights(tmp_path: Path) -> None:
-    """Batches count alike: those of the ranks that have any share out what DDP averages; padding counts 0."""
+    """Every real batch has the same weight after DDP's average over ranks; padding has weight 0."""
     found = schedule(tmp_path, "join", 4, 2)
     found.agree()
     assert [found.weight(first, first + 1) for first in range(4)] == [1, 1, 2, 2]

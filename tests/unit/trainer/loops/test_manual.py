@@ -192,7 +192,7 @@ def test_closures(tmp_path: Path) -> None:
 
 
 def test_schedulers_are_the_modules_business(tmp_path: Path) -> None:
-    """Nobody steps the schedulers but the module."""
+    """Only the module steps the schedulers."""
 
     class Scheduled(Duel):
         def on_train_epoch_end(self) -> None:
@@ -297,7 +297,7 @@ def test_arguments_that_have_no_effect(tmp_path: Path, arguments: dict[str, Any]
     ],
 )
 def test_hooks_that_cannot_be_used(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """Hooks that remember gradients, or would have to carry weights, are refused before anything starts."""
+    """Hooks that keep gradients, or would have to average weights, are refused before anything starts."""
     strategy = DDPStrategy(start_method="fork", **arguments)
     with pytest.raises(ConfigurationError, match="optimises manually"):
         trainer(tmp_path, strategy=strategy, devices=2).fit(Duel(), loader())

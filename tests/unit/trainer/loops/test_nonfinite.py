@@ -38,7 +38,7 @@ class Spoilt(Line):
     ("factor", "addend"), [(float("nan"), 0.0), (1.0, float("inf")), (1.0, float("nan"))]
 )
 def test_raise(tmp_path: Path, factor: float, addend: float) -> None:
-    """The error says which step and whose loss, also where the gradients alone would be in order."""
+    """The error names the step and the rank, even if the gradients are finite."""
     with pytest.raises(
         NonFiniteLossError, match=r"step 1 \(epoch 0, batch 1\): on global_rank 0 of 1"
     ) as caught:
@@ -47,7 +47,7 @@ def test_raise(tmp_path: Path, factor: float, addend: float) -> None:
 
 
 def test_raise_for_gradients(tmp_path: Path) -> None:
-    """A finite loss whose gradient is not finite is told apart."""
+    """A finite loss whose gradient is not finite has its own message."""
 
     class Rooted(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -108,7 +108,7 @@ def test_healthy_steps_are_the_same_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_overflow_of_scaled_losses_is_no_error(tmp_path: Path) -> None:
-    """With float16 a gradient may overflow with every loss in order: the scale is lowered, nobody raises."""
+    """With float16 a gradient may overflow although every loss is finite: the scale is lowered."""
     precision = MixedPrecision("16-mixed", init_scale=2.0**30)
     model = Line()
     trainer(tmp_path, on_nonfinite="raise", plugins=[precision], max_epochs=8).fit(model, loader())
@@ -118,7 +118,7 @@ def test_overflow_of_scaled_losses_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_nan_among_scaled_losses(tmp_path: Path, policy: str) -> None:
-    """A NaN loss is told apart from an overflow of the scale."""
+    """A NaN loss is distinguished from an overflow of the scaled gradients."""
     model = Spoilt(float("nan"))
     train = trainer(tmp_path, on_nonfinite=policy, plugins=[MixedPrecision("16-mixed", init_scale=4.0)])
     if policy == "raise":

@@ -71,7 +71,7 @@ def test_sigterm_stops_at_the_step(tmp_path: Path) -> None:
 
 
 def test_the_second_one_ends_at_once(tmp_path: Path) -> None:
-    """Who sends it again, a while later, does not want a checkpoint."""
+    """A second signal after the debounce time ends the process without a checkpoint."""
     model = Signalled(signal.SIGTERM, signal.SIGTERM, pause_s=DEBOUNCE_S + 0.1)
     assert stopped(model, trainer(tmp_path)) == 143
     assert model.seen == ["train 0"]
@@ -86,7 +86,7 @@ def test_an_echo_is_no_second_one(tmp_path: Path) -> None:
 
 
 def test_an_own_handler_is_called_too(tmp_path: Path) -> None:
-    """The handler of before is called after ours, and is there again afterwards."""
+    """The earlier handler is called after ours, and is restored afterwards."""
     heard: list[int] = []
 
     def own(signum: int, frame: object) -> None:
@@ -120,7 +120,7 @@ class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from 
 
 
 def test_a_job_is_requeued_once_its_checkpoint_is_there(tmp_path: Path) -> None:
-    """The scheduler may end the job as soon as it has it back, also where a thread writes."""
+    """The scheduler may end a requeued job at once, so an asynchronous checkpoint is finished first."""
     queue = Queue()
     queue.checkpoint = tmp_path / "last.ckpt"
     train = trainer(tmp_path, plugins=[queue, AsyncCheckpointIO(SlowIO())])
