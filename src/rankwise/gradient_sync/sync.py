@@ -139,8 +139,8 @@ class GradientSync:
         if self.weights is not None and is_half:
             self.weights.bound()
 
-    def wrapped(self, module: nn.Module, wrap: Callable[[], Any]) -> Any:
-        """Return what `wrap()` returns, called while the module has the parameter that carries weights."""
+    def wrap(self, module: nn.Module, wrap: Callable[[], Any]) -> Any:
+        """Call `wrap()` while the module has the parameter that carries weights; return its result."""
         carrier = WeightCarrier.of(module, self.weights) if self._has_carrier else None
         if carrier is None:
             return wrap()
@@ -211,7 +211,7 @@ class GradientSync:
             return block
         return monitor.watching(block, is_final_microbatch, self.mode)
 
-    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+    def weight_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """Return the loss times its weight, and add the weight to the window's.
 
         Raises:
@@ -230,7 +230,7 @@ class GradientSync:
             return loss * number
         return self._carrier.weighted(loss, number, is_first=is_first)
 
-    def with_weights_of(self, wrapped: nn.Module, loss: Tensor) -> Tensor:
+    def reach_carrier(self, wrapped: nn.Module, loss: Tensor) -> Tensor:
         """Return a loss of zero whose backward pass also reaches the module's `WeightCarrier`."""
         carrier = self._carriers.get(id(wrapped))
         return loss if carrier is None else carrier.weighted(loss, 0.0, is_first=True)

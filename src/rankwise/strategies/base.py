@@ -441,7 +441,7 @@ class Strategy(ABC):
             ConfigurationError: with another `gradient_weighting`.
             InvalidArgumentError: for a weight that is negative or not finite.
         """
-        return self.gradients.weighted(loss, weight)
+        return self.gradients.weight_loss(loss, weight)
 
     def share_buffers(self, module: nn.Module) -> None:
         """Copy rank 0's buffers of a wrapped module to all ranks, where DDP does that before it trains.

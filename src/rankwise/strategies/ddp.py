@@ -295,7 +295,7 @@ class DDPStrategy(Strategy):
         if not dist.is_initialized():
             raise self._wrong_state("setup_module()", "a process group")
         with self._wrapping_stream():
-            configured = self.gradients.wrapped(
+            configured = self.gradients.wrap(
                 module, lambda: self.configure_ddp(module, self.determine_ddp_device_ids())
             )
         wrapped = checked_wrapper(configured, type(self).__name__, self.data_parallel_group)

@@ -62,7 +62,7 @@ def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[in
     module.__dict__[_ATTRIBUTE] = touch  # call_method takes a name; not in nn.Module's registries
     try:
         touched = strategy.call_method(wrapped, _ATTRIBUTE)
-        strategy.gradients.with_weights_of(wrapped, touched).backward()
+        strategy.gradients.reach_carrier(wrapped, touched).backward()
     finally:
         del module.__dict__[_ATTRIBUTE]
     for parameter in parameters:
