@@ -302,11 +302,11 @@ class Strategy(ABC):
         """Return `"private"` or `"tcp"`, for a launch."""
         return "private"
 
-    def attach(self, worker: WorkerContext, init_process_group: bool = True) -> None:
+    def attach(self, worker: WorkerContext) -> None:
         """Start a job as the rank of `worker`; the launched entry calls this."""
         self._placement = dataclasses.replace(self.placement, ranks=worker.ranks)
         own = Collectives(worker.ranks, lambda: self.data_parallel_group)
-        self._job = Job(worker, self.root_device, own, init_process_group)
+        self._job = Job(worker, self.root_device, own)
 
     def setup_environment(self) -> None:
         """Prepare this process: its variables, `rank_zero_only`. Subclasses connect to the others here.

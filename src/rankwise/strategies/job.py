@@ -70,7 +70,8 @@ class RankEntry:
     @start_exception_chain()
     def __call__(self, worker: WorkerContext) -> Any:
         """Run the launched function as the rank of `worker`; return its value."""
-        self.strategy.attach(worker, self.init_process_group)
+        self.strategy.attach(worker)
+        self.strategy.job.has_group = self.init_process_group
         with sigterm_deferred(self.strategy.checkpoint_io):
             return self._run(worker)
 
