@@ -86,7 +86,7 @@ def stepper(strategy: DDPStrategy, model: nn.Module, weighting: str | None, extr
                 total = torch.tensor([32.0])
                 dist.all_reduce(total)
                 loss = loss * (32 * dist.get_world_size() / total[0])
-            (sync.weighted(loss, 32) if weighting else loss).backward()
+            (sync.weight_loss(loss, 32) if weighting else loss).backward()
         optimizer.step()
 
     return step
