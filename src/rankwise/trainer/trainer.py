@@ -225,8 +225,8 @@ class Trainer:
             self._forget_fit()
             self.strategy.load_comm_hook_states([])
         self.should_stop = False
-        is_done = StopCondition(self.options, self.state, self.is_global_zero).warn_if_done
-        if ckpt_path is None and is_done():
+        stop = StopCondition(self.options, self.state, self.is_global_zero)
+        if ckpt_path is None and stop.warn_if_done():
             return
         self._launch("fit", model, {"train": train_dataloaders, "validate": val_dataloaders}, ckpt_path)
 
@@ -319,7 +319,7 @@ class Trainer:
     def _launch(
         self, stage: StageName, model: Any, loaders: dict[str, Any], ckpt_path: Any, gather: Gather = "all"
     ) -> Any:
-        """Check all that can be checked here, run the stage on every rank, restore its state here."""
+        """Run a stage on every rank, and restore its state here."""
         self._check_stage(stage, model, loaders)
         path = CheckpointFiles(self.parts(model)).find(ckpt_path)
         spec = StageSpec(
@@ -344,6 +344,7 @@ class Trainer:
         return value
 
     def _check_stage(self, stage: StageName, model: Any, loaders: dict[str, Any]) -> None:
+        """Check model, loaders and options for a stage, before any process starts."""
         if not isinstance(model, TrainingModule):
             is_compiled = type(model).__name__ == "OptimizedModule"
             raise InvalidTypeError(
