@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from rankwise.errors import ConfigurationError
 
@@ -23,7 +24,6 @@ __all__ = [
     "mean_over_ranks",
     "reduce_gradients",
     "require_dense",
-    "views_of",
     "write_means",
 ]
 
@@ -122,32 +122,26 @@ def buckets_of(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list
 
 
 def concatenated_gradients(parameters: Sequence[Tensor], *tail: Tensor) -> Tensor:
-    """Return the gradients in one flat tensor, zeros for missing ones, followed by `tail`."""
-    first = parameters[0]
-    pieces = [
-        first.new_zeros(parameter.numel()) if parameter.grad is None else parameter.grad.detach().reshape(-1)
-        for parameter in parameters
-    ]
-    return torch.cat([*pieces, *tail])
-
-
-def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the start of a flat tensor, in the shapes of `parameters`."""
-    sizes = [parameter.numel() for parameter in parameters]
-    parts = zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)
-    return [part.view(parameter.shape) for part, parameter in parts]
+    """Return a flat copy of the gradients, zeros for missing ones, followed by `tail`."""
+    with torch.no_grad():
+        pieces = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        pieces.extend(tail)
+        flat: Tensor = _flatten_dense_tensors(pieces)
+        return flat.clone() if len(pieces) == 1 else flat  # torch does not copy a single tensor
 
 
 def write_means(parameters: Sequence[Tensor], flat: Tensor, exists: Iterable[float]) -> None:
     """Copy flat averaged gradients into those of `parameters`, where `exists` is not 0."""
     targets, sources = [], []
-    for parameter, mean, flag in zip(parameters, views_of(flat, parameters), exists, strict=False):
+    means = _unflatten_dense_tensors(flat, parameters)
+    for parameter, mean, flag in zip(parameters, means, exists, strict=False):
         if flag == 0:
             continue
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        targets.append(parameter.grad)
-        sources.append(mean)
+        if mean.numel():  # torch loses the shape of empty tensors
+            targets.append(parameter.grad)
+            sources.append(mean)
     if targets:
         torch._foreach_copy_(targets, sources)
 

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
@@ -19,7 +20,6 @@ from rankwise.gradient_sync.buckets import (
     buckets_of,
     concatenated_gradients,
     require_dense,
-    views_of,
     write_means,
 )
 from rankwise.gradient_sync.built_in_hooks import (
@@ -321,7 +321,8 @@ class HookBucket:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients in their shapes, as views of the buffer."""
-        return views_of(self._buffer, self._parameters)
+        views = _unflatten_dense_tensors(self._buffer, self._parameters)
+        return [view.view(like.shape) for view, like in zip(views, self._parameters, strict=True)]
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of these gradients."""

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rankwise.gradient_sync.buckets import FlatGradients
+from rankwise.gradient_sync.buckets import FlatGradients, concatenated_gradients, write_means
 
 
 def parameters_with(*gradients: Tensor | None) -> list[Tensor]:
@@ -68,3 +68,26 @@ def test_gradients_in_new_buckets() -> None:
         parameter.grad = gradient
     gradients.pieces()[0].add_(1)
     assert (float(first.sum()), float(second.sum())) == (0, 8)
+
+
+def test_packing_and_unpacking() -> None:
+    """Missing and empty gradients have their place, and the means of gradients keep their shapes."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (0, 3), (2,), ())]
+    parameters[0].grad, parameters[1].grad = torch.ones(2, 2).t(), torch.zeros(0, 3)
+    flat = concatenated_gradients(parameters, torch.tensor([5.0]))
+    assert flat.tolist() == [1, 1, 1, 1, 0, 0, 0, 5]
+    write_means(parameters, flat + 1, [1, 1, 1, 0])
+    assert [None if each.grad is None else each.grad.tolist() for each in parameters] == [
+        [[2, 2], [2, 2]],
+        [],
+        [1, 1],
+        None,
+    ]
+
+
+def test_packing_copies() -> None:
+    """A change of the flat tensor does not change a gradient, not even the only one."""
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    concatenated_gradients([parameter]).zero_()
+    assert parameter.grad.tolist() == [1, 1]
