@@ -91,11 +91,11 @@ class Interrupted(Exception):
 @contextmanager
 def interrupted(ends: Ends) -> Iterator[None]:
     """Have a signal handler raise in the main thread, once the block has sent something."""
-    was_heard = threading.Event()
+    is_raised = threading.Event()
 
     def handle(number: int, frame: object) -> None:
-        if not was_heard.is_set():
-            was_heard.set()
+        if not is_raised.is_set():
+            is_raised.set()
             raise Interrupted
 
     before = signal.signal(signal.SIGUSR1, handle)
@@ -103,9 +103,9 @@ def interrupted(ends: Ends) -> Iterator[None]:
 
     def interrupt() -> None:
         select.select([ends.ours], [], [], LIMIT_S)
-        while not was_heard.is_set():  # one that comes just before a wait in C is heard only after it
+        while not is_raised.is_set():  # one that comes just before a wait in C is handled only after it
             signal.pthread_kill(main, signal.SIGUSR1)
-            was_heard.wait(0.05)
+            is_raised.wait(0.05)
 
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -47,7 +47,7 @@ def job() -> Iterator[_Job]:
         ),
         ([THERE], [(999, -9)], "a rank ended without an exception"),
     ],
-    ids=["raised", "killed", "left", "not heard of", "of another start"],
+    ids=["raised", "killed", "left", "not reported", "of another start"],
 )
 def test_why_all_start_again(
     job: _Job,
@@ -56,7 +56,7 @@ def test_why_all_start_again(
     exits: list[tuple[int, int]],
     why: str,
 ) -> None:
-    """The rank that ended first is named, also if it said nothing; an echo is not taken for it."""
+    """The rank that ended first is named, also without a report; not one that failed as a consequence."""
     for record in left:
         os.pwrite(job.failures[record.local_rank].number, record.to_json(), 0)
     for pid, status in exits:
