@@ -1,7 +1,7 @@
-"""Runs jobs of the table of failures, each as a script of its own, in a process that finds torch imported.
+"""Run jobs of the table of failures, each in a fork of a process that has imported torch.
 
-As a program it reads jobs from stdin, one after the other, and forks for each a process in a session of its
-own, which ends as any script does, through the interpreter's own end; its id is printed, then its status.
+As a program it reads jobs from stdin, one after the other. For each it forks a process in a session of its
+own, which runs the job and ends as a script does, and prints that process's id and later its exit code.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import tempfile
 from pathlib import Path
 
 from tests.helpers import processes
-from tests.process.fault_tasks import be_main, fit, from_json, marker_of
+from tests.process.fault_tasks import fit, from_json, marker_of, run_as_main
 
 
 def serve() -> str | None:
     """Fork for every line; return, in the forked process, its line, and None at the end."""
     gc.collect()
-    gc.freeze()  # a job is charged with its own time to end, and not with the search through all this
+    gc.freeze()  # else each job searches all of this for garbage when it ends
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            become_a_script(Path(from_json(line)[0].folder))
+            detach(Path(from_json(line)[0].folder))
             return line
-        say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        print_number(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     return None
 
 
-def say(number: int) -> None:
+def print_number(number: int) -> None:
     """Print a line at once."""
     sys.stdout.write(f"{number}\n")
     sys.stdout.flush()
 
 
-def become_a_script(folder: Path) -> None:
-    """Take leave of the driver: a session, streams, folders and a marker of one's own."""
+def detach(folder: Path) -> None:
+    """Give this process a session, streams, folders and a marker of its own."""
     os.setsid()
-    say(os.getpid())
+    print_number(os.getpid())
     null = os.open(os.devnull, os.O_RDONLY)
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor, number in ((null, 0), (output, 1), (output, 2)):
@@ -58,4 +58,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         fit(*from_json(sys.argv[2]))
     elif (job := serve()) is not None:
-        be_main(*from_json(job))
+        run_as_main(*from_json(job))

@@ -1,4 +1,4 @@
-"""Have a job of the table of failures happen, and see what comes of it, from outside."""
+"""Run a job of the table of failures, and observe from outside how it ends."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _MOST_S = 60.0  # a job that has not ended then hangs
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was seen of a job.
+    """How a job ended.
 
     Attributes:
         ranks_gone_after_s: the seconds from the fault until nothing that the main process started was left.
         gone_after_s: the seconds from the fault (without one: from the start) until its last process was
             gone, that is the main process, once its interpreter had ended.
-        told_after_s: the seconds until the caller had the exception; -1 where nobody was left to have it.
+        raised_after_s: the seconds until the exception reached the caller; -1 where the caller had ended.
         exit_code: the main process's; negative for a signal.
         exception: the type's name that reached the caller; nothing where none did.
         ranks: the ranks that it names.
@@ -46,7 +46,7 @@ class Outcome:
 
     ranks_gone_after_s: float
     gone_after_s: float
-    told_after_s: float
+    raised_after_s: float
     exit_code: int
     exception: str
     ranks: tuple[int, ...]
@@ -126,29 +126,29 @@ class FaultRunner:
         delay_s: float = 0.0,
         step: int = 1,
         *,
-        litters: bool = False,
+        leaves_things: bool = False,
         outlives_s: float = OUTLIVES_S,
     ) -> Outcome:
-        """Run one job; who outlives main by `outlives_s` is left behind."""
+        """Run one job. A process that outlives the main process by `outlives_s` counts as left behind."""
         self._number += 1
         folder = self._folder / str(self._number)
         folder.mkdir(parents=True)
         shared_memory = leak_checks.SharedMemory()
-        fault = Fault(cell, str(folder), delay_s, step, litters)
+        fault = Fault(cell, str(folder), delay_s, step, leaves_things)
         try:
             job = self._run(fault, start_method, outlives_s)
         except BaseException:
             self.close()
             raise
         left = [*job.left, *leak_checks.wait_until_clean([shared_memory], timeout_s=0.5), *files_left(folder)]
-        report, problem = word_of(fault)
+        report, problem = report_of(fault)
         left += [problem] if problem else []
         stamp = folder / "stamp"
         began_s = float(stamp.read_text()) if stamp.exists() else job.started_at_s
         return Outcome(
             job.ranks_gone_at_s - began_s,
             job.gone_at_s - began_s,
-            report["told_at_s"] - began_s if report else -1.0,
+            report["raised_at_s"] - began_s if report else -1.0,
             job.exit_code,
             str(report["exception"]) if report else UNDISTURBED,
             tuple(rank for rank in report.get("ranks", ()) if rank is not None),
@@ -178,9 +178,9 @@ class FaultRunner:
     def _watch(
         self, main: psutil.Process, fault: Fault, started: float, outlives_s: float
     ) -> tuple[float, float]:
-        """Wait until all is over; return when nothing else was left of the job, and when main was gone too.
+        """Wait for the end; return when the last process but the main one ended, and when the main one did.
 
-        A suspended main process may go on once it is alone.
+        A suspended main process is continued when it is the last.
         """
         stamp = Path(fault.folder, "stamp")
         ranks_gone_at, main_seen_at = 0.0, started
@@ -204,33 +204,33 @@ class FaultRunner:
 
 
 def files_left(folder: Path) -> list[str]:
-    """Return the files that a job has left where it keeps its own, but for its whole checkpoint."""
+    """Return the files that a job has left in its folders, without its checkpoint if that loads."""
     found = [path for name in ("tmp", "here", "saved") for path in (folder / name).rglob("*")]
     left = [f"new file: {path}" for path in found if path != folder / CHECKPOINT]
     is_torn = (folder / CHECKPOINT).exists() and _saved_step(folder) is None
     return left + (["the checkpoint does not load"] if is_torn else [])
 
 
-def word_of(fault: Fault) -> tuple[dict[str, Any], str]:
-    """Return what the caller has left word of, and where the job was not what it had to be."""
+def report_of(fault: Fault) -> tuple[dict[str, Any], str]:
+    """Return the caller's report, and a problem if the report, the fault or the training is missing."""
     folder = Path(fault.folder)
     report: dict[str, Any] = {}
     if (caught := folder / "caught.json").exists():
         report = json.loads(caught.read_text())
     if not report and not (fault.cell is not None and fault.cell.ends_main):
-        return report, "the caller has not left word"
+        return report, "the caller has written no report"
     if fault.cell is not None:
-        return report, "" if (folder / "stamp").exists() else "the fault has not come"
+        return report, "" if (folder / "stamp").exists() else "the fault has not happened"
     return report, "" if _saved_step(folder) == STEPS else f"the job has not trained for {STEPS} steps"
 
 
 def problems(cell: Cell, outcome: Outcome) -> list[str]:
-    """Return in what an outcome is not what the cell must come to."""
+    """Return the differences between an outcome and what is expected of the cell."""
     return wrong(cell, outcome) + late(cell, outcome)
 
 
 def wrong(cell: Cell, outcome: Outcome) -> list[str]:
-    """Return what is left of a job, and what its caller was told that is not so."""
+    """Return what is left of a job, and how exception and exit code differ from the expected ones."""
     due = expected(cell)
     found = list(outcome.left)
     if outcome.exception != due.exception:
@@ -243,11 +243,11 @@ def wrong(cell: Cell, outcome: Outcome) -> list[str]:
 
 
 def late(cell: Cell, outcome: Outcome) -> list[str]:
-    """Return what took longer than it may."""
+    """Return the times that exceed their limits."""
     factor = slowdown()
     times = {"no rank was left": outcome.ranks_gone_after_s}
-    if not (cell.how == "SIGSTOP" and cell.hits_main):  # which knows nothing before it goes on
-        times["the caller knew"] = outcome.told_after_s
+    if not (cell.how == "SIGSTOP" and cell.hits_main):  # it cannot raise before it continues
+        times["the caller had the exception"] = outcome.raised_after_s
     found = [
         f"it took {took:.2f} s until {what}" for what, took in times.items() if took > cell.limit_s * factor
     ]
@@ -257,7 +257,7 @@ def late(cell: Cell, outcome: Outcome) -> list[str]:
 
 @contextlib.contextmanager
 def fault_runner(folder: Path) -> Iterator[FaultRunner]:
-    """Have a runner in the block."""
+    """Provide a runner in the block."""
     runner = FaultRunner(folder)
     try:
         yield runner
@@ -283,7 +283,7 @@ def _processes_of(session_id: int) -> list[psutil.Process]:
 
 
 def _living(session_id: int, folder: Path) -> list[psutil.Process]:
-    """Return what lives of a job, in a session of its own too."""
+    """Return the living processes of a job, those in other sessions included."""
 
     def of_job() -> set[psutil.Process]:
         return processes.in_session(session_id) | processes.with_marker(marker_of(folder))

@@ -34,42 +34,45 @@ SCRIPT = Path(__file__).with_name("fault_driver.py")
 STEPS = 3
 CHECKPOINT = "saved/last.ckpt"
 """Where a job saves, in its folder."""
-_LEAD_S = 0.1  # how long the other rank has to come to where it waits
+_LEAD_S = 0.1  # the time for the other rank to reach the call in which it waits
 _LONG_S = 60.0
-_MAIN_HANGS_S = 4.0  # a main process that is no rank disturbs nobody: it must come back to be seen
+_MAIN_HANGS_S = 4.0  # the ranks do not need a main process that is no rank: it has to continue by itself
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A cell's fault, in the folder where its processes leave word; `cell` None for a run without any.
+    """The fault of a cell; None for a run without a fault.
 
-    `delay_s` shifts the moment, and `step` says in which step it comes. `litters`: whether main leaves one of
-    each kind behind that is looked for.
+    Attributes:
+        folder: where the processes of the job write their reports.
+        delay_s: the fault happens so much later.
+        step: the step in which it happens.
+        leaves_things: whether the main process leaves one of each thing behind that the tests look for.
     """
 
     cell: Cell | None
     folder: str
     delay_s: float = 0.0
     step: int = 1
-    litters: bool = False
+    leaves_things: bool = False
 
-    def come(self, when: str, strategy: DDPStrategy, step: int = 1) -> None:
-        """Fail, if this is the moment and the process."""
+    def happen_if_due(self, when: str, strategy: DDPStrategy, step: int = 1) -> None:
+        """Fail, if this is the phase, the step and the process of the fault."""
         cell = self.cell
         if cell is None or cell.when != when or step != self.step:
             return
         if cell.rank == strategy.global_rank:
-            if when == WHEN[0] and cell.hangs:  # the other waits from when it is there
+            if when == WHEN[0] and cell.hangs:  # the other rank waits from its arrival on
                 _wait_for(Path(self.folder, f"arrived{1 - strategy.global_rank}"))
             time.sleep(_LEAD_S + self.delay_s)
             self.happen()
         elif cell.rank is None:
             (Path(self.folder) / f"moment{strategy.global_rank}").touch()
-            time.sleep(0.3)  # so that main fails in this very moment
+            time.sleep(0.3)  # so that main fails while this rank is here
             _wait_for(Path(self.folder, "stamp"))  # however slow it is
 
     def happen(self) -> None:
-        """Note the time, and do it to this process."""
+        """Write down the time, and fail in the way of the cell."""
         assert self.cell is not None
         how = self.cell.how
         stamp = Path(self.folder, "stamp")
@@ -84,12 +87,12 @@ class Fault:
         if how == "hangs outside a collective":
             time.sleep(_MAIN_HANGS_S if self.cell.who == "main" else _LONG_S)
         elif how == "hangs inside a collective":
-            dist.all_reduce(torch.ones(1), group=_lonely_group[0])
+            dist.all_reduce(torch.ones(1), group=_separate_group[0])
         else:
             os.kill(os.getpid(), signal.Signals[how])
 
-    def wait_for_the_moment(self) -> None:
-        """In a main process that is no rank: fail when both ranks are there."""
+    def fail_when_due(self) -> None:
+        """Fail, in a main process that is no rank, when both ranks have reached the phase."""
         for rank in range(2):
             _wait_for(Path(self.folder, f"moment{rank}"))
         time.sleep(self.delay_s)
@@ -105,40 +108,40 @@ def _wait_for(file: Path) -> None:
         time.sleep(0.01)
 
 
-_lonely_group: list[Any] = []  # one that only the rank that hangs uses
+_separate_group: list[Any] = []  # a group that only the rank that hangs uses
 
 
 class FaultyStrategy(DDPStrategy):
-    """Lets the fault come before the group is up."""
+    """Fails before the process group is created, if the fault says so."""
 
     fault: Fault
 
     def setup_environment(self) -> None:
         Path(self.fault.folder, f"arrived{self.global_rank}").touch()
-        self.fault.come("before the group", self)
+        self.fault.happen_if_due("before the group", self)
         super().setup_environment()
 
 
 class FaultyModule(Regression):
-    """Lets the fault come in the middle of a step."""
+    """Fails in the middle of a step, if the fault says so."""
 
     fault: Fault
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         strategy: Any = self.trainer.strategy
-        self.fault.come("mid-step", strategy, batch_idx)
+        self.fault.happen_if_due("mid-step", strategy, batch_idx)
         return super().training_step(batch, batch_idx)
 
 
 class FaultyCallback(Callback):
-    """Saves after each step; lets the fault come while rank 0 writes, and at teardown."""
+    """Saves after each step; fails while rank 0 writes, or at teardown, if the fault says so."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         if self.fault.cell is not None and self.fault.cell.how == "hangs inside a collective":
-            _lonely_group[:] = [dist.new_group(timeout=trainer.strategy.timeout)]
+            _separate_group[:] = [dist.new_group(timeout=trainer.strategy.timeout)]
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.save_checkpoint(Path(self.fault.folder, CHECKPOINT))
@@ -146,17 +149,17 @@ class FaultyCallback(Callback):
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         is_inside = self.fault.cell is not None and self.fault.cell.how == "hangs inside a collective"
         if trainer.global_rank == 1 or is_inside:
-            self.fault.come("while saving", trainer.strategy, trainer.global_step - 1)
+            self.fault.happen_if_due("while saving", trainer.strategy, trainer.global_step - 1)
         else:
-            checkpoint["trap"] = Trap(self.fault, trainer)
+            checkpoint["trap"] = FaultWhilePickling(self.fault, trainer)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         if sys.exc_info()[0] is None:
-            self.fault.come("at teardown", trainer.strategy)
+            self.fault.happen_if_due("at teardown", trainer.strategy)
 
 
-class Trap:
-    """Lets the fault come when it is pickled: the file is open then, and not yet whole."""
+class FaultWhilePickling:
+    """Fails when it is pickled: the checkpoint's file is open then, and incomplete."""
 
     def __init__(self, fault: Fault, trainer: Any) -> None:
         self.fault = fault
@@ -166,7 +169,7 @@ class Trap:
         cell, step = self.fault.cell, self.trainer.global_step - 1
         if cell is not None and cell.when == "while saving" and step == self.fault.step and cell.rank == 1:
             time.sleep(3 * _LEAD_S + self.fault.delay_s)  # so that the other rank fails while this one writes
-        self.fault.come("while saving", self.trainer.strategy, step)
+        self.fault.happen_if_due("while saving", self.trainer.strategy, step)
         return OrderedDict, ()  # which a checkpoint may hold
 
 
@@ -193,8 +196,8 @@ def fit(fault: Fault, start_method: str) -> None:
     trainer.fit(module, loader(STEPS * 4, 2))
 
 
-def be_main(fault: Fault, start_method: str) -> None:
-    """Run a cell as the process that the user started; leave word of what it sees and has left."""
+def run_as_main(fault: Fault, start_method: str) -> None:
+    """Run a cell as the process that the user started; write down the exception and what is left."""
     checks = [
         leak_checks.Threads(),
         leak_checks.ProcessGroup(),
@@ -206,7 +209,7 @@ def be_main(fault: Fault, start_method: str) -> None:
     ]
     if fault.cell is not None and fault.cell.who == "main":
         signal.signal(signal.SIGALRM, lambda number, frame: fault.happen())
-        threading.Thread(target=fault.wait_for_the_moment, daemon=True).start()
+        threading.Thread(target=fault.fail_when_due, daemon=True).start()
     caught: BaseException | None = None
     try:
         fit(fault, start_method)
@@ -214,33 +217,33 @@ def be_main(fault: Fault, start_method: str) -> None:
         caught = error
         raise
     finally:
-        told_at_s = time.monotonic()
-        if fault.litters:
-            litter(Path(fault.folder))
-        _lonely_group.clear()  # it would go on listening
+        raised_at_s = time.monotonic()
+        if fault.leaves_things:
+            leave_things(Path(fault.folder))
+        _separate_group.clear()  # it listens on a port
         left = [problem for check in checks for problem in check.problems()]
-        left += living_children(start_method, caught is not None) + open_doors()
+        left += living_children(start_method, caught is not None) + listening_sockets()
         facts = {
             "exception": "" if caught is None else type(caught).__name__,
             "ranks": [getattr(caught, "global_rank", None), *getattr(caught, "missing", ())],
-            "told_at_s": told_at_s,
+            "raised_at_s": raised_at_s,
             "left": [f"in the caller: {problem}" for problem in left],
         }
         Path(fault.folder, "caught.json").write_text(json.dumps(facts))
 
 
 def living_children(start_method: str, has_failed: bool) -> list[str]:
-    """Return the processes below this one that still live, or that it has not waited for.
+    """Return the descendants of this process that still live, or that it has not waited for.
 
-    Where `popen` has started them, they are there for the next job until one fails.
+    Those that `popen` has started stay for the next job, until one fails.
     """
     if start_method == "popen" and not has_failed:
         return []
     return [processes.describe(process) for process in processes.wait_until_gone(_below, timeout_s=0)]
 
 
-def open_doors() -> list[str]:
-    """Return where other processes of this job listen, those that may live on included."""
+def listening_sockets() -> list[str]:
+    """Return the addresses at which other processes of this job listen."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -255,19 +258,19 @@ def _below() -> list[psutil.Process]:
     return [process for process in below if not processes.is_service(process)]
 
 
-def litter(folder: Path) -> None:
-    """Leave one of each kind behind; in /dev/shm none, where other tests that run now would find it."""
+def leave_things(folder: Path) -> None:
+    """Leave one of each thing behind, but none in /dev/shm, where concurrent tests would find it."""
     subprocess.Popen(["sleep", "60"], start_new_session=True)
-    door = socket.create_server(("127.0.0.1", 0))
-    door.set_inheritable(True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.set_inheritable(True)
     subprocess.Popen(["sleep", "60"], close_fds=False)
     for place in (Path(os.environ["TMPDIR"]), folder / "saved", folder / "here"):
-        (place / "litter").touch()
+        (place / "left").touch()
     (folder / CHECKPOINT).write_bytes(b"torn")
-    _litter.append(door)
+    _left_open.append(listener)
 
 
-_litter: list[Any] = []
+_left_open: list[Any] = []
 
 
 def marker_of(folder: Path) -> str:

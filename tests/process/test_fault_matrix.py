@@ -56,11 +56,11 @@ def test_the_table_is_whole() -> None:
 
 def test_what_is_left_is_found(run: FaultRunner) -> None:
     """Of a job that leaves one of each kind behind, each is found."""
-    outcome = run(None, "fork", litters=True, outlives_s=0.3)
+    outcome = run(None, "fork", leaves_things=True, outlives_s=0.3)
     assert (outcome.exit_code, outcome.exception) == (0, UNDISTURBED), outcome
     found = "\n".join(outcome.left)
-    for litter in ("tmp/litter", "here/litter", "saved/litter", "does not load"):
-        assert litter in found, outcome
+    for thing in ("tmp/left", "here/left", "saved/left", "does not load"):
+        assert thing in found, outcome
     assert found.count("in the caller: pid ") == 3, outcome  # two processes, one of which listens
     assert found.count("in the caller: this process still listens on 127.0.0.1 port ") == 1, outcome
     assert len([line for line in outcome.left if line.endswith("sleep 60") and "caller" not in line]) == 2
