@@ -309,12 +309,12 @@ class ManualOptimizer:
     """An optimizer whose `step` and `zero_grad` use the trainer's precision; the rest is the optimizer's own.
 
     Args:
-        module: the module that the optimizer belongs to.
+        optimization: the `ManualOptimization` of the fit that created the optimizer.
         optimizer: torch's.
     """
 
-    def __init__(self, module: TrainingModule, optimizer: Optimizer) -> None:
-        self._module = module
+    def __init__(self, optimization: Any, optimizer: Optimizer) -> None:
+        self._optimization = optimization
         self.optimizer = optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -323,20 +323,20 @@ class ManualOptimizer:
         Raises:
             NonFiniteLossError: with `on_nonfinite="raise"`.
         """
-        return self._module.trainer.manual_optimization.step(self.optimizer, closure)
+        return self._optimization.step(self.optimizer, closure)
 
     def zero_grad(self) -> None:
         """Clear the gradients of the parameters."""
-        self._module.trainer.manual_optimization.zero_grad(self.optimizer)
+        self._optimization.zero_grad(self.optimizer)
 
     @contextmanager
     def toggled(self) -> Iterator[None]:
         """Make only this optimizer's parameters require gradients in the block."""
-        self._module.toggle_optimizer(self.optimizer)
+        self._optimization.toggle(self.optimizer)
         try:
             yield
         finally:
-            self._module.untoggle_optimizer()
+            self._optimization.untoggle()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

@@ -100,7 +100,7 @@ class ManualOptimization:
         self._has_local_gradients = False
         self._frozen: list[Tensor] = []
         self.weighting = BatchWeighting(context, schedule)
-        self.optimizers = [ManualOptimizer(module, optimizer) for optimizer in context.optimizers]
+        self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in context.optimizers]
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Run `training_step`, and return its outputs.

@@ -81,6 +81,25 @@ def test_one_optimizer_is_not_a_list(tmp_path: Path) -> None:
     assert train.module.optimizers() is train.optimizers[0]
 
 
+def test_step_after_the_fit(tmp_path: Path) -> None:
+    """An optimizer that is kept after its fit still steps, and counts the step."""
+    kept = []
+
+    class Keeping(Duel):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            kept[:] = self.optimizers()
+            super().training_step(batch, batch_idx)
+
+    model, train = Keeping(), trainer(tmp_path, max_steps=2)
+    train.fit(model, loader())
+    before = model.layer.weight.detach().clone()
+    kept[0].step()
+    assert not torch.equal(model.layer.weight, before)
+    assert train.global_step == 3
+    kept[0].zero_grad()
+    assert model.layer.weight.grad is None
+
+
 def test_hooks(tmp_path: Path) -> None:
     """The module's hooks around backward passes and steps run as in automatic optimisation."""
     seen = []
