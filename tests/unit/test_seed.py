@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rankwise import seed_everything
-from rankwise.data.random_state import isolated_random_state
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
+from rankwise.seed import isolated_random_state
 
 
 def draws() -> tuple[float, float, float]:

@@ -1,7 +1,12 @@
 """Split data loaders over the ranks."""
 
-from rankwise.data.batch_sizes import BatchSizes, batch_sizes
-from rankwise.data.batch_stream import BatchStream, sharded_sampler_of, with_batch_stream
+from rankwise.data.batches import (
+    BatchSizes,
+    BatchStream,
+    batch_sizes,
+    sharded_sampler_of,
+    with_batch_stream,
+)
 from rankwise.data.iterable import ShardedIterable, ShardInfo, shard_info
 from rankwise.data.sampler import ShardedSampler, set_epoch_of
 from rankwise.data.sharding import (

@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import torch
 from torch.utils.data import Sampler
 
-from rankwise.data.random_state import isolated_random_state, mixed_seed
+from rankwise.seed import isolated_random_state, mixed_seed
 
 __all__ = [
     "LimitedSampler",

@@ -25,8 +25,8 @@ from rankwise.data import (
     sharded_sampler_of,
     with_batch_stream,
 )
-from rankwise.data.random_state import isolated_random_state, mixed_seed
 from rankwise.errors import ConfigurationError
+from rankwise.seed import isolated_random_state, mixed_seed
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy

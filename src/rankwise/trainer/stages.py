@@ -36,9 +36,8 @@ from rankwise.trainer.data_loaders import (
 )
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.context import LoopContext
-from rankwise.trainer.loops.evaluation import EvaluationLoop
+from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather, PredictionLoop
 from rankwise.trainer.loops.fit import FitLoop
-from rankwise.trainer.loops.prediction import Gather, PredictionLoop
 from rankwise.trainer.module import is_defined, undefined
 from rankwise.trainer.state import StopCondition
 

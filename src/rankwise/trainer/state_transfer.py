@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rankwise.data.random_state import get_random_state, mixed_seed, seed_process, set_random_state
+from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:

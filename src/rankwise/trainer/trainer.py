@@ -16,10 +16,10 @@ from rankwise.trainer.arguments import with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
 from rankwise.trainer.data_loaders import check_loaders
 from rankwise.trainer.hooks import Hooks
+from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
 from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
-from rankwise.trainer.loops.prediction import GATHERINGS, Gather
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.options import TrainerOptions, check_choice
 from rankwise.trainer.stages import StageSpec, check_module, run_stage

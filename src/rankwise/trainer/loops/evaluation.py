@@ -1,13 +1,15 @@
-"""The loop of validation and test: every sample once, whatever the number of ranks."""
+"""The loops of validation, test and prediction: every sample once, whatever the number of ranks."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, final
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import torch
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.trainer.metrics import Results
@@ -17,13 +19,18 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.loops.stopping import Stopping
 
-__all__ = ["EvaluationLoop", "evaluating", "run_batch"]
+__all__ = ["GATHERINGS", "EvaluationLoop", "Gather", "PredictionLoop", "interleaved"]
 
+Gather = Literal["all", "rank_zero"] | None
+GATHERINGS: tuple[Gather, ...] = ("all", "rank_zero", None)
+
+T = TypeVar("T")
+_NOTHING: Any = object()
 _NAMES = {"validate": "validation", "test": "test"}
 
 
 @contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module) -> Iterator[None]:
     """Set evaluation mode without gradients in the block; restore each submodule's mode afterwards."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
@@ -35,7 +42,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             submodule.training = is_training
 
 
-def run_batch(context: LoopContext, results: Results, name: str, batch: Any, *indices: int) -> Any:
+def _run_batch(context: LoopContext, results: Results, name: str, batch: Any, *indices: int) -> Any:
     """Run `{name}_step` of the module on a batch, and the hooks around it; return the outputs.
 
     Args:
@@ -88,7 +95,7 @@ class EvaluationLoop:
         """
         context = self._context
         self._results = Results(is_evaluation=True)
-        with context.metrics.in_phase(self._stage, self._results), evaluating(context.module):
+        with context.metrics.in_phase(self._stage, self._results), _evaluating(context.module):
             self._hook("start")
             self._hook("epoch_start")
             self._run_loaders(stopping)
@@ -118,7 +125,7 @@ class EvaluationLoop:
             if stopping is not None:
                 stopping.begin_evaluation_batch()
             report_phase(self._name)
-            run_batch(self._context, self._results, self._name, batch, batch_idx, *index)
+            _run_batch(self._context, self._results, self._name, batch, batch_idx, *index)
 
     def _hook(self, moment: str, *args: Any) -> None:
         self._context.hooks.call(f"on_{self._name}_{moment}", *args)
@@ -127,3 +134,57 @@ class EvaluationLoop:
         """Return the metrics of one loader, and those without a loader's suffix."""
         others = tuple(other for other in self._suffixes if other != suffix)
         return {name: value for name, value in metrics.items() if not name.endswith(others)}
+
+
+def interleaved(lists: list[list[T]]) -> list[T]:
+    """Return item i of the whole from list i % n: the inverse of splitting by batches.
+
+    >>> interleaved([[0, 3, 6], [1, 4], [2, 5]])
+    [0, 1, 2, 3, 4, 5, 6]
+    """
+    return [item for row in zip_longest(*lists, fillvalue=_NOTHING) for item in row if item is not _NOTHING]
+
+
+@final
+class PredictionLoop:
+    """Run `predict_step` on this rank's batches of each loader, then put all ranks' outputs in order."""
+
+    def __init__(self, context: LoopContext, shares: list[LoaderShard]) -> None:
+        self._context = context
+        self._shares = shares
+        self._results = Results(is_evaluation=True)
+
+    def run(self, gather: Gather = "all") -> list[Any]:
+        """Return the outputs, batch by batch, on the ranks of `gather`; with several loaders a list for each.
+
+        Collective: every rank must call this.
+        """
+        context = self._context
+        with context.metrics.in_phase("predict", self._results), _evaluating(context.module):
+            context.hooks.call("on_predict_start")
+            context.hooks.call("on_predict_epoch_start")
+            own = [self._run_loader(index, share) for index, share in enumerate(self._shares)]
+            by_rank = self._gathered(own, gather)
+            predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
+            context.hooks.call("on_predict_epoch_end")
+            context.hooks.call("on_predict_end")
+        return predictions[0] if len(predictions) == 1 else predictions
+
+    def _gathered(self, own: list[list[Any]], gather: Gather) -> list[list[list[Any]]]:
+        """Return the outputs of all ranks, or of those that this rank gets."""
+        strategy = self._context.strategy
+        if gather is None:
+            return [own]
+        if gather == "all" or strategy.data_parallel_group is not None:
+            return strategy.all_gather_object(own)
+        return strategy.gather_object(own) or [[[] for _ in own]]
+
+    def _run_loader(self, dataloader_idx: int, share: LoaderShard) -> list[Any]:
+        index = (dataloader_idx,) if len(self._shares) > 1 else ()
+        outputs = []
+        for batch_idx, (batch, _) in enumerate(share):
+            report_phase("prediction")
+            output = _run_batch(self._context, self._results, "predict", batch, batch_idx, *index)
+            output = self._context.strategy.precision.convert_output(output)
+            outputs.append(apply_to_collection(output, Tensor, lambda tensor: tensor.cpu()))
+        return outputs

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
-from rankwise.data.random_state import get_random_state, set_random_state
+from rankwise.errors import ConfigurationError
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.seed import get_random_state, set_random_state
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.batch_schedule import BatchSchedule
 from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
-from rankwise.trainer.loops.schedulers import step_schedulers
 from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
 from rankwise.trainer.metrics import Results
 from rankwise.trainer.state_transfer import RankState, seed_rank
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.data_loaders import TrainDataShard
     from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.loops.evaluation import EvaluationLoop
+    from rankwise.trainer.loops.optimizers import SchedulerConfig
 
 __all__ = ["FitLoop"]
 
@@ -133,7 +134,7 @@ class FitLoop:
     def _end_metrics(self) -> None:
         self._metrics.publish(self._results.epoch_values(self._strategy), is_logged=True)
         if self._progress.is_epoch_done:
-            step_schedulers(self._context, "epoch", needs_metric=True)
+            _step_schedulers(self._context, "epoch", needs_metric=True)
         self._progress.is_epoch_closed = True
 
     # ------------------------------------------------------------------ a batch
@@ -145,10 +146,10 @@ class FitLoop:
         outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
-            step_schedulers(self._context, "step", needs_metric=False)
-            step_schedulers(self._context, "step", needs_metric=True)
+            _step_schedulers(self._context, "step", needs_metric=False)
+            _step_schedulers(self._context, "step", needs_metric=True)
         if is_last:
-            step_schedulers(self._context, "epoch", needs_metric=False)
+            _step_schedulers(self._context, "epoch", needs_metric=False)
         publish = self._publish_step if is_window_end else None
         self._hooks.call("on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
         self._results.end_batch()
@@ -195,3 +196,38 @@ class FitLoop:
         if interval == 1.0 or math.isinf(self._schedule.num_batches):
             return math.inf
         return max(1, int(self._schedule.num_batches * interval))
+
+
+def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool) -> None:
+    """Step the schedulers that are due, either those that read a metric or those that do not.
+
+    In manual optimisation the module steps them.
+
+    Raises:
+        ConfigurationError: when a metric that a scheduler reads was not logged.
+    """
+    if not context.schedulers or not context.module.automatic_optimization:
+        return
+    progress = context.state.progress
+    count = progress.global_step if interval == "step" else progress.current_epoch + 1
+    for config in context.schedulers:
+        if config.interval != interval or count % config.frequency or config.needs_metric != needs_metric:
+            continue
+        if not needs_metric:
+            config.scheduler.step()
+        elif (metric := _agreed_metric(context, config)) is not None:
+            config.scheduler.step(metric)
+
+
+def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | None:
+    """Return rank 0's value of the metric on every rank, so that learning rates stay equal."""
+    metrics = context.state.callback_metrics
+    value = metrics.get(config.monitor or "")
+    agreed = context.strategy.broadcast(None if value is None else float(value))
+    if agreed is None and config.strict:
+        raise ConfigurationError(
+            message=f"ReduceLROnPlateau monitors {config.monitor!r}, which was not logged.",
+            facts=f"logged so far: {sorted(metrics)}.",
+            remedy=f'self.log("{config.monitor}", value), or another "monitor".',
+        )
+    return agreed

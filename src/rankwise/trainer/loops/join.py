@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.data.random_state import get_random_state, set_random_state
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters
+from rankwise.seed import get_random_state, set_random_state
 from rankwise.trainer.metrics import is_metric_object
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rankwise.errors import LifecycleError
-from rankwise.trainer.loops.prediction import interleaved
+from rankwise.trainer.loops.evaluation import interleaved
 from tests.unit.trainer.helpers import Line, loader, samples, trainer
 
 

@@ -83,7 +83,7 @@ def test_one_optimizer_is_not_a_list(tmp_path: Path) -> None:
 
 def test_step_after_the_fit(tmp_path: Path) -> None:
     """An optimizer that is kept after its fit still steps, and counts the step."""
-    kept = []
+    kept: list[Any] = []
 
     class Keeping(Duel):
         def training_step(self, batch: Any, batch_idx: int) -> None:
