@@ -17,7 +17,7 @@ import pytest
 from rankwise.errors import LaunchRefusedError, ProcessGroupError
 from rankwise.launchers.script import ScriptLauncher, script_place
 from rankwise.ranks import RankInfo
-from rankwise.stores.endpoint import RendezvousEndpoint
+from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies import DDPStrategy
 from rankwise.strategies.placement import ranks_on_node
 from tests.helpers.scripts import ScriptResult, ScriptRunner

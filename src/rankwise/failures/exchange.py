@@ -17,14 +17,12 @@ import torch.distributed as dist
 from rankwise.errors import NodesLostError, RankwiseError
 from rankwise.failures.classify import text_of
 from rankwise.failures.record import FailureRecord
-from rankwise.monitoring.flight_recorder import write_flight_record
 from rankwise.monitoring.heartbeat import failure_time_of
-from rankwise.monitoring.rank_monitor import PollingMonitor, send_message
-from rankwise.monitoring.status import own_status, query_status, reply_key
+from rankwise.monitoring.rank_monitor import PollingMonitor, own_status, query_status, reply_key, send_message
+from rankwise.monitoring.stacks import write_flight_record
 from rankwise.ranks import RankInfo
-from rankwise.stores.endpoint import RendezvousEndpoint, store_of_job
 from rankwise.stores.rendezvous import FAILURE, RankIdentity, RemoteFailure, read_key
-from rankwise.stores.tcp import forget_store, hosted_here, open_another
+from rankwise.stores.tcp import RendezvousEndpoint, forget_store, hosted_here, open_another, store_of_job
 from rankwise.stores.waiting import poll_until, wait_for_keys
 
 _log = logging.getLogger(__name__)

@@ -5,6 +5,5 @@ A launcher runs an entry with a `WorkerContext` on each rank; a strategy does th
 
 from rankwise.launchers.base import Launcher
 from rankwise.launchers.context import WorkerContext
-from rankwise.stores.endpoint import RendezvousEndpoint
 
-__all__ = ["Launcher", "RendezvousEndpoint", "WorkerContext"]
+__all__ = ["Launcher", "WorkerContext"]

@@ -16,7 +16,6 @@ from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.processes.interrupt import Interruptible
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.ranks import RankInfo
-from rankwise.stores.endpoint import job_prefix, store_of_job
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -108,8 +107,7 @@ class WorkerContext:
             stall_warning: after how long in one phase a rank is reported that others wait for.
         """
         from rankwise.failures.exchange import FailureExchange
-        from rankwise.monitoring.rank_monitor import PollingMonitor
-        from rankwise.monitoring.status import reply_to_status_queries
+        from rankwise.monitoring.rank_monitor import PollingMonitor, reply_to_status_queries
         from rankwise.monitoring.stragglers import StragglerMonitor
 
         if len(identities) < 2 or not isinstance(monitor := self._open_monitor(timeout), PollingMonitor):
@@ -139,6 +137,7 @@ class WorkerContext:
     def _open_monitor(self, timeout: timedelta) -> RankMonitor:
         from rankwise.monitoring.rank_monitor import ChannelMonitor, PollingMonitor
         from rankwise.stores.private import PrivateStore
+        from rankwise.stores.tcp import job_prefix
 
         if self._monitor is None:
             rank, size, channel = self.ranks.global_rank, self.ranks.world_size, self.channel
@@ -168,6 +167,8 @@ class WorkerContext:
         return self._of_this_job(open_another(self.address, timeout))
 
     def _of_this_job(self, store: Store) -> Store:
+        from rankwise.stores.tcp import store_of_job
+
         return store_of_job(store, self.job, self._start)
 
     def report_failure(self, error: BaseException, record: FailureRecord | None = None) -> None:

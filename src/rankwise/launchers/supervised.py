@@ -21,8 +21,7 @@ from rankwise.processes.shared_memory import create_memory_file
 from rankwise.processes.signals import interrupts_blocked
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
-from rankwise.stores.endpoint import RendezvousEndpoint
-from rankwise.stores.tcp import host_store, hosted_store
+from rankwise.stores.tcp import RendezvousEndpoint, host_store, hosted_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store

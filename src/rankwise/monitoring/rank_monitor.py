@@ -7,6 +7,8 @@ It does not wait there: see `poll_until`.
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +18,10 @@ from typing import final
 import torch.distributed as dist
 
 from rankwise.errors import RankwiseError
+from rankwise.monitoring.heartbeat import FailureTime, Heartbeat, own_heartbeat
+from rankwise.processes.stderr import write_stderr
 from rankwise.stores.private import pack_fields
+from rankwise.stores.rendezvous import RankIdentity
 
 # A store answers some ten thousand requests a second: each rank of a large job polls less often.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.25, 0.00025
@@ -218,3 +223,53 @@ class ChannelMonitor(RankMonitor):
     ) -> None:
         fields = (operation, f"{self._prefix}/{key}", *values)
         self._post(pack_fields(field.encode() for field in fields), on_reply)
+
+
+_STATUS = "status"
+_STDERR = 2
+
+
+def own_status(own: RankIdentity, gave_up: FailureTime | None = None) -> str:
+    """Return this rank's reply: whether it waits for other ranks, and a line with its phase, as JSON.
+
+    Args:
+        own: this rank's identity.
+        gave_up: when a wait of this rank for others timed out, if one did.
+    """
+    heartbeat = own_heartbeat() if gave_up is None else gave_up.heartbeat
+    waits = gave_up is not None or (heartbeat is not None and heartbeat.waits)
+    return json.dumps([waits, f"{own} is there" if heartbeat is None else status_line(own, heartbeat)])
+
+
+def status_line(identity: RankIdentity, heartbeat: Heartbeat) -> str:
+    """Return a rank's phase, and for how long it is in it."""
+    return f"{identity} was last in {heartbeat.where()}, {heartbeat.seconds_ago():.0f} s ago"
+
+
+def reply_to_status_queries(monitor: RankMonitor, own: RankIdentity, *, shows_stacks: bool) -> None:
+    """Reply to the first status query of the job.
+
+    Args:
+        monitor: this rank's.
+        own: this rank's identity.
+        shows_stacks: whether to write this rank's stacks to stderr where the query has a reason.
+    """
+
+    def reply(reason: str) -> None:
+        # A rank whose own wait has timed out has left its reply already.
+        monitor.set_once(reply_key(own.global_rank), own_status(own))
+        if shows_stacks and reason:
+            write_stderr(f"rankwise: {reason}; stacks of {own}:\n")
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+
+    monitor.subscribe(_STATUS, reply)
+
+
+def query_status(store: dist.Store, world_size: int, reason: str = "") -> None:
+    """Ask every rank for its status; with a reason also for its stacks."""
+    send_message(store, range(world_size), _STATUS, reason)
+
+
+def reply_key(rank: int) -> str:
+    """Return the key of a rank's reply."""
+    return f"status/{rank}"

@@ -1,14 +1,16 @@
-"""Write the stacks of all ranks to stderr, on SIGUSR2 and when a collective times out."""
+"""Show what a rank that hangs is doing: its stacks on stderr, and torch's flight record in a file."""
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from pathlib import Path
 
 from rankwise.monitoring.heartbeat import MonitoredRank
 from rankwise.processes.stderr import write_stderr
@@ -16,6 +18,9 @@ from rankwise.processes.stderr import write_stderr
 STACKS_SIGNAL = signal.SIGUSR2
 _STDERR = 2
 _WRITING_S = 0.05  # what a rank needs to write its stacks, so that the stacks of several ranks do not mix
+# Torch's variables for the flight record; the second of each pair is the older name.
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 @contextmanager
@@ -44,14 +49,13 @@ def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
     """Make every local rank write its stacks, one after another. Runs on: the supervisor's thread."""
     for worker in workers:
         process = worker.process
-        if worker.has_ended or (process is not None and not worker.has_started):
+        title = f"rankwise: {reason}; stacks of global_rank={worker.ranks.global_rank}"
+        if worker.has_ended:
             continue
-        pid = "this process" if process is None else f"pid {process.pid}"
-        title = f"rankwise: {reason}; stacks of global_rank={worker.ranks.global_rank} ({pid}):\n"
         if process is None:
-            write_stderr(title + _own_stacks())
-        else:
-            write_stderr(title)
+            write_stderr(f"{title} (this process):\n{_own_stacks()}")
+        elif worker.has_started:
+            write_stderr(f"{title} (pid {process.pid}):\n")
             process.send_signal(STACKS_SIGNAL)
             if wait([process.fileno()], _WRITING_S):
                 write_stderr("  (it has left)\n")
@@ -66,3 +70,34 @@ def _own_stacks() -> str:
             return file.read().decode(errors="replace")
     except OSError as error:
         return f"(could not be had: {error})\n"
+
+
+def write_flight_record(global_rank: int) -> str:
+    """Write this rank's latest collectives to a file that `torchfrtrace` reads; return its path.
+
+    Torch records them if the user has turned that on; with NCCL torch writes the same file itself. Returns an
+    empty path where nothing is recorded, as by an older torch with gloo, or the file cannot be written.
+    """
+    from torch._C import _distributed_c10d  # not above: a worker registers the signal before it loads torch
+
+    is_on = any(os.environ.get(name, "0").strip() not in ("", "0") for name in _SIZES)
+    dump = getattr(_distributed_c10d, "_dump_fr_trace", None)
+    if not is_on or dump is None:
+        return ""
+    try:
+        path = _prefix() + str(global_rank)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(dump())
+    except (OSError, RuntimeError):  # no permission; no home directory
+        return ""
+    return path
+
+
+def _prefix() -> str:
+    """Return the prefix that torch's variables name, or one in a folder that no other user can write to."""
+    if named := [value for name in _PREFIXES if (value := os.environ.get(name))]:
+        return named[0]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return str(folder / "rankwise_flight_record_")

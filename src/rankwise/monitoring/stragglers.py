@@ -10,7 +10,7 @@ from typing import final
 import torch.distributed as dist
 
 from rankwise.monitoring.heartbeat import Heartbeat, MonitoredRank, own_heartbeat
-from rankwise.monitoring.status import status_line
+from rankwise.monitoring.rank_monitor import status_line
 from rankwise.processes.stderr import write_stderr
 from rankwise.stores.rendezvous import RankIdentity
 

@@ -1,10 +1,12 @@
-"""Host torch's `TCPStore` on a socket that rankwise binds, and connect to it."""
+"""The job's store: host torch's `TCPStore` on a socket that rankwise binds, or connect to it."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -19,6 +21,25 @@ _BACKLOG = 1024
 # uses the same address, so they stay open as long as the process lives.
 _joined: dict[tuple[str, int], dist.Store] = {}
 _hosted: dict[tuple[str, int], dist.Store] = {}
+
+
+@final
+@dataclass(frozen=True)
+class RendezvousEndpoint:
+    """Host and port of a job's store, and whether this node hosts it."""
+
+    address: tuple[str, int]
+    hosts: bool
+
+
+def job_prefix(job: int, start: int = 0) -> str:
+    """Return what the keys of one job, in one start of it, begin with."""
+    return f"start{start}/job{job}"
+
+
+def store_of_job(store: dist.Store, job: int, start: int = 0) -> dist.Store:
+    """Return the part of a store that belongs to one job, in one start of it."""
+    return dist.PrefixStore(job_prefix(job, start), store)
 
 
 def host_store(

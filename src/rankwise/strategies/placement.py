@@ -24,7 +24,7 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script import script_place, script_ranks
 from rankwise.ranks import RankInfo
-from rankwise.stores.endpoint import RendezvousEndpoint
+from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies.config import ProcessConfig, check_devices, check_num_nodes, device_type
 
 PlaceLocally = Callable[[ClusterEnvironment, int, int | None], RankInfo]

@@ -13,9 +13,8 @@ from rankwise.failures import exchange
 from rankwise.failures.exchange import CrossNodeFailures, published_failure
 from rankwise.failures.record import FailureRecord
 from rankwise.ranks import RankInfo
-from rankwise.stores.endpoint import RendezvousEndpoint, store_of_job
 from rankwise.stores.rendezvous import read_key
-from rankwise.stores.tcp import forget_store, hosted_store
+from rankwise.stores.tcp import RendezvousEndpoint, forget_store, hosted_store, store_of_job
 from tests.helpers.ports import free_port
 
 RANKS = [RankInfo(2 * node, 0, node, 4, 2, 2) for node in range(2)]

@@ -22,8 +22,13 @@ from rankwise.monitoring.heartbeat import (
     own_heartbeat,
     report_phase,
 )
-from rankwise.monitoring.rank_monitor import PollingMonitor, message_key
-from rankwise.monitoring.status import own_status, reply_key, reply_to_status_queries
+from rankwise.monitoring.rank_monitor import (
+    PollingMonitor,
+    message_key,
+    own_status,
+    reply_key,
+    reply_to_status_queries,
+)
 from rankwise.stores.rendezvous import RankIdentity, read_key
 
 RANKS = [RankIdentity(rank, rank % 2, rank // 2, 4, "ab"[rank // 2], 100 + rank) for rank in range(4)]

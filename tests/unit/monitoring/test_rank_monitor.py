@@ -19,8 +19,8 @@ from rankwise.monitoring.rank_monitor import (
     message_key,
     send_message,
 )
-from rankwise.stores.endpoint import job_prefix, store_of_job
 from rankwise.stores.private import PrivateStore, StoreTable
+from rankwise.stores.tcp import job_prefix, store_of_job
 
 TIMEOUT_S = 30.0
 

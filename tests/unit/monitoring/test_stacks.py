@@ -1,11 +1,13 @@
-"""The stacks of all ranks, on stderr."""
+"""The stacks of all ranks on stderr, and the place of torch's flight record."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from rankwise.monitoring.heartbeat import MonitoredRank
-from rankwise.monitoring.stacks import dump_stacks
+from rankwise.monitoring.stacks import dump_stacks, write_flight_record
 
 
 def test_the_own_stacks(workers: list[MonitoredRank], capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,3 +16,31 @@ def test_the_own_stacks(workers: list[MonitoredRank], capsys: pytest.CaptureFixt
     title, _, stacks = capsys.readouterr().err.partition("\n")
     assert title == "rankwise: a reason; stacks of global_rank=0 (this process):"
     assert "in test_the_own_stacks" in stacks
+
+
+@pytest.fixture
+def _flight_recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "50")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if not write_flight_record(0):
+        pytest.skip("this torch has no flight record to write")
+
+
+@pytest.mark.usefixtures("_flight_recorder")
+def test_the_flight_record_is_the_users_alone(tmp_path: Path) -> None:
+    """Not in a folder that all users share, and not for them to read."""
+    path = Path(write_flight_record(3))
+    assert path == tmp_path / "cache" / "torch" / "rankwise_flight_record_3"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert write_flight_record(3) == str(path)  # over the one before
+
+
+@pytest.mark.usefixtures("_flight_recorder")
+def test_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's link in the place of the file does not make this rank write to where it leads."""
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "record"))
+    assert write_flight_record(1) == str(tmp_path / "record1")
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "record2").symlink_to(tmp_path / "mine")
+    assert write_flight_record(2) == ""
+    assert (tmp_path / "mine").read_text() == "precious"
