@@ -29,17 +29,11 @@ LONGER = {"rankwise.errors": 900}  # one tree, which is read as a whole; its cla
 # ------------------------------------------------------------------------------------- rankwise itself
 
 
-# Rules that the code is being brought to; each loses this mark when it holds.
-PENDING = pytest.mark.xfail(reason="the restructuring is on its way", strict=False)
-
-
-@PENDING
 def test_imports_go_one_way() -> None:
     """No module imports from a part above it, or from a neighbouring leg."""
     assert architecture.wrong_directions(MODULES) == []
 
 
-@PENDING
 def test_no_import_cycles() -> None:
     """No module imports itself by way of others, imports inside functions and for types included."""
     assert architecture.cycles(MODULES) == []
@@ -61,7 +55,6 @@ TABLES = {
 }
 
 
-@PENDING
 def test_modules_are_imported_not_named() -> None:
     """A string names a module in a table only, and what a table names exists."""
     assert architecture.modules_in_strings(MODULES, TABLES) == []
@@ -95,7 +88,6 @@ def test_files_are_short() -> None:
     assert architecture.long_files(MODULES, LINES, LONGER) == []
 
 
-@PENDING
 def test_folders_are_small() -> None:
     """A folder of many files has more than one subject."""
     assert architecture.crowded_folders(MODULES, FILES) == []
