@@ -48,7 +48,7 @@ def test_private_modules_stay_in_their_folder() -> None:
 TABLES = {
     "rankwise": "_HOMES",
     "rankwise.launchers.multiprocess": "PRELOAD",
-    "rankwise.process_group.interception": "_ON_THE_WAY",
+    "rankwise.process_group.interception": "_INNER_MODULES",
     # groups of entry points, which are called like the package that reads them
     "rankwise.environments.detect": "_ENTRY_POINTS",
     "rankwise.registry": "_ENTRY_POINTS",
