@@ -28,7 +28,7 @@ def error_text(call: Callable[[], Any]) -> str:
 
 
 def mismatches(strategy: DDPStrategy) -> dict[str, str]:
-    """Make one mistake after another; return what this rank is told of each."""
+    """Make one mistake after another; return this rank's error text for each."""
     rank = strategy.global_rank
     is_zero = rank == 0
     x = torch.ones(4)
@@ -56,7 +56,7 @@ def mismatches(strategy: DDPStrategy) -> dict[str, str]:
 
 
 def no_mismatches(strategy: DDPStrategy) -> list[list[float]]:
-    """Call what is fine, in branches for the root and the others too, and on several groups."""
+    """Call matching collectives, in branches for the root and the others too, and on several groups."""
     x, y = torch.ones(2), torch.full((2,), float(strategy.global_rank))
     if strategy.is_global_zero:
         dist.broadcast(x + 1, 0)
@@ -132,7 +132,7 @@ def come_late(strategy: DDPStrategy) -> None:
 
 
 def in_sections(strategy: DDPStrategy) -> dict[str, str]:
-    """Call collectives where the other rank never comes; return what this rank is told."""
+    """Call collectives that the other rank never calls; return this rank's error texts."""
     found: dict[str, str] = {}
 
     def attempt(name: str, call: Callable[[], Any]) -> None:

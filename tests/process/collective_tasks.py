@@ -165,7 +165,7 @@ def counted() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def without_gloo() -> Iterator[None]:
-    """Let torch say that another back end carries the group."""
+    """Make torch report another back end for the group."""
     before = dist.get_backend
     dist.get_backend = lambda group=None: dist.Backend("mpi")
     try:
@@ -213,7 +213,7 @@ def objects(rank: int) -> dict[str, Any]:
 
 
 def in_a_subgroup(rank: int) -> dict[str, Any]:
-    """Use every collective among ranks 0 and 2; rank 1 is told that it does not belong."""
+    """Use every collective among ranks 0 and 2; on rank 1 it is an error."""
     pair = dist.new_group([0, 2])
     assert isinstance(pair, dist.ProcessGroup) or rank == 1
     if rank == 1:
@@ -234,7 +234,7 @@ def in_a_subgroup(rank: int) -> dict[str, Any]:
 
 
 def existing_group(strategy: DDPStrategy) -> dict[str, Any]:
-    """Call init_process_group where there is a group already."""
+    """Call init_process_group where a group exists."""
     variables = {
         name: value for name, value in strategy.worker.variables.items() if "RANK" in name or "SIZE" in name
     }
@@ -248,7 +248,7 @@ def existing_group(strategy: DDPStrategy) -> dict[str, Any]:
 
 
 def rank_zero_goes_first(strategy: DDPStrategy, local: bool = False) -> list[float]:
-    """Return when this rank began and ended its turn."""
+    """Return when this rank began and ended its block."""
     with strategy.rank_zero_first(local):
         begun = time.monotonic()
         time.sleep(0.2 if strategy.is_global_zero else 0.0)
@@ -256,7 +256,7 @@ def rank_zero_goes_first(strategy: DDPStrategy, local: bool = False) -> list[flo
 
 
 def rank_zero_fails(strategy: DDPStrategy, problem: Exception) -> str:
-    """Return how this rank learns that rank zero failed; the turn after that works again."""
+    """Return this rank's error after rank zero failed; the next block works."""
     text = ""
     try:
         with strategy.rank_zero_first():

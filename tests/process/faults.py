@@ -1,4 +1,4 @@
-"""One rank fails in a known way while the other is busy in a known way; the moment of the fault is noted."""
+"""One rank fails in a known way while the other is busy in a known way; the time of the fault is recorded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Fault:
 
 
 class FaultyStrategy(DDPStrategy):
-    """Fails in one rank before the group is up, where its fault says so."""
+    """Fails in one rank before the process group is created, if its fault says so."""
 
     fault: Fault | None = None
 
@@ -75,7 +75,7 @@ class FaultyStrategy(DDPStrategy):
 
 
 def strategy_with(fault: Fault, start_method: str, rendezvous: str, **arguments: object) -> FaultyStrategy:
-    """Return a strategy on two CPU processes that knows the fault."""
+    """Return a strategy on two CPU processes with the fault."""
     settings = {"accelerator": "cpu", "devices": 2, **_TIMEOUTS, **arguments}
     strategy = FaultyStrategy(start_method=start_method, rendezvous=rendezvous, **settings)  # type: ignore[arg-type]  # checked by itself
     strategy.fault = fault

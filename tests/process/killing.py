@@ -1,4 +1,4 @@
-"""Kill ranks from outside while they train, again and again, and know what each was doing when it died."""
+"""Kill ranks from outside while they train, again and again, and record what each was doing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LIMIT_S = 60.0
 
 
 class _Rank(ctypes.Structure):
-    """What a rank says of itself: who it is, how often all were started again, and what it does."""
+    """A rank's state: its pid, the number of restarts, and its phase."""
 
     _fields_ = (("pid", ctypes.c_long), ("start", ctypes.c_long), ("phase", ctypes.c_long))
 
@@ -49,7 +49,7 @@ def begin() -> None:
 
 
 def note(phase: str) -> None:
-    """Say what this rank does from now on; starts count from 1."""
+    """Record what this rank does from now on; starts count from 1."""
     mine: _Rank = _page.ranks[int(os.environ["RANK"])]
     mine.phase = PHASES.index(phase)
     mine.start = _start()
@@ -61,7 +61,7 @@ def _start() -> int:
 
 
 class SlowlyLoaded(Noisy):
-    """Takes its time, and says so."""
+    """Works slowly, and records it."""
 
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class SlowlyLoaded(Noisy):
 
 
 class SlowlyTrained(Net):
-    """Takes its time, and says so."""
+    """Works slowly, and records it."""
 
     @override
     def on_train_start(self) -> None:
@@ -85,7 +85,7 @@ class SlowlyTrained(Net):
 
 
 class SlowlySaved(ThroughTorch):
-    """Takes its time, with the file half written, and says so."""
+    """Saves slowly, with the file half written, and records it."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -96,7 +96,7 @@ class SlowlySaved(ThroughTorch):
 
 
 class Pause:
-    """Is pickled slowly."""
+    """Takes some milliseconds to pickle."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         time.sleep(_PAUSE_S)
@@ -120,7 +120,7 @@ class Killer:
         self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
 
     def start(self) -> None:
-        """Begin to wait for the first moment."""
+        """Start the thread."""
         self._thread.start()
 
     def begun_at(self) -> list[int]:
@@ -128,7 +128,7 @@ class Killer:
         return list(_page.begun_at[1 : self._kills + 2])
 
     def stop(self) -> None:
-        """Kill nobody any more."""
+        """End the thread."""
         self._is_over.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""What the tests of resuming train: importable, random in all that can be, and killed at chosen moments."""
+"""What the tests of resuming train: importable, with every kind of randomness, killed at chosen moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained while signals come: importable, so that spawned workers find it."""
+"""What is trained while signals arrive: importable, so that spawned workers find it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LIMIT_S = 60  # for what takes a second where nothing else runs
 
 
 class Slow(Regression):
-    """Takes its time for a step, so that signals come in the middle."""
+    """Takes some milliseconds for a step, so that signals arrive in the middle."""
 
     pause_s = 0.005
     hangs_at = -1
@@ -53,7 +53,7 @@ class Slow(Regression):
 
 
 class SlowIO(CheckpointIO):
-    """Takes its time to save."""
+    """Saves slowly."""
 
     inner = TorchCheckpointIO()
 
@@ -72,7 +72,7 @@ class SlowIO(CheckpointIO):
 
 
 class Notes(Callback):
-    """Each rank writes down its process id, that it trains, and with what it ends."""
+    """Each rank writes down its process id, that it trains, and its state at the end."""
 
     def __init__(self, folder: str, stops_at: int | None) -> None:
         self.folder = Path(folder)

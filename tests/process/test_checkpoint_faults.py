@@ -1,4 +1,4 @@
-"""A disk that fills up, or SIGKILL, while a checkpoint is written: the one before it always loads."""
+"""A full disk or SIGKILL while a checkpoint is written: the previous checkpoint always loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEBIBYTE = 1 << 20
 
 
 def save_for_ever(io: CheckpointIO, path: Path, connection: Connection) -> None:
-    """Save one checkpoint after the other, and tell of each."""
+    """Save one checkpoint after the other, and send the number of each."""
     torch.set_num_threads(1)  # this process is forked
     for step in itertools.count(1):
         io.save_checkpoint({"step": step, "weights": torch.full((200_000,), float(step))}, path)
@@ -49,7 +49,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("io", [TorchCheckpointIO(), AsyncCheckpointIO()], ids=["torch", "async"])
 @pytest.mark.parametrize("times", [2, SOAK])
 def test_disk_full(io: CheckpointIO, times: int, small_disk: Path) -> None:
-    """The error names the path; the previous file is whole, and nothing else lies around."""
+    """The error names the path; the previous file is complete, and there is no other file."""
     path = small_disk / "last.ckpt"
     io.save_checkpoint({"step": 1}, path)
     chance = random.Random(5)
@@ -67,7 +67,7 @@ def test_disk_full(io: CheckpointIO, times: int, small_disk: Path) -> None:
 @pytest.mark.parametrize("io", [TorchCheckpointIO(), AsyncCheckpointIO()], ids=["torch", "async"])
 @pytest.mark.parametrize("times", [5, SOAK])
 def test_killed_while_saving(io: CheckpointIO, times: int, tmp_path: Path) -> None:
-    """What was saved last, or is newer, loads; the next save clears up after the one that was killed."""
+    """The last saved checkpoint or a newer one loads; the next save removes the incomplete file."""
     path, chance, context = tmp_path / "last.ckpt", random.Random(6), multiprocessing.get_context("fork")
     pending = 3 if isinstance(io, AsyncCheckpointIO) else 0  # one in hand, two waiting
     for _ in range(times):
@@ -103,7 +103,7 @@ SAVE_AS_ANOTHER = """
 
 
 def test_no_permission(run_script: ScriptRunner) -> None:
-    """A folder that may not be written to is an error with its path; the file in it stays."""
+    """A folder without write permission is an error with its path; the file in it stays."""
     if os.getuid() != 0:
         pytest.skip("needs root, to become another user")
     path = run_script.folder / "last.ckpt"

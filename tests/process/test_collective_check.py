@@ -1,4 +1,4 @@
-"""`check_collectives=True`: ranks that call different things all get one error, that says who called what."""
+"""`check_collectives=True`: ranks that call different collectives all get an error with each rank's call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def results_of(function: Any, rendezvous: str = "private", **arguments: Any) -> 
 @pytest.fixture(params=RENDEZVOUS)
 @computed_once
 def messages(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """Return what each rank was told of every mistake, by one launch for all tests here."""
+    """Return the error text that each rank got for every mistake; one launch serves all tests."""
     return results_of(mismatches, request.param)
 
 
@@ -56,7 +56,7 @@ def messages(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 def test_a_mismatch_is_an_error_on_every_rank(
     messages: list[dict[str, str]], mistake: str, zeros: str, ones: str
 ) -> None:
-    """Both ranks are told the same: what each of them called, and where."""
+    """Both ranks get the same text: what each of them called, and where."""
     assert messages[0][mistake] == messages[1][mistake]
     place = r" at check_tasks\.py:(\d+) in <lambda>\n"
     expected = rf"  Seen: global_rank 0: {zeros}{place} +global_rank 1: {ones}{place}"
@@ -66,18 +66,18 @@ def test_a_mismatch_is_an_error_on_every_rank(
 
 
 def test_a_mismatch_leaves_the_group_usable(messages: list[dict[str, str]]) -> None:
-    """Nothing was sent, so a rank that catches the error can go on."""
+    """Nothing was sent, so a rank that catches the error can continue."""
     assert [found["afterwards"] for found in messages] == ["no error: [2.0, 2.0, 2.0, 2.0]"] * 2
 
 
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)
 def test_what_is_right_stays_right(rendezvous: str) -> None:
-    """Branches around a root, several groups and work that is waited for later give no error."""
+    """Different branches for the root, several groups and asynchronous work give no error."""
     assert results_of(no_mismatches, rendezvous) == [[[1.0, 1.0], [1.0, 1.0]], [[2.0, 2.0], [1.0, 1.0]]]
 
 
 def test_sends_are_let_alone() -> None:
-    """What two ranks send each other arrives; it is not compared, nor counted as a collective."""
+    """Point-to-point messages arrive; they are not compared and do not count as collectives."""
     mistakes = []
     for rank, (came, mistake) in enumerate(results_of(sends_among_collectives)):
         assert came == [3.0, 3.0, *[2.0 - rank] * 6, 5.0]
@@ -87,7 +87,7 @@ def test_sends_are_let_alone() -> None:
 
 
 def test_gradients_meet_something_else() -> None:
-    """DDP's own communication is compared too, in the first step, in the second, and from then on."""
+    """DDP's own communication is compared too, in the first, the second and the third step."""
     bucket = r"all_reduce of float32\[8\] \(sum\) in the backward pass"
     for texts in results_of(buckets):
         calls = (bucket, "forward pass of DistributedDataParallel", bucket)
@@ -98,7 +98,7 @@ def test_gradients_meet_something_else() -> None:
 
 @pytest.mark.parametrize("from_subgroup", [False, True])
 def test_a_rank_that_has_left(from_subgroup: bool) -> None:
-    """A rank that waits for one which has returned is told so at once."""
+    """A rank in a collective gets an error as soon as another rank has returned."""
     strategy = ddp("fork", check_collectives=True)
     with pytest.raises(WorkerRaisedError) as caught:
         strategy.launch(leave_early, from_subgroup=from_subgroup)
@@ -110,7 +110,7 @@ def test_a_rank_that_has_left(from_subgroup: bool) -> None:
 
 
 def test_a_rank_that_does_not_come() -> None:
-    """After the timeout the others say who is missing, and what it called last."""
+    """After the timeout the error names the missing rank and its last call."""
     with pytest.raises(WorkerTimedOutError) as caught:
         results_of(come_late, timeout=3.0)
     assert caught.value.missing == (1,)
@@ -136,7 +136,7 @@ def test_training_is_the_same_with_the_check() -> None:
 
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_collectives_in_a_section_of_rank_zero(is_checked: bool) -> None:
-    """Where the other ranks wait, a collective is refused, torch's own too; the call is named."""
+    """In a section of rank zero a collective is an error that names the call, torch's own included."""
     found, others = results_of(in_sections, check_collectives=is_checked)
     assert others == {}
     expected = {
@@ -152,7 +152,7 @@ def test_collectives_in_a_section_of_rank_zero(is_checked: bool) -> None:
 
 
 def test_every_collective_of_torch_is_seen() -> None:
-    """Each is seen under the name that the user called, also where torch names its methods anew."""
+    """Each collective is recorded under the name that the user called."""
     methods = dict(vars(dist.ProcessGroup))
     for found in results_of(every_collective, check_collectives=False):
         for name, calls in found.items():

@@ -1,4 +1,4 @@
-"""How many collectives a step takes, as gloo itself numbers them, on two processes."""
+"""The number of collectives of a step on two processes, by gloo's own sequence numbers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def window(strategy: DDPStrategy, wrapped: nn.Module) -> None:
 
 
 def count_steps(strategy: DDPStrategy) -> dict[tuple[str, str | None, str], tuple[int, int]]:
-    """Return what some windows took, and into how many buckets DDP has dealt the parameters."""
+    """Return the collectives of some windows and the number of DDP's buckets."""
     found = {}
     for mode in MODES:
         for weighting in WEIGHTINGS:
@@ -79,7 +79,7 @@ def count_steps(strategy: DDPStrategy) -> dict[tuple[str, str | None, str], tupl
 
 
 def count_gathers(strategy: DDPStrategy) -> list[int]:
-    """Return what gathering small and large tensors of uneven sizes took."""
+    """Return the collectives of gathering small and large tensors of uneven sizes."""
     found = []
     for size in (3, 30_000):
         count = Count()
@@ -119,7 +119,7 @@ def test_one_collective_for_each_bucket_and_step(mode: str, weighting: str | Non
 
 
 def test_gather_all_tensors_takes_at_most_two_collectives(counts: Any) -> None:
-    """Small ones take one; what is large follows from rank to rank, in a message sent and one received."""
+    """Small tensors take one collective; large ones also one message sent and one received."""
     for _, gathers in counts.values():
         assert gathers == [1, 1 + 2]
 
@@ -170,7 +170,7 @@ class Silent(Regression):
 
 
 def test_stopping_takes_no_collective() -> None:
-    """One rank asks, all stop after the same step: each step has the one all-reduce of its only bucket."""
+    """One rank asks to stop, all stop after the same step, and each step has one all-reduce only."""
     noted = Counting()
     trainer = quiet_trainer("ddp_fork", 2, max_steps=400, callbacks=[noted])
     trainer.fit(Silent(), loader(4000, 4))

@@ -1,4 +1,4 @@
-"""Distributed utilities on three processes: every row of that section of the features, driven once."""
+"""Distributed utilities on three processes: one test for each row of that section of the features."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def test_all_reduce(ranks: list[dict[str, Any]]) -> None:
-    """Every operation works, in any case, and the input stays as it is."""
+    """Every operation works, in upper and lower case, and does not change its input."""
     for rank, found in enumerate(result["reduced"] for result in ranks):
         assert found["sum"].tolist() == [6.0, 6.0]
         assert found["Mean"].tolist() == found["AVG"].tolist() == [2.0, 2.0]
@@ -60,7 +60,7 @@ def test_all_reduce_of_integers(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_all_reduce_of_nested_containers(ranks: list[dict[str, Any]]) -> None:
-    """Tensors in containers are reduced, whatever else is in there stays."""
+    """Tensors in containers are reduced; other values stay."""
     nested = ranks[1]["reduced"]["nested"]
     assert nested["a"].tolist() == [6.0, 6.0]
     assert nested["b"][0].tolist() == [6, 6]
@@ -68,7 +68,7 @@ def test_all_reduce_of_nested_containers(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_sync_ddp(ranks: list[dict[str, Any]]) -> None:
-    """The sum is the default; a name or torch's own operation chooses another. No barrier comes first."""
+    """The default is the sum; a name or torch's operation selects another. There is no barrier before."""
     total, mean, most = ranks[0]["reduced"]["sync_ddp"]
     assert (total.tolist(), mean.tolist(), most.tolist()) == ([6.0, 6.0], [2.0, 2.0], [3.0, 2.0])
     assert ranks[0]["counts"]["sync_ddp"] == ["all_reduce"]
@@ -80,7 +80,7 @@ def test_sync_ddp_if_available(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_all_gather(ranks: list[dict[str, Any]]) -> None:
-    """The result is (world_size, *), in rank order; containers are walked."""
+    """The shape of the result is (world_size, *), in rank order; containers are traversed."""
     for rank, found in enumerate(result["gathered"] for result in ranks):
         assert found["plain"].tolist() == [[[0.0], [0.0]], [[1.0], [1.0]], [[2.0], [2.0]]]
         assert found["nested"]["a"][0].tolist() == [[0], [1], [2]]
@@ -105,7 +105,7 @@ def test_all_gather_with_gradients(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gather_all_tensors(kind: str, ranks: list[dict[str, Any]]) -> None:
-    """Each rank's tensor comes as it is, whatever its size and dtype, strided ones too."""
+    """Each rank's tensor arrives unchanged, whatever its size, dtype and strides."""
     for result in ranks:
         for dtype in DTYPES:
             gathered = result["shapes"][f"{kind} {dtype}"]
@@ -126,7 +126,7 @@ def test_gather_all_tensors_takes_few_collectives(ranks: list[dict[str, Any]]) -
 
 
 def test_gather_all_tensors_refuses_mismatches(ranks: list[dict[str, Any]]) -> None:
-    """What does not go together is the same error on every rank, which says what each rank gave."""
+    """Tensors that do not match are the same error on every rank, with each rank's input."""
     for result in ranks:
         assert all(text.startswith("TensorMismatchError: ") for text in result["mismatches"])
         dims, dtypes, no_tensor, sparse = result["mismatches"]
@@ -150,7 +150,7 @@ def test_all_gather_object(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_collectives_in_a_subgroup(ranks: list[dict[str, Any]]) -> None:
-    """Every collective works among the ranks of a subgroup; another is refused, not passed over."""
+    """Every collective works among the ranks of a subgroup; on another rank it is an error."""
     assert ranks[1]["subgroup"] == {"refused": True}
     for rank in (0, 2):
         found = ranks[rank]["subgroup"]
@@ -163,7 +163,7 @@ def test_collectives_in_a_subgroup(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_init_process_group_with_a_group(ranks: list[dict[str, Any]]) -> None:
-    """A group that fits is used, another one is refused."""
+    """A matching group is used, another one is refused."""
     for rank, found in enumerate(result["existing"] for result in ranks):
         assert found["used"] == rank
         assert f"rank {rank} of {WORLD}" in found["refused"] or rank == 0
@@ -172,13 +172,13 @@ def test_init_process_group_with_a_group(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("scenario", ["first", "per_node"])
 def test_rank_zero_first(scenario: str, ranks: list[dict[str, Any]]) -> None:
-    """The other ranks begin when rank zero has ended its turn."""
+    """The other ranks run the block after rank zero."""
     ended = ranks[0][scenario][1]
     assert all(result[scenario][0] >= ended for result in ranks[1:])
 
 
 def test_rank_zero_first_tells_failures(ranks: list[dict[str, Any]]) -> None:
-    """Those who wait learn what failed on rank zero, and the next turn works."""
+    """The waiting ranks get rank zero's failure, and the next block works."""
     assert ranks[0]["first_failed"] == "OSError: disk full"
     for result in ranks[1:]:
         assert result["first_failed"].startswith(
@@ -187,21 +187,21 @@ def test_rank_zero_first_tells_failures(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_rank_zero_first_keeps_what_is_no_utf8(ranks: list[dict[str, Any]]) -> None:
-    """A file's name that is no UTF-8 is told as it can be; rank zero's own exception stays as it is."""
+    """A file name that is not UTF-8 is sent escaped; rank zero's own exception is unchanged."""
     assert ranks[0]["first_failed_oddly"] == "OSError: no data-\udcff.bin"
     for result in ranks[1:]:
         assert r"failed on global_rank 0: OSError: no data-\udcff.bin." in result["first_failed_oddly"]
 
 
 def fail_first(strategy: DDPStrategy) -> None:
-    """Fail on rank zero, in its turn."""
+    """Fail on rank zero, in its block."""
     with strategy.rank_zero_first():
         if strategy.is_global_zero:
             raise OSError("disk full")
 
 
 def test_rank_zero_first_names_the_culprit() -> None:
-    """A job that ends so names rank zero's own exception; the others' are consequences."""
+    """The job's error is rank zero's exception; the other ranks' are consequences."""
     with pytest.raises(WorkerRaisedError, match=r"global_rank=0 .* raised OSError: disk full"):
         ddp("fork").launch(fail_first)
 
@@ -238,7 +238,7 @@ def train_in_pairs(strategy: DDPStrategy) -> dict[str, Any]:
 
 
 class InPairs(TrainingModule):
-    """Trains each pair on numbers of its own, and notes what each rank has read and learnt."""
+    """Trains each pair on numbers of its own, and records each rank's data and weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class InPairs(TrainingModule):
 
 
 def test_a_trainer_follows_the_data_parallel_group() -> None:
-    """It deals out samples within the subgroup, and averages their gradients there."""
+    """It distributes samples and averages gradients within the subgroup."""
     module = InPairs()
     quiet_trainer(Pairs(start_method="fork", accelerator="cpu", devices=4), 4, max_epochs=1).fit(module)
     even, odd = -(0.5 + 2.5), -(10.5 + 12.5)
@@ -288,7 +288,7 @@ def test_data_parallel_group() -> None:
 
 
 class Astray(Pairs):
-    """Forgets the group when it wraps a module."""
+    """Wraps a module without the subgroup."""
 
     def configure_ddp(self, module: torch.nn.Module, device_ids: list[int] | None) -> Any:
         return torch.nn.parallel.DistributedDataParallel(module)
@@ -302,7 +302,7 @@ def refusal_of(strategy: DDPStrategy) -> str:
 
 
 def test_a_wrapper_without_the_group_is_refused() -> None:
-    """Gradients would be averaged over other ranks than those that share out the data."""
+    """Gradients would be averaged over other ranks than those that share the data."""
     strategy = Astray(start_method="fork", accelerator="cpu", devices=4)
     strategy.launch(refusal_of)
     for rank, refusal in strategy.results.items():

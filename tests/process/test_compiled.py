@@ -1,4 +1,4 @@
-"""Compiled modules: wrapped and trained as plain ones are, in the right order."""
+"""Compiled modules are wrapped and trained like others."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_one_device() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's compiler itself
 @pytest.mark.skipif(not HAS_COMPILER, reason="torch's default compiler back end needs a C++ compiler")
 def test_the_default_back_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same with torch's own code generator, whose pools of threads are left open."""
+    """The same with torch's own code generator, which leaves thread pools open."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is compiled beforehand
     strategy = ddp("fork")
     strategy.launch(compare, "inductor")
@@ -127,7 +127,7 @@ def test_a_training_module_compiled_in_place() -> None:
 
 
 def test_a_compiled_training_module_is_refused() -> None:
-    """`torch.compile(model)` hides the steps of a TrainingModule: the error says what to do instead."""
+    """`torch.compile(model)` hides the steps of a TrainingModule: the error names the alternative."""
     compiled: Any = torch.compile(Regression(), backend="eager")
     with pytest.raises(InvalidTypeError, match=r"model\.compile\(\), and fit\(model\)"):
         quiet_trainer("ddp_fork", 2).fit(compiled, loader(8, 4))

@@ -1,4 +1,4 @@
-"""What Composer's `trainer.ddp` does, on two real processes: sync modes, their context, wrapping."""
+"""The counterparts of Composer's `trainer.ddp` on two processes: sync modes, their context, wrapping."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_ddp_sync_strategy(mode: str) -> None:
 
 
 def test_forced_sync_reduces_nothing_after_an_error(by_rank: dict[int, dict[str, Any]]) -> None:
-    """A backward pass that raised leaves each rank its own gradients, and nobody waits."""
+    """After a backward pass that raised, each rank has its own gradients, and no rank waits."""
     assert [float(by_rank[rank]["after an error"]) for rank in range(2)] == [0.0, 1.0]
 
 

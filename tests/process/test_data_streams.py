@@ -1,4 +1,4 @@
-"""What two ranks and their workers read and draw: one process's order, random numbers of their own."""
+"""Two ranks and their workers read in one process's order, and draw random numbers of their own."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def test_a_weighted_sampler_is_read_as_by_one_process(
 
 
 def test_the_users_generator_decides_the_order() -> None:
-    """Another seed is another order; if ranks have seeded theirs differently, rank zero's counts."""
+    """Another seed gives another order; where the ranks' seeds differ, rank zero's is used."""
     expected = order(fit(1, 0, OwnSeeds()))
     assert torch.equal(order(fit(2, 0, OwnSeeds())), expected)
     assert not torch.equal(order(fit(1, 0)), expected)
 
 
 def test_worker_init_fn_runs_in_every_worker(by_workers: dict[int, list[dict[str, Any]]]) -> None:
-    """The user's own, in both workers of a loader whose class torch does not know; they take turns."""
+    """The user's `worker_init_fn` runs in both workers of a custom loader class."""
     for rank in by_workers[2]:
         workers, marks = rank["read"][:, 0, 2], rank["read"][:, 0, 3]
         assert workers.tolist() == [0.0, 1.0] * (len(workers) // 2)

@@ -1,4 +1,4 @@
-"""What a custom DDP plug-in of PyTorch Lightning 1.1 could do: one strategy does all, on two processes."""
+"""What a custom DDP plug-in of PyTorch Lightning 1.1 could do, in one strategy on two processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Wrapper(DistributedDataParallel):
 
 
 class MyDDP(DDPStrategy):
-    """Overrides every hook, and notes what it sees."""
+    """Overrides every hook, and records its arguments."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(start_method="fork", **arguments)
@@ -47,7 +47,7 @@ class MyDDP(DDPStrategy):
 
 
 class Notes(TrainingModule):
-    """Keeps, among its hyper parameters, what the ranks have seen."""
+    """Keeps the records of the ranks among its hyperparameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def count_reductions(strategy: DDPStrategy) -> list[int]:
 
 
 def test_block_backward_sync() -> None:
-    """`block_backward_sync(model)`: really blocking, as counting shows."""
+    """`block_backward_sync(model)`: no reduction happens in the block."""
     strategy = DDPStrategy(start_method="fork", accelerator="cpu", devices=2)
     assert strategy.launch(count_reductions) == [0, 1]
     assert strategy.results[1] == [0, 1]

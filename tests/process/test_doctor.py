@@ -13,7 +13,7 @@ DOCTOR = (sys.executable, "-m", "rankwise", "doctor")
 
 
 def test_alone(run_script: ScriptRunner) -> None:
-    """Two local ranks meet and add up rightly, and every start method is tried."""
+    """Two local ranks reduce correctly, and every start method is tried."""
     result = run_script.command([*DOCTOR, "--json"], timeout=110)
     assert result.returncode == 0, result
     report: dict[str, Any] = json.loads(result.stdout)
@@ -28,7 +28,7 @@ def test_alone(run_script: ScriptRunner) -> None:
 
 
 def test_a_rank_that_does_not_come(run_script: ScriptRunner) -> None:
-    """Where the other rank is missing, that is said, with what to do, and the exit code is 1."""
+    """A missing rank is reported with a remedy, and the exit code is 1."""
     variables = {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -1,4 +1,4 @@
-"""`ddp_elastic`: after a failure all start again, and training goes on; at last a clear end."""
+"""`ddp_elastic`: after a failure all ranks restart and training continues; after the last one it raises."""
 
 from __future__ import annotations
 
@@ -81,21 +81,21 @@ def fail_in_own_words(strategy: Strategy) -> None:
 
 
 def test_killed_rank_is_named() -> None:
-    """A rank that was killed says nothing, and is named nevertheless; what the other makes of it is told."""
+    """The killed rank is named although it reports nothing; the other rank's error is listed."""
     with pytest.raises(WorkerKilledError, match=r"global_rank=1 .* was killed by SIGKILL") as caught:
         elastic(0).launch(fail_in_own_words)
     assert caught.value.consequences == ("global_rank 0 raised ValueError: step failed",)
 
 
 def test_a_restart_names_the_rank_that_was_killed(caplog: pytest.LogCaptureFixture) -> None:
-    """It says nothing itself, and the other one only that a neighbour has closed the connection."""
+    """The restart message names the killed rank, not the one that lost the connection."""
     with caplog.at_level(logging.WARNING, "rankwise.launchers.elastic"):
         elastic(1).launch(fail_until, 1, "killed")
     assert caplog.messages == ["All ranks start again (restart 1): global_rank 1 was killed by SIGKILL"]
 
 
 class KillAfter(Callback):
-    """At each start, SIGKILL for a rank after so many steps; the last start is left in peace."""
+    """Kills a rank after some steps of each start but the last."""
 
     def __init__(self, *spec: tuple[int, int]) -> None:
         self.spec = spec
@@ -130,7 +130,7 @@ def test_training_goes_on(kills: int, tmp_path: Path) -> None:
 
 
 def test_what_a_thread_writes_outlives_the_agents_signal(tmp_path: Path) -> None:
-    """Where one rank is killed torch's agent signals the other, which is leaving and still has to write."""
+    """When one rank is killed, torch's agent signals the other one while its thread still writes."""
     strategy = elastic(0, checkpoint_io=AsyncCheckpointIO(Slow(1.5)))
     with pytest.raises(WorkerKilledError, match="global_rank=1"):
         train(strategy, tmp_path, seed=3, max_epochs=1, kill=KillAfter((1, 2)), ckpt_path=None)
@@ -149,7 +149,7 @@ def save_and_work(strategy: Strategy, path: str) -> None:
 
 
 def test_so_does_what_no_trainer_has_saved(tmp_path: Path) -> None:
-    """The rank that is told to end while it works ends as soon as its thread has written."""
+    """A rank that gets the signal while it works ends as soon as its thread has written."""
     with pytest.raises(WorkerKilledError, match="global_rank=1"):
         strategy = elastic(0, checkpoint_io=AsyncCheckpointIO(Slow(1.5)))
         strategy.launch(save_and_work, str(tmp_path / "x.ckpt"))
@@ -197,7 +197,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, log: Path) -> None:
-    """A restart goes on without it, as if it were not there, and says why."""
+    """A restart ignores a damaged checkpoint, and logs why."""
     whole = train(elastic(0), tmp_path / "whole", seed=3, max_epochs=1)
     damage = Damage(tmp_path / "used" / "last.ckpt", (0, 2))
     again = train(elastic(1), tmp_path / "used", seed=3, max_epochs=1, kill=damage, ckpt_path=None)
@@ -227,7 +227,7 @@ AGENT = """
     ],
 )
 def test_nobody_outlives_the_agent(how: signal.Signals, code: int, run_script: ScriptRunner) -> None:
-    """However the agent's process ends, its workers are gone at once."""
+    """The workers end with the agent's process, however that ends."""
     running = run_script.start(AGENT, "fork")
     running.wait_for("up", count=2)
     running.send_signal(how)

@@ -1,4 +1,4 @@
-"""Evaluation and prediction are one process's on any number of ranks: each sample once, in order."""
+"""Evaluation and prediction on any number of ranks use each sample once, in order, as one process does."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_distributed_sampler_of_the_users() -> None:
 
 
 def test_a_distributed_sampler_of_another_rank() -> None:
-    """One that was made before the processes is rank zero's on all, so half of the data would be missing."""
+    """A sampler made before the launch would give all ranks rank zero's part, so it is refused."""
     data = dataset(10)
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 0))
     with pytest.raises(WorkerRaisedError, match="part 0 of 2 already, but this rank's is part 1 of 2"):
@@ -159,7 +159,7 @@ def test_who_gets_predictions() -> None:
 
 
 def test_ranks_without_samples() -> None:
-    """Ranks that have no sample at all change nothing, metric objects included."""
+    """Ranks without a sample do not change the result, metric objects included."""
     few = DataLoader(dataset(2), batch_size=1)
     expected, found = trainer_on(1).test(FewMeasured(), few)[0], trainer_on(3).test(FewMeasured(), few)[0]
     assert found == pytest.approx(expected, rel=0, abs=1e-9)
@@ -187,7 +187,7 @@ def test_iterable_data_are_evaluated_once(num_workers: int) -> None:
 
 
 class Range(Numbers):
-    """As in torch's documentation: whoever reads it says from where to where."""
+    """As in torch's documentation: `worker_init_fn` sets the range."""
 
     start, end = 0, 20
 
@@ -196,14 +196,14 @@ class Range(Numbers):
 
 
 def take_part(worker: int) -> None:
-    """Say it: a `worker_init_fn`."""
+    """Set this worker's range: a `worker_init_fn`."""
     place, info = shard_info(), get_worker_info()
     data: Any = info and info.dataset
     data.start, data.end = (20 * (place.shard_index + n) // place.num_shards for n in (0, 1))
 
 
 def test_worker_init_fn_can_split_iterable_data() -> None:
-    """It can ask for its place, and what it sets on the data set is what the data set reads."""
+    """A `worker_init_fn` can use `shard_info()` and change the data set that the worker reads."""
     expected = trainer_on(1).test(Regression(), DataLoader(dataset(20), batch_size=20))[0]
     loader = DataLoader(Range(), batch_size=2, num_workers=2, worker_init_fn=take_part)
     assert trainer_on(2).test(Regression(), loader)[0] == pytest.approx(expected, abs=1e-12)

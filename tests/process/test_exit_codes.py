@@ -1,4 +1,4 @@
-"""A failure that nobody catches ends the script with the exit code of the rank that failed."""
+"""An uncaught failure ends the script with the exit code of the rank that failed."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
 
 @pytest.mark.parametrize("case", CODES)
 def test_the_code_is_the_culprits(case: str, outputs: Outputs) -> None:
-    """As a shell gives it, never 0 unless the script goes on; the exit hooks have run, the text is there."""
+    """The exit code is the failed rank's; exit hooks have run, the error is printed."""
     assert f"code {CODES[case]}\n" in outputs.stdout[case], outputs.stdout
     assert "exit hooks ran" in outputs.stdout[case]
     if "own hook" not in case and "caught" not in case:
@@ -162,14 +162,14 @@ def test_the_code_is_the_culprits(case: str, outputs: Outputs) -> None:
 
 
 def test_ones_own_excepthook_is_called(outputs: Outputs) -> None:
-    """A hook that the script has set prints what it likes, and nothing else is printed."""
+    """The script's own `sys.excepthook` prints the error, and nothing else is printed."""
     assert "own hook WorkerExitedError" in outputs.stdout["_exit/own hook"]
     assert outputs.stderr["_exit/own hook"] == ""
 
 
 @pytest.mark.parametrize("case", ["kill/caught", "_exit/thread"])
 def test_what_is_caught_leaves_no_hook(case: str, outputs: Outputs) -> None:
-    """`sys.excepthook` is what it was once the error is gone, and in a thread it never changes."""
+    """`sys.excepthook` is restored when the error is caught, and never changes in a thread."""
     assert "as before: True" in outputs.stdout[case]
 
 

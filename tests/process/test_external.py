@@ -1,4 +1,4 @@
-"""Under a launcher that has started the processes already: torchrun for real, or variables set by hand."""
+"""Processes that another launcher has started: torchrun, or two shells with variables set by hand."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_torchruns_run_succeeds(under_torchrun: ScriptResult) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torchruns_processes_are_the_ranks(name: str, under_torchrun: ScriptResult) -> None:
-    """No strategy starts further processes; it runs, twice, in those that are there."""
+    """A strategy starts no further processes and runs twice in the existing ones."""
     lines = [line for line in under_torchrun.stdout.splitlines() if line.startswith(f"{name} ")]
     assert sorted(lines) == [
         f"{name} {rank} 2 (3.0, True, 1) (3.0, True, 2) torchelastic" for rank in range(2)
@@ -91,7 +91,7 @@ def test_another_number_of_devices_names_both(under_torchrun: ScriptResult) -> N
 
 
 def test_single_device_is_refused_under_torchrun(under_torchrun: ScriptResult) -> None:
-    """Training the same thing twice side by side is surely not what was meant."""
+    """`single_device` on several processes would train the same model in each."""
     assert under_torchrun.stdout.count("torchelastic has started 2 processes") == 2
 
 

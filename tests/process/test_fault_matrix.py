@@ -1,4 +1,4 @@
-"""The table of failures, each cell of it: how long, what the caller sees, what is left."""
+"""Each cell of the table of failures: how long it takes, what the caller gets, what is left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRunner]:
     [pytest.param(cell, id=str(cell), marks=() if cell in QUICK else pytest.mark.soak) for cell in CELLS],
 )
 def test_fault(cell: Cell, run: FaultRunner, record_property: Callable[[str, object], None]) -> None:
-    """In time every process is gone, the caller knows who failed and how, and nothing is left."""
+    """In time every process has ended, the caller has the right exception, and nothing is left."""
     outcome = run(cell, cell.start_method)
     for name, value in {"cell": json.dumps(vars(cell)), "gone_after_s": outcome.gone_after_s}.items():
         record_property(name, value)  # for fault_report.py
@@ -47,7 +47,7 @@ def test_fault(cell: Cell, run: FaultRunner, record_property: Callable[[str, obj
 
 
 def test_the_table_is_whole() -> None:
-    """Each cell is run, or says why it makes no sense."""
+    """Each cell is run or has a reason why it is impossible."""
     assert set(ALL) == set(CELLS) | set(LEFT_OUT)
     assert len(ALL) == 3 * 7 * 4 * 4
     assert set(CELLS) >= QUICK
@@ -55,7 +55,7 @@ def test_the_table_is_whole() -> None:
 
 
 def test_what_is_left_is_found(run: FaultRunner) -> None:
-    """Of a job that leaves one of each kind behind, each is found."""
+    """A job leaves one of each thing behind, and each is found."""
     outcome = run(None, "fork", leaves_things=True, outlives_s=0.3)
     assert (outcome.exit_code, outcome.exception) == (0, UNDISTURBED), outcome
     found = "\n".join(outcome.left)
@@ -86,7 +86,7 @@ _QUICK = ("ddp_fork",)
 
 
 def _draw(chance: random.Random, cells: list[Cell]) -> tuple[Cell, float, int]:
-    """Draw a cell, how much later its fault comes, and in which step, where it comes in one."""
+    """Draw a cell, the delay of its fault, and the step, if the fault is in one."""
     cell, delay_s, step = chance.choice(cells), chance.uniform(0, _MOST_DELAY_S), chance.randrange(_STEPS)
     return cell, delay_s, step if cell.when in WHEN[1:3] else 1
 
@@ -96,7 +96,7 @@ def _draw(chance: random.Random, cells: list[Cell]) -> tuple[Cell, float, int]:
     [(3, _QUICK), pytest.param(200, STRATEGIES, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
 )
 def test_random_faults(runs: int, strategies: tuple[str, ...], run: FaultRunner) -> None:
-    """Each ends as the table says and leaves nothing, whenever it comes; the table checks how soon."""
+    """A fault at a random moment has the result of the table and leaves nothing."""
     seed = int(os.environ.get("RANKWISE_SOAK_SEED", SEED))
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -116,7 +116,7 @@ def test_random_faults(runs: int, strategies: tuple[str, ...], run: FaultRunner)
     [(2, _QUICK), pytest.param(200, STRATEGIES, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
 )
 def test_runs_without_a_fault(runs: int, strategies: tuple[str, ...], run: FaultRunner) -> None:
-    """Each exits with 0, torch's abort at exit does not happen, and nothing is left."""
+    """Runs without a fault exit with 0 and leave nothing."""
     found: dict[int, object] = {}
     for number in range(runs):
         strategy = strategies[number % len(strategies)]

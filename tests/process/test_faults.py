@@ -64,19 +64,19 @@ SPAWNED: set[Cell] = {
 
 @_table(PRIVATE | OVER_TCP, but=ELSEWHERE)
 def test_fork(cell: Cell, tmp_path: Path) -> None:
-    """Any failure of a forked rank reaches the caller in time, once, rightly named."""
+    """A failure of a forked rank raises one exception in time, with the right rank and class."""
     _check(cell, "fork", tmp_path)
 
 
 @_table(PRIVATE, but=ELSEWHERE)
 def test_forkserver(cell: Cell, tmp_path: Path) -> None:
-    """Any failure of a rank of the forkserver reaches the caller in time, once, rightly named."""
+    """A failure of a forkserver rank raises one exception in time, with the right rank and class."""
     _check(cell, "forkserver", tmp_path)
 
 
 @_table(SPAWNED)
 def test_spawn(cell: Cell, tmp_path: Path) -> None:
-    """Any failure of a spawned rank reaches the caller in time, once, rightly named."""
+    """A failure of a spawned rank raises one exception in time, with the right rank and class."""
     _check(cell, "spawn", tmp_path)
 
 
@@ -121,7 +121,7 @@ RERUN_SCRIPT = """
 @pytest.fixture
 @computed_once
 def rerun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, list[str]]:
-    """Have all cells of `test_ddp` that are selected happen in one script; return the problems of each."""
+    """Run all selected cells of `test_ddp` in one script; return the problems of each."""
     items = [item for item in request.session.items if item.name.startswith("test_ddp[")]
     cells: list[Cell] = [getattr(item, "callspec").params["cell"] for item in items]  # noqa: B009 -- pytest types no such item
     folder = tmp_path_factory.mktemp("rerun")
@@ -164,7 +164,7 @@ def _read(results: Path) -> dict[str, list[str]]:
 @pytest.mark.timeout(400)
 @_table(RERUN, but=LETHAL)
 def test_ddp(cell: Cell, rerun: dict[Cell, list[str]]) -> None:
-    """Any failure of a re-run script reaches the main script in time, once, rightly named."""
+    """A failure of a re-run script raises one exception in the main script in time, with the right rank."""
     assert rerun[cell] == []
 
 
@@ -210,7 +210,7 @@ def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunne
 def test_rank_zero_is_gone_at_once(
     how: str, code: int, when: str, run_script: ScriptRunner, tmp_path: Path
 ) -> None:
-    """Under ddp, where rank 0 is the main process, its sudden end is the script's, and its peer follows."""
+    """Under ddp rank 0 is the main process: its sudden end is the script's, and the other rank ends too."""
     cell = json.dumps([0, how, when, "private", str(tmp_path / "stamp")])
     running = run_script.start(ONE_CELL, cell, env=with_tests())
     result = running.finish(leftover_grace_s=LIMIT_S)
@@ -249,7 +249,7 @@ BUSY = """
 @pytest.mark.parametrize("start_method", ["popen", "spawn", "fork", "forkserver"])
 @pytest.mark.parametrize("what", ["step", pytest.param("sleep", marks=pytest.mark.soak)])
 def test_workers_leave_with_the_main_process(start_method: str, what: str, run_script: ScriptRunner) -> None:
-    """SIGKILL of the main process: soon nothing of the job is left, whatever it was doing."""
+    """After SIGKILL of the main process all workers end soon, whatever they are doing."""
     running = run_script.start(BUSY, start_method, what)
     running.wait_for("busy", count=2)
     running.send_signal(signal.SIGKILL)
@@ -272,7 +272,7 @@ IMPORTING = """
 
 @pytest.mark.parametrize("start_method", ["popen", "spawn"])
 def test_workers_that_have_not_begun_leave_too(start_method: str, run_script: ScriptRunner) -> None:
-    """SIGKILL of the main process also ends a worker which has not come to rankwise, and can hear nothing."""
+    """SIGKILL of the main process also ends a worker that has not imported rankwise yet."""
     running = run_script.start(IMPORTING, start_method)
     running.wait_for("importing", count=2 if start_method == "spawn" else 1)
     running.send_signal(signal.SIGKILL)
@@ -323,7 +323,7 @@ def two_are_killed(strategy: Strategy) -> None:
 
 
 def test_two_that_are_killed_at_once_are_both_named() -> None:
-    """As the out-of-memory killer does: the first is the cause, the other one has a line of its own."""
+    """As by the out-of-memory killer: one is the cause, the other one is listed."""
     with pytest.raises(WorkerKilledError, match="was killed by SIGKILL") as caught:
         ddp("fork", devices=3).launch(two_are_killed)
     error = caught.value
@@ -353,7 +353,7 @@ def test_a_consequence_is_not_taken_for_the_cause() -> None:
 
 
 class Unruly(Exception):
-    """An exception that cannot even say what it is."""
+    """An exception whose `__str__` fails."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -402,7 +402,7 @@ def fail_oddly(strategy: Strategy, kind: str) -> None:
     ],
 )
 def test_any_exception_is_reported(kind: str, name: str) -> None:
-    """Whatever is raised is named with its rank: long, undecodable, wordless, local, chained, nowhere."""
+    """Any exception is reported with its rank: long, not decodable, without text, local, chained."""
     with pytest.raises(WorkerRaisedError) as caught:
         ddp("fork").launch(fail_oddly, kind)
     assert (caught.value.global_rank, caught.value.exception_type) == (1, name)
@@ -417,7 +417,7 @@ def test_a_chained_exception_keeps_its_chain() -> None:
 
 
 def test_what_the_caller_is_handling_is_no_part_of_a_failure() -> None:
-    """A job that is tried again after a timeout fails by its own error, though Python links the two."""
+    """The error of a job that is retried in an `except` block does not contain the caught exception."""
     try:
         raise dist.DistStoreError("wait timeout after 100ms, keys: /config")
     except dist.DistStoreError:
@@ -441,7 +441,7 @@ def abort(strategy: Strategy) -> None:
 
 
 def test_a_crash_names_its_signal() -> None:
-    """A rank that native code ends is reported with the signal's name."""
+    """A rank that crashes in native code is reported with the signal's name."""
     with pytest.raises(WorkerKilledError, match=r"global_rank=1 .* was killed by SIGABRT"):
         ddp("fork").launch(abort)
 
@@ -461,7 +461,7 @@ def test_an_exit_has_its_code(code: object, expected: int) -> None:
 
 
 class FailsToArrive:
-    """Raises, or leaves, where it is unpickled."""
+    """Raises or exits when it is unpickled."""
 
     def __init__(self, action: str) -> None:
         self.action = action
@@ -482,7 +482,7 @@ def take(strategy: Strategy, value: object) -> None:
 
 @pytest.mark.parametrize(("action", "kind"), [("raise", WorkerRaisedError), ("leave", WorkerExitedError)])
 def test_arguments_that_do_not_arrive_are_reported(action: str, kind: type[WorkerError]) -> None:
-    """What goes wrong while a rank unpickles its arguments ends the job as any failure does."""
+    """A failure while a rank unpickles its arguments ends the job like any other."""
     ddp("forkserver").launch(take, None)  # which starts the forkserver, if it is not there yet
     start = time.monotonic()
     with pytest.raises(kind):
@@ -537,7 +537,7 @@ def catch_everything(strategy: Strategy) -> None:
 
 
 def test_a_rank_that_catches_everything_is_ended() -> None:
-    """A stopped rank whose loop swallows every `Exception` does not hold up the end."""
+    """A rank whose loop catches every `Exception` is ended too."""
     start = time.monotonic()
     with pytest.raises(WorkerRaisedError, match="the cause"):
         ddp("fork").launch(catch_everything)

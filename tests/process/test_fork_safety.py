@@ -1,4 +1,4 @@
-"""Forking a process that has worked with many threads; and what a rank forks leaves with it."""
+"""Forking a process that has used several threads; processes that a rank forks end with it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ HEAVY = """
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
 def test_forking_after_parallel_work_trains(start_method: str, run_script: ScriptRunner) -> None:
-    """The parent has worked on two threads; its forked ranks train on two threads each, twice over."""
+    """After parallel work on two threads, forked ranks train on two threads each, in two launches."""
     result = run_script(HEAVY, start_method, env={"OMP_NUM_THREADS": "2"}, timeout=90)
     assert result.returncode == 0, result
     assert result.stdout.splitlines() == ["threads 2", "threads 2", "2"]
@@ -81,7 +81,7 @@ GONE_S = 4.0
 
 
 class SlowNumbers(torch.utils.data.Dataset[int]):
-    """Numbers, of which the later ones take their time; each worker process writes down its pid."""
+    """Numbers, of which the later ones take a minute; each worker process writes down its pid."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -122,7 +122,7 @@ def are_gone(pids: list[int], within_s: float) -> bool:
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_data_workers_leave_with_a_killed_rank(start_method: str, tmp_path: Path) -> None:
-    """A rank is killed while loader workers sleep: the job ends in time, and its workers with it."""
+    """A rank is killed while its loader workers sleep: the job and the workers end in time."""
     start = time.monotonic()
     with pytest.raises(WorkerKilledError, match="global_rank=1"):
         ddp(start_method).launch(load, str(tmp_path), "kill")
@@ -163,7 +163,7 @@ MAIN_KILLED = """
     ["popen", "fork", *(pytest.param(m, marks=pytest.mark.soak) for m in ("spawn", "forkserver"))],
 )
 def test_data_workers_leave_with_the_main_process(start_method: str, run_script: ScriptRunner) -> None:
-    """SIGKILL of the main process: ranks and their sleeping loader workers are gone at once."""
+    """After SIGKILL of the main process the ranks and their sleeping loader workers end at once."""
     running = run_script.start(MAIN_KILLED, start_method)
     running.wait_for("loading", count=2)
     assert len(running.processes()) >= 6

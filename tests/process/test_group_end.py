@@ -53,7 +53,7 @@ print("this process is not")
 
 
 def test_the_thread_does_not_wait_for_itself(run_script: ScriptRunner) -> None:
-    """The callback goes after the group was destroyed: the process lives on."""
+    """A callback is dropped after the group was destroyed, and the process does not abort."""
     result = run_script(PROGRAM)
     assert result.returncode == 0, result
     assert result.stdout.split("\n")[:2] == ["the callback is gone", "this process is not"]

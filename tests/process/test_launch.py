@@ -1,4 +1,4 @@
-"""`launch` from one process: values come back, ranks see their world, and nothing is left changed."""
+"""`launch` from one process returns values, gives ranks their environment, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def job(request: pytest.FixtureRequest) -> _Job:
 
 @pytest.fixture(params=["fork", "forkserver"])
 def start_method(request: pytest.FixtureRequest) -> str:
-    """A start method that is quick; spawn takes the same way as forkserver, and a test of its own below."""
+    """A fast start method; spawn uses the code of forkserver and has a test below."""
     return str(request.param)
 
 
@@ -211,7 +211,7 @@ def test_fifty_megabytes_of_each_rank_come_back(start_method: str) -> None:
 
 
 def test_returned_tensors_can_be_written_to(start_method: str) -> None:
-    """A value is the caller's own: writing to it changes no other rank's, nor faults."""
+    """A returned tensor can be written to, and changes no other rank's."""
     strategy = ddp(start_method)
     tensor, _ = strategy.launch(big_value)
     tensor += 5
@@ -259,7 +259,7 @@ def return_unpicklable(strategy: Strategy) -> Any:
 
 
 def test_a_value_that_cannot_travel_is_an_error(start_method: str) -> None:
-    """A value that cannot be pickled ends the job with one exception that says so."""
+    """A value that cannot be pickled ends the job with one exception with that reason."""
     with pytest.raises(RuntimeError, match="pickle"):
         ddp(start_method).launch(return_unpicklable)
 
@@ -303,7 +303,7 @@ def echo(strategy: Strategy, tensors: Special, module: Tied) -> tuple[Special, b
 
 
 def test_tensors_travel_as_they_are(start_method: str) -> None:
-    """Of any dtype, shape and stride, tensors go to the ranks and come back with the same contents."""
+    """Tensors of any dtype, shape and strides go to the ranks and come back unchanged."""
     strategy = ddp(start_method)
     strategy.launch(echo, special_tensors(), Tied())
     for tensors, _, _ in strategy.results.values():
@@ -396,7 +396,7 @@ def test_binding_twice_is_refused() -> None:
 
 
 def test_what_needs_a_job_says_so() -> None:
-    """Before `bind` and outside of a job, what needs them names them."""
+    """A property that needs `bind` or a job raises an error with that reason."""
     strategy = ddp("fork")
     with pytest.raises(LifecycleError, match="bound"):
         strategy.world_size  # noqa: B018 -- the property raises
@@ -406,7 +406,7 @@ def test_what_needs_a_job_says_so() -> None:
 
 
 def test_a_lambda_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a start method that pickles, a lambda is refused at once, and named."""
+    """Under a start method that pickles, a lambda is refused before anything starts, by name."""
     started: list[object] = []
     monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", lambda *args: started.append(args))
     with pytest.raises(NotPicklableError, match="the launched function"):
@@ -497,7 +497,7 @@ def test_a_launch_from_another_thread_works() -> None:
 
 
 def test_a_launch_from_a_pool_works() -> None:
-    """So can a thread of a ThreadPoolExecutor, which every exit of Python joins."""
+    """A thread of a ThreadPoolExecutor can launch, although Python joins it at exit."""
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(ddp("fork").launch, all_facts, 1).result()["total"] == 3.0
 
@@ -511,7 +511,7 @@ def test_strategies_take_turns(start_method: str) -> None:
 
 
 def test_output_of_ranks_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
-    """What a rank prints is there when `launch` returns, though a fork leaves without Python's exit."""
+    """A rank's output is written when `launch` returns, although a fork skips Python's exit."""
     ddp("fork").launch(lambda strategy: print(f"rank {strategy.global_rank} was here"))
     out = capfd.readouterr().out
     assert [out.count(f"rank {rank} was here") for rank in (0, 1)] == [1, 1]
@@ -519,7 +519,7 @@ def test_output_of_ranks_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, and pidfds")
 def test_a_start_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rank 1 was started but cannot be watched, it and rank 0 are gone, with every descriptor."""
+    """If rank 1 was started but cannot be supervised, both ranks end and every descriptor is closed."""
     strategy = ddp("fork")
     strategy.launch(_nothing)
     genuine, calls, folder = os.pidfd_open, itertools.count(), Path("/proc/self/fd")

@@ -1,4 +1,4 @@
-"""What a rank still does when its job is done or has to end: its threads, exit hooks, checkpoints."""
+"""What a rank still does at the end of its job: threads, exit hooks, checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def leave_a_thread(strategy: Strategy, seconds: float, path: str) -> str:
 
 
 def test_a_thread_that_still_works_is_waited_for(tmp_path: Path) -> None:
-    """What is no daemon ends before `launch` returns, as it would before a script ends."""
+    """A thread that is no daemon ends before `launch` returns."""
     assert ddp("fork").launch(leave_a_thread, 0.5, str(tmp_path / "uploaded")) == "done"
     assert (tmp_path / "uploaded").exists()
 
@@ -48,7 +48,7 @@ def leave_pools(strategy: Strategy, folder: str, pools: list[Executor]) -> None:
 
 
 def test_pools_that_are_left_open_end_with_their_rank(tmp_path: Path) -> None:
-    """They finish their work and let the rank go; the caller's own pool, from which it launches, stays."""
+    """A rank's open pools finish their work and end; the caller's own pool stays."""
     with ThreadPoolExecutor(1) as callers:
         job = ddp("fork", timeout=20)
         callers.submit(job.launch, leave_pools, str(tmp_path), []).result()
@@ -59,7 +59,7 @@ def test_pools_that_are_left_open_end_with_their_rank(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_leave(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is killed in silence: at `timeout` it is an error that names the rank and shows its stacks."""
+    """A rank that does not exit within `timeout` is an error with the rank and its stacks."""
     monkeypatch.setattr(teardown_timeout, "LEAST_TO_LEAVE_S", 1.0)
     with pytest.raises(WorkerTimedOutError, match="the end of the job") as caught:
         ddp("fork", timeout=3.0, stall_warning=0.8).launch(leave_a_thread, 60, str(tmp_path / "uploaded"))
@@ -90,14 +90,14 @@ LONGER = """
 
 @pytest.mark.soak
 def test_the_rest_of_a_script_may_take_its_time(run_script: ScriptRunner) -> None:
-    """`timeout` is for the job: what a sibling does after it has no limit."""
+    """`timeout` limits the job only, not what a sibling does after it."""
     result = run_script(LONGER, "tail")
     assert (result.returncode, result.stdout, result.stderr) == (0, "came to its end\n", ""), result
 
 
 @pytest.mark.soak
 def test_a_script_that_does_not_leave(run_script: ScriptRunner) -> None:
-    """The interpreter's own way out has a limit, exit hooks of before the job included: an error."""
+    """The interpreter's exit has a limit, exit hooks included; beyond it there is an error."""
     result = run_script(LONGER, "hook")
     assert result.returncode == 1
     assert "waited too long for global_rank=1" in result.stderr
@@ -107,7 +107,7 @@ def test_a_script_that_does_not_leave(run_script: ScriptRunner) -> None:
 
 
 class Slow(CheckpointIO):
-    """Takes its time to write."""
+    """Writes slowly."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -138,7 +138,7 @@ def save_and_fail(strategy: Strategy, who: int, path: str) -> None:
 def test_a_failure_does_not_cut_a_checkpoint(
     who: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 fails, or is stuck when another does: its thread may write beyond the grace."""
+    """When a rank fails, a thread of rank 0 may finish its checkpoint after the grace period."""
     strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(2.5)), grace_period_s=0.2)
     began = time.monotonic()
     with pytest.raises(WorkerRaisedError, match="the cause"):
@@ -150,7 +150,7 @@ def test_a_failure_does_not_cut_a_checkpoint(
 
 @pytest.mark.soak
 def test_a_checkpoint_that_is_never_written(tmp_path: Path) -> None:
-    """That wait ends with `timeout`."""
+    """The wait for a checkpoint ends at `timeout`."""
     strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(60)), grace_period_s=0.2, timeout=1.0)
     began = time.monotonic()
     with pytest.raises(WorkerRaisedError, match="the cause"):
@@ -180,7 +180,7 @@ WRITING = """
 @pytest.mark.soak
 @pytest.mark.parametrize("presses", [1, 2])
 def test_only_a_second_ctrl_c_cuts_a_checkpoint(presses: int, run_script: ScriptRunner) -> None:
-    """The first lets the thread write; who presses again does not wait for it."""
+    """The first Ctrl-C waits for the thread that writes, the second one does not."""
     path = run_script.folder / "x.ckpt"
     running = run_script.start(WRITING, "3" if presses == 1 else "50", str(path), env=with_tests())
     running.wait_for("busy", count=2)
@@ -211,7 +211,7 @@ ALONE = """
 
 @pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_sigterm_waits_for_a_checkpoint_once(signals: int, run_script: ScriptRunner) -> None:
-    """A rank that nobody supervises ends when its thread has written, and at once for a second one."""
+    """A rank without a supervisor ends when its thread has written, and at once for a second signal."""
     path = run_script.folder / "x.ckpt"
     running = run_script.start(ALONE, "1" if signals == 1 else "50", str(path), env=with_tests())
     running.wait_for("busy")
@@ -242,7 +242,7 @@ def signalled_in_a_wait(strategy: Strategy, path: str, seconds: float, at: list[
     ],
 )
 def test_sigterm_in_a_collective(seconds: float, at: list[float], is_saved: bool, tmp_path: Path) -> None:
-    """A rank that waits for others in C++ ends as one elsewhere does, not when they come."""
+    """A rank that waits in a collective in C++ ends at once too."""
     path = tmp_path / "x.ckpt"
     strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(seconds)), timeout=60.0)
     began = time.monotonic()

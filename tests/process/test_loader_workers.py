@@ -1,4 +1,4 @@
-"""DataLoader workers that are stuck: they leave when their rank wants it, or is gone, and for nobody else."""
+"""Stuck DataLoader workers end when their rank ends them or exits, and for no other reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STUCK = """
 
 
 def test_a_stuck_worker_ends_with_its_rank(run_script: ScriptRunner) -> None:
-    """A SIGTERM to all does not end it; the rank's, as it leaves its interpreter, or its death does."""
+    """SIGTERM from outside does not end a worker; the rank's own at its exit, or its death, does."""
     running = run_script.start(STUCK)
     running.wait_for("stuck", count=4)
     ranks = [int(pid) for pid in re.findall(r"rank (\d+)\n", running.stdout)]
@@ -73,7 +73,7 @@ def test_a_stuck_worker_ends_with_its_rank(run_script: ScriptRunner) -> None:
 
 
 class Busy(Dataset[int]):
-    """Numbers, of which each but the first takes minutes; the worker writes its pid down first."""
+    """Numbers, of which each but the first takes minutes; the worker first writes down its pid."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

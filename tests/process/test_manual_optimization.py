@@ -1,4 +1,4 @@
-"""Manual optimisation on two ranks: equal gradients after every backward pass, and one process's weights."""
+"""Manual optimization on two ranks: equal gradients after each backward pass, and one process's weights."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_manual_backward_and_toggle_optimizer_on_two_ranks(ways: str, options: dict[str, Any]) -> None:
-    """Three backward passes for two optimizers in a step: one average each, or two where one is blocked."""
+    """Three backward passes for two optimizers in a step: one reduction each, or two where one is blocked."""
     alone, expected = quiet_trainer("single_device", 1, max_epochs=2), Gan(ways)
     alone.fit(expected, loader(40, 8))
     trainer, module = quiet_trainer(ddp("fork", **options), 2, max_epochs=2), Gan(ways)
@@ -127,7 +127,7 @@ def test_manual_backward_and_toggle_optimizer_on_two_ranks(ways: str, options: d
 
 
 def test_a_rank_that_has_run_out_takes_part() -> None:
-    """With an uneven last batch, its rank's padding steps count nothing: weights are one process's."""
+    """With an uneven last batch the padding steps have no weight: the weights are one process's."""
     alone, expected = quiet_trainer("single_device", 1, max_epochs=2), Gan()
     alone.fit(expected, loader(33, 8))
     trainer, module = quiet_trainer(ddp("fork"), 2, max_epochs=2, uneven_inputs="join"), Gan()
@@ -150,7 +150,7 @@ class Hooked(DDPStrategy):
 
 
 class Remembering(Hooked):
-    """Its hook keeps what it could not send."""
+    """Registers a hook that keeps an error term (error feedback)."""
 
     hook = staticmethod(powerSGD_hook)
 
@@ -160,7 +160,7 @@ class Remembering(Hooked):
 
 
 def test_a_hook_averages() -> None:
-    """A communication hook is what gradients go through: both ranks have the same, rounded as it does."""
+    """Gradients go through the communication hook: both ranks have the same, with its rounding."""
     exact, rounded = Gan(), Gan()
     quiet_trainer(ddp("fork"), 2, max_epochs=1).fit(exact, loader(40, 4))
     quiet_trainer(Hooked(start_method="fork"), 2, max_epochs=1).fit(rounded, loader(40, 4))
@@ -172,7 +172,7 @@ def test_a_hook_averages() -> None:
 
 
 def test_a_hook_that_remembers_is_refused() -> None:
-    """One that keeps gradients from step to step has no steps here; that is said before it goes wrong."""
+    """A hook that keeps gradients between steps is refused before training."""
     trainer = quiet_trainer(Remembering(start_method="fork"), 2, max_epochs=1)
     with pytest.raises(WorkerRaisedError, match="PowerSGDState cannot be used in manual optimisation"):
         trainer.fit(Gan(), loader(8, 4))

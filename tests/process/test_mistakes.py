@@ -28,7 +28,7 @@ class Uneven(Regression):
 
 
 def test_ranks_that_would_train_different_modules() -> None:
-    """Which parameters differ is said before DDP sees them; one traceback stands for those of all ranks."""
+    """Different parameters are an error before DDP is made, with one traceback for all ranks."""
     trainer = quiet_trainer(ddp("fork", grace_period_s=10.0), 2, max_epochs=1)
     with pytest.raises(WorkerRaisedError) as caught:
         trainer.fit(Uneven(), loader(16, 4))
@@ -78,7 +78,7 @@ class Different(Regression):
     ],
 )
 def test_ranks_that_differ(what: str, expected: str) -> None:
-    """Versions, frozen parameters and loaders are compared before the first step; every rank is told."""
+    """Versions, frozen parameters and loaders are compared before the first step; every rank raises."""
     trainer = quiet_trainer(ddp("fork", grace_period_s=10.0), 2, max_epochs=1)
     with pytest.raises(WorkerRaisedError) as caught:
         trainer.fit(Different(what))
@@ -100,7 +100,7 @@ quiet_trainer("ddp", 2, max_epochs=1).fit(module, loader(16, 4))
 
 
 def test_scripts_with_different_seeds(run_script: ScriptRunner) -> None:
-    """Seeds differ where each rank runs the script; it is said how a rank gets its own random numbers."""
+    """Different seeds in the ranks' scripts are an error that explains per-rank random numbers."""
     result = run_script(SEED_DIFFERENTLY, env=with_tests())
     assert result.returncode == 1, result
     assert "raised RankMismatchError: The ranks are not the same in 1 thing." in result.stderr, result
@@ -123,7 +123,7 @@ class LogsAlone(Regression):
 
 @pytest.mark.parametrize("on_step", [True, False])
 def test_ranks_that_log_different_names(tmp_path: Path, on_step: bool) -> None:
-    """With sync_dist=True that is an error which names them, and not a deadlock."""
+    """With `sync_dist=True` different names are an error with these names, not a deadlock."""
     strategy = ddp("fork", grace_period_s=10.0, timeout=30.0)
     logger = CSVLogger(tmp_path)
     trainer = quiet_trainer(strategy, 2, max_epochs=1, logger=logger, log_every_n_steps=1)
@@ -151,14 +151,14 @@ def gather_on_rank_zero(strategy: Strategy) -> str:
 
 @rank_zero_only
 def launch_from_rank_zero() -> dict[int, str]:
-    """Launch within such a function, as the one process that there is before."""
+    """Launch within such a function, before there is a job."""
     strategy = ddp("fork")
     strategy.launch(gather_on_rank_zero)
     return strategy.results
 
 
 def test_a_collective_on_rank_zero_alone_is_refused() -> None:
-    """It raises at once instead of waiting for ranks that never come; to launch from there is fine."""
+    """It raises at once instead of waiting for the other ranks; a launch from there works."""
     results = launch_from_rank_zero()
     assert results is not None
     assert "all_gather_object was called in state 'in a function that only rank zero runs'" in results[0]

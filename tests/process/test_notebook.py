@@ -1,4 +1,4 @@
-"""`ddp_notebook` in a real Jupyter kernel: what cells define, print and raise, and the interrupt button."""
+"""`ddp_notebook` in a real Jupyter kernel: definitions, output and exceptions of cells, the interrupt."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Kernel:
         self.client.resources = {"metadata": {"path": str(folder)}}
 
     def run(self, source: str) -> str:
-        """Run a cell; return what stands below it, the error's name and value included."""
+        """Run a cell; return its output, the error's name and value included."""
         cell = self._new_cell(source)
         self.notebook.cells.append(cell)
         self.client.execute_cell(cell, len(self.notebook.cells) - 1)

@@ -1,4 +1,4 @@
-"""Another user of the machine finds no way into a job: no listener, no file, no descriptor, no memory."""
+"""Another user of the machine cannot access a job: no listener, file, descriptor or memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def descriptors_of(pid: int) -> dict[str, str]:
 
 
 def look_around(strategy: Strategy) -> dict[str, list[str]]:
-    """Try, as another user, what would lead to the store's table or to a rank's data."""
+    """Try, as another user, to access the store's table or a rank's data."""
     strategy.all_reduce(torch.ones(1))
     if strategy.global_rank:
         strategy.barrier()
@@ -62,7 +62,7 @@ def look_around(strategy: Strategy) -> dict[str, list[str]]:
 
 
 def test_another_user_is_shut_out_of_a_private_rendezvous() -> None:
-    """No key can be read or planted: only gloo listens, on loopback, and nobody opens channel or memory."""
+    """No key can be read or set: only gloo listens, on loopback, and channel and memory cannot be opened."""
     if os.getuid() != 0 or shutil.which("ss") is None:
         pytest.skip("needs root, to become another user, and the command ss (iproute2)")
     found = ddp("fork", "private").launch(look_around)

@@ -1,4 +1,4 @@
-"""Precision on two ranks: both have the same weights, and both skip a step or none does."""
+"""Precision on two ranks: both have the same weights and skip the same steps."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def train_in_all(strategy: DDPStrategy) -> dict[str, Any]:
 @pytest.fixture
 @computed_once
 def by_rank() -> list[dict[str, Any]]:
-    """What each of two ranks has seen, by precision."""
+    """Return what each of two ranks recorded, by precision."""
     strategy = ddp("fork")
     strategy.launch(train_in_all)
     return [strategy.results[rank] for rank in range(2)]
@@ -101,7 +101,7 @@ def test_true_formats(name: str, by_rank: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", ["16-master", "bf16-master"])
 def test_apex_o2_master_weights(name: str, by_rank: list[dict[str, Any]]) -> None:
-    """16-bit weights with 32-bit copies: the same on two ranks that began with different ones."""
+    """16-bit weights with 32-bit copies are the same on two ranks that began with different ones."""
     check(*(seen[name] for seen in by_rank), is_scaled=name == "16-master")
 
 
@@ -136,7 +136,7 @@ def test_configure_apex_is_precision_configure() -> None:
 
 
 def test_gradients_that_differ_are_agreed() -> None:
-    """Where gradients are not averaged, the ranks ask each other, and still skip together."""
+    """Where gradients are not averaged, the ranks agree on skipping a step."""
     strategy = Unreduced(start_method="fork", accelerator="cpu", devices=2)
     strategy.launch(train, "16-mixed")
     first, second = (strategy.results[rank] for rank in range(2))
@@ -186,7 +186,7 @@ COUNTED = ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_li
 
 
 class Counted(Regression):
-    """Brings the number of collectives back that this process has called by name."""
+    """Returns the number of collectives that this process has called, by name."""
 
     collectives: Tensor
 
@@ -220,7 +220,7 @@ def test_judging_costs_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scale_comes_back_and_goes_on() -> None:
-    """After a fit elsewhere the caller has the scale and how long it has held; the next fit goes on."""
+    """After a fit in other processes the caller has the loss scale's state, and the next fit uses it."""
     precision = MixedPrecision("16-mixed", init_scale=64.0)
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, plugins=[precision])
     module = Regression()

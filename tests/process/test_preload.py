@@ -13,6 +13,6 @@ READ = """
 
 
 def test_who_only_reads_it_is_left_alone(run_script: ScriptRunner) -> None:
-    """A process that is no forkserver keeps its own way to end, exit code included."""
+    """Importing the preload module in another process does not change its exit code."""
     result = run_script(READ)
     assert (result.stdout, result.returncode) == ("0\n", 3), result

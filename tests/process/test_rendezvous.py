@@ -1,4 +1,4 @@
-"""Ranks that do not meet, and groups that are there already."""
+"""Ranks that do not meet, and process groups that exist already."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def second_of_two(port: int) -> PlainEnvironment:
 
 
 def test_nobody_at_the_main_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that cannot reach rank 0 says where it looked, after init_timeout."""
+    """A rank that cannot reach rank 0 raises an error with the address after init_timeout."""
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # which a process that is a rank for good keeps
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -68,13 +68,13 @@ def in_a_group_of_one(strategy: Strategy, world: int) -> int:
 
 
 def test_a_group_that_fits_is_used() -> None:
-    """A default group with the same ranks and back end is taken as it is."""
+    """A default group with the same ranks and back end is used."""
     strategy = DDPStrategy(start_method="fork", devices=1)
     assert strategy.launch(in_a_group_of_one, 1, init_process_group=False) == 1
 
 
 def test_a_group_that_does_not_fit_is_refused() -> None:
-    """A default group with another size is an error that says both sizes."""
+    """A default group with another size is an error with both sizes."""
     strategy = DDPStrategy(start_method="fork", devices=1)
     with pytest.raises(RuntimeError, match=ProcessGroupError.__name__) as caught:
         strategy.launch(in_a_group_of_one, 2, init_process_group=False)
@@ -83,7 +83,7 @@ def test_a_group_that_does_not_fit_is_refused() -> None:
 
 
 def connect_by_hand(strategy: DDPStrategy) -> float:
-    """Connect with no help but the environment's; add up the ranks."""
+    """Connect by the environment's variables; add up the ranks."""
     try:
         environment = detect_environment().environment
         ranks = init_process_group(environment, timeout=timedelta(seconds=30))

@@ -1,4 +1,4 @@
-"""A run whose processes are killed goes on from its last checkpoint, and ends like one that was not."""
+"""A run whose processes are killed resumes from its last checkpoint, with the same result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def strategy(devices: int, **options: Any) -> Any:
 
 
 def killed_and_resumed(devices: int, folder: Path, kills: list[Any], workers: int) -> dict[str, Any]:
-    """Train, get killed, go on with another seed, and so on to the end."""
+    """Train, get killed, resume with another seed, and so on to the end."""
     for number, kill in enumerate(kills):
         with pytest.raises(WorkerKilledError):
             train(strategy(devices), folder, seed=3 + number, kill=kill, workers=workers)
@@ -83,7 +83,7 @@ SCRIPT = """
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [4])
 def test_killed_from_outside(kills: int, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """SIGKILL for the main process or a rank, whatever it is doing: the end is the undisturbed run's."""
+    """After SIGKILL of the main process or a rank at any moment the result is the undisturbed run's."""
     chance, epochs, out = random.Random(11), "8", tmp_path / "out.pt"
     script = run_script.write(SCRIPT)
 

@@ -1,4 +1,4 @@
-"""Strategy `ddp`: the script is run again, faithfully, for each other rank; or refused at once."""
+"""Strategy `ddp` runs the script again for each other rank, with its command line, or refuses at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MAIN = TELL + '\nif __name__ == "__main__":\n    main()\n'
 
 
 def facts_of_ranks(result: ScriptResult) -> tuple[dict[str, object], dict[str, object]]:
-    """Return rank 0's and rank 1's facts; see that the job went well."""
+    """Return rank 0's and rank 1's facts; check that the job succeeded."""
     assert result.returncode == 0, result
     first, second = json.loads(result.stdout).values()
     assert (first["rank"], second["rank"], first["total"], second["total"]) == (0, 1, 2.0, 2.0)
@@ -73,7 +73,7 @@ def test_flags_and_arguments_survive(run_script: ScriptRunner) -> None:
 
 
 def test_a_module_is_run_again_as_a_module(run_script: ScriptRunner) -> None:
-    """`python -m package.train` is that in the other rank too, though the script changes its directory."""
+    """`python -m package.train` is run again as a module, although the script changes its directory."""
     (run_script.folder / "elsewhere").mkdir()
     run_script.write("", "package/__init__.py")
     run_script.write(MAIN.replace("    main()", "    os.chdir('elsewhere')\n    main()"), "package/train.py")
@@ -135,7 +135,7 @@ except LaunchRefusedError as error:
 
 
 def test_stdin_is_refused(run_script: ScriptRunner) -> None:
-    """A script that came through stdin cannot be run again: said at once, with what to use instead."""
+    """A script from stdin cannot be run again: the error names the alternative."""
     result = run_script.command([sys.executable, "-"], stdin=REFUSED)
     assert "REFUSED True" in result.stdout, result
     assert "through stdin" in result.stdout
@@ -151,7 +151,7 @@ def test_piped_stdin_without_a_dash_is_refused(run_script: ScriptRunner) -> None
 
 
 def test_an_interactive_shell_is_refused(run_script: ScriptRunner) -> None:
-    """`python -i`, and the prompt: refused, and the shell goes on."""
+    """`python -i` and the prompt are refused, and the shell continues."""
     source = "exec(" + repr(REFUSED) + ")\nprint('still here')\n"
     result = run_script.command([sys.executable, "-i", "-q"], stdin=source)
     assert "REFUSED True" in result.stdout, result
@@ -166,7 +166,7 @@ def never(strategy: object) -> None:
 
 
 def test_pytest_is_refused() -> None:
-    """Inside pytest the command line would run all tests again: refused, with what to use instead."""
+    """Inside pytest the command line would run all tests again: the error names the alternative."""
     with pytest.raises(LaunchRefusedError, match=r"(?s)inside pytest.*ddp_spawn"):
         ddp("popen").launch(never)
 
@@ -225,7 +225,7 @@ time.sleep(strategy.global_rank)  # the main script waits for its sibling
 
 @pytest.mark.parametrize("kinds", [(), ("tcp", "tcp", "tcp")], ids=["private", "tcp"])
 def test_later_launches_use_the_same_processes(kinds: tuple[str, ...], run_script: ScriptRunner) -> None:
-    """Three jobs, one pair of processes, one exit: code 0, every rank to the end of the script."""
+    """Three jobs use one pair of processes; every rank runs to the end of the script, with exit code 0."""
     result = run_script(THRICE, *kinds)
     assert (result.returncode, result.stderr) == (0, ""), result
     lines = result.stdout.splitlines()
@@ -269,7 +269,7 @@ for number, name in enumerate(sys.argv[1:]):
     ids=["after a failure", "after a fork"],
 )
 def test_a_launch_that_no_rerun_comes_to_is_refused(names: tuple[str, ...], run_script: ScriptRunner) -> None:
-    """A script that is run again would join an earlier launch in it: said before it is; "auto" forks then."""
+    """A launch that a re-run script would not reach is refused beforehand; "auto" forks then."""
     result = run_script(ONE_AFTER_ANOTHER, *names)
     assert result.returncode == 0, result
     met = sorted(line for line in result.stdout.splitlines() if line.startswith("launch"))
@@ -281,12 +281,12 @@ def test_a_launch_that_no_rerun_comes_to_is_refused(names: tuple[str, ...], run_
 
 @pytest.fixture
 def sleeping() -> DDPStrategy:
-    """Return a strategy whose other rank never says a word."""
+    """Return a strategy whose other rank never connects."""
     return ddp("popen", command=["sleep", "60"], grace_period_s=0.1)
 
 
 def test_a_start_that_fails_leaves_nothing(sleeping: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was started but cannot be watched is ended; a failed start keeps no descriptor."""
+    """A process that was started but cannot be supervised is ended; a failed start closes its descriptors."""
 
     def no_descriptor(pid: int) -> int:
         raise OSError(errno.EMFILE, "no descriptor is left")
@@ -305,7 +305,7 @@ def test_a_start_that_fails_leaves_nothing(sleeping: DDPStrategy, monkeypatch: p
 
 
 def test_a_meeting_that_fails_is_forgotten() -> None:
-    """Where the nodes' address is taken, the next launch tries again, and names the same cause."""
+    """If the nodes' address is in use, the next launch tries again, with the same error."""
     local_ranks = ranks_on_node(RankInfo(0, 0, 0, 2, 1, 2))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = RendezvousEndpoint(("127.0.0.1", taken.getsockname()[1]), hosts=True)
@@ -323,7 +323,7 @@ def test_a_meeting_that_fails_is_forgotten() -> None:
 
 
 def test_ctrl_c_before_rank_zero_begins(sleeping: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt after the job began, and before rank 0 could report anything, ends it all the same."""
+    """An interrupt between the start of the job and rank 0's first report ends the job too."""
 
     def interrupt(*args: object, **options: object) -> int:
         raise KeyboardInterrupt
@@ -382,18 +382,18 @@ def test_big_values_come_back(values: ScriptResult) -> None:
 
 
 def test_values_that_cannot_travel_stay(values: ScriptResult) -> None:
-    """Each rank has its own value, which may be anything; what cannot be pickled stays with it."""
+    """Each rank has its own value; one that cannot be pickled stays in its process."""
     lines = sorted(line for line in values.stdout.splitlines() if line.startswith("own"))
     assert lines == ["own 0 lambda of 0 [0]", "own 1 lambda of 1 [1]"], values
 
 
 def test_a_port_is_refused_later(values: ScriptResult) -> None:
-    """Processes that meet privately have none: both ranks are told, and meet in the launch after it."""
+    """Processes with a private rendezvous have no port: both ranks raise, and the next launch works."""
     assert values.stdout.count("this script's processes meet privately") == 2
 
 
 def test_another_size_is_refused_later(values: ScriptResult) -> None:
-    """A script that runs as two processes cannot go on as three, on either rank; both numbers are named."""
+    """A script that runs as two processes cannot continue as three; each rank's error has both numbers."""
     assert values.returncode == 0, values
     assert values.stdout.count("already runs as 2 processes; it cannot go on as 3") == 2
 
@@ -430,7 +430,7 @@ AFTER = """
 def test_a_failure_after_the_last_job_is_one(
     code: str, expected: int, text: str, run_script: ScriptRunner
 ) -> None:
-    """An error in the rest of the script, in any rank, is the exit code."""
+    """An error in the rest of the script, in any rank, determines the exit code."""
     result = run_script(AFTER.format(code=code))
     assert result.returncode == expected, result
     assert text in result.stderr
@@ -438,7 +438,7 @@ def test_a_failure_after_the_last_job_is_one(
 
 
 def test_ctrl_c_at_the_end_of_the_script_is_told(run_script: ScriptRunner) -> None:
-    """A main script that waits at its end for a sibling, and is interrupted, ends at once and with 130."""
+    """A main script that is interrupted while it waits for a sibling at its end exits at once with 130."""
     code = "import atexit; atexit.register(print, 'ends', flush=True); time.sleep(60 * strategy.global_rank)"
     running = run_script.start(AFTER.format(code=code))
     running.wait_for("ends")
@@ -450,7 +450,7 @@ def test_ctrl_c_at_the_end_of_the_script_is_told(run_script: ScriptRunner) -> No
 
 
 def test_what_the_script_forks_between_jobs_is_its_own(run_script: ScriptRunner) -> None:
-    """A process that the main script forks after a job may outlive it; a job's own leave with it."""
+    """A process that the main script forks after a job may outlive the script; those of a job may not."""
     code = """if strategy.global_rank == 0 and os.fork() == 0:
         main = os.getppid()
         while os.getppid() == main:
@@ -478,7 +478,7 @@ def test_a_script_without_a_launch_starts_nothing(run_script: ScriptRunner) -> N
 
 
 def test_a_sibling_that_does_not_start_is_an_error(run_script: ScriptRunner) -> None:
-    """A command that ends before it has joined is named, and the script fails."""
+    """A command that ends before it joins the job is named, and the script fails."""
     source = MAIN.replace("devices=2", "devices=2, command=[sys.executable, '-c', 'print(1/0)']")
     result = run_script(source)
     assert result.returncode == 1
@@ -487,7 +487,7 @@ def test_a_sibling_that_does_not_start_is_an_error(run_script: ScriptRunner) -> 
 
 
 def test_spawn_without_the_main_guard_says_what_to_do(run_script: ScriptRunner) -> None:
-    """A worker that imports a script which launches as it is imported: the last words name the guard."""
+    """A script that launches while a worker imports it: the end of the error names the main guard."""
     source = """
         from rankwise.strategies import DDPSpawnStrategy
         DDPSpawnStrategy(accelerator="cpu", devices=2).launch(print)
@@ -499,7 +499,7 @@ def test_spawn_without_the_main_guard_says_what_to_do(run_script: ScriptRunner) 
 
 
 def test_a_sibling_that_goes_another_way_is_an_error(run_script: ScriptRunner) -> None:
-    """A sibling that comes to the end of the script without joining the job fails it, rather than hang."""
+    """A sibling that reaches the end of the script without joining the job fails it, without a hang."""
     source = MAIN.replace(
         "    main()", "    import rankwise.launchers.script as s\n    s.script_ranks() or main()"
     )

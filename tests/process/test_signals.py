@@ -1,4 +1,4 @@
-"""Ctrl-C: `KeyboardInterrupt` reaches the caller, every worker leaves, the shell sees 130."""
+"""Ctrl-C raises `KeyboardInterrupt` in the caller, every worker ends, the shell sees 130."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_ctrl_c(start_method: str, what: str, run_script: ScriptRunner) -> None:
 
 
 def test_a_second_ctrl_c_skips_the_grace(run_script: ScriptRunner) -> None:
-    """Who presses twice does not wait for a rank's clean-up."""
+    """A second Ctrl-C does not wait for a rank's clean-up."""
     running = start(run_script, "fork", cleaning=60, grace=60)
     running.send_signal_to_group(signal.SIGINT)
     running.wait_for("cleaning", count=2, timeout=20)
@@ -137,7 +137,7 @@ def test_a_shell_sees_130(run_script: ScriptRunner) -> None:
 
 
 def test_sigint_to_workers_alone_changes_nothing(run_script: ScriptRunner) -> None:
-    """Ctrl-C is the main process's to answer: workers that get it go on. SIGTERM to it ends all."""
+    """Workers ignore SIGINT, which the main process handles. SIGTERM to the main process ends all."""
     running = start(run_script, "fork")
     workers = [process for process in running.processes() if process.pid != running.pid]
     for worker in workers:
@@ -171,7 +171,7 @@ OWN_HANDLER = """
 
 
 def test_a_handler_of_ones_own_decides(run_script: ScriptRunner) -> None:
-    """Where the caller handles SIGINT itself, it is called, and the job goes on."""
+    """The caller's own handler of SIGINT is called, and the job continues."""
     running = run_script.start(OWN_HANDLER)
     running.wait_for("busy", count=2)
     running.send_signal_to_group(signal.SIGINT)
@@ -204,18 +204,18 @@ BEGINNING = """
 @pytest.mark.soak
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_ctrl_c_does_not_disturb_ranks_that_import(start_method: str, run_script: ScriptRunner) -> None:
-    """From its first moment on a rank leaves Ctrl-C to the main process, until it has a handler."""
+    """A rank blocks SIGINT from its start until it has a handler."""
     result = run_script(BEGINNING, start_method)
     assert sorted(result.stdout.splitlines()) == ["blocked True"] * 2 + ["then False"] * 2, result
 
 
 def is_interrupt_blocked() -> None:
-    """Leave with 1 if it is."""
+    """Exit with 1 if SIGINT is blocked."""
     sys.exit(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 
 def test_the_users_own_processes_hear_ctrl_c() -> None:
-    """What others start through the forkserver that a launch has started can be interrupted."""
+    """Other processes of the forkserver that a launch has started can be interrupted."""
     ddp("forkserver").launch(_nothing)
     process = multiprocessing.get_context("forkserver").Process(target=is_interrupt_blocked)
     process.start()

@@ -1,4 +1,4 @@
-"""What listens while a job runs: loopback only; with a private rendezvous no store. And ports never clash."""
+"""Listening sockets of a job are on loopback only, without a store if private; ports never conflict."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_fit_listens_on_loopback_only(
 
 
 def test_gloos_interface_is_the_users_if_he_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `GLOO_SOCKET_IFNAME` of the user's own is left alone."""
+    """The user's own `GLOO_SOCKET_IFNAME` is not changed."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert ddp("fork").launch(lambda strategy: os.environ["GLOO_SOCKET_IFNAME"]) == "lo"
 
@@ -177,7 +177,7 @@ def _side_by_side(jobs: int, threads: int, rendezvous: str) -> list[float]:
 
 @pytest.mark.parametrize("jobs", [15, pytest.param(51, marks=pytest.mark.soak)])
 def test_jobs_meet_no_port_conflict(jobs: int) -> None:
-    """Jobs with a TCP store each, of three programs that know nothing of each other."""
+    """Jobs with a TCP store each, of three independent programs."""
     with ProcessPoolExecutor(3, get_context("spawn")) as pool:
         totals = [pool.submit(_side_by_side, jobs // 3, 1, "tcp") for _ in range(3)]
         assert [total for job in totals for total in job.result()] == [2.0] * jobs

@@ -1,4 +1,4 @@
-"""A rank that holds the others up: reported while it does, named when time is up, its stacks shown."""
+"""A rank that the others wait for is reported meanwhile, and named with its stacks at the timeout."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class HangsInRankThree(Callback):
 
 @pytest.mark.parametrize("is_fit", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["launch", "fit"])
 def test_who_waits_too_is_not_missing(is_fit: bool) -> None:
-    """Of four ranks only the one that hangs is named; the others are seen where they waited."""
+    """Of four ranks only the one that hangs is missing; the others are shown where they waited."""
     strategy = ddp("fork", devices=4, timeout=10 if is_fit else 4)
     with pytest.raises(WorkerTimedOutError) as caught:
         if is_fit:
@@ -105,7 +105,7 @@ def test_who_waits_too_is_not_missing(is_fit: bool) -> None:
 
 
 class StopsWithoutTheOther(Callback):
-    """After a step rank 1 is suspended, and rank 0 wants all to stop."""
+    """Suspends rank 1 after a step, and lets rank 0 ask to stop."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 1:
@@ -120,7 +120,7 @@ def _a_rank_is_suspended() -> bool:
 
 
 def test_a_rank_that_does_not_say_when_to_stop() -> None:
-    """Who cannot agree on the step to stop after is named at the timeout, with where it was."""
+    """A rank that does not answer the request to stop is named at the timeout, with its last step."""
     trainer = quiet_trainer(ddp("fork", timeout=3.0), 2, max_epochs=1, callbacks=[StopsWithoutTheOther()])
     with pytest.raises(WorkerTimedOutError, match="global_rank 1 did not say when") as caught:
         trainer.fit(Regression(), DataLoader(dataset(64), batch_size=2))
@@ -130,11 +130,11 @@ def test_a_rank_that_does_not_say_when_to_stop() -> None:
 
 
 def before_the_group(strategy: Any) -> None:
-    """Do nothing; rank 1 does not come here."""
+    """Do nothing; rank 1 does not get here."""
 
 
 class Late(DDPStrategy):
-    """Rank 1 does not come to the meeting."""
+    """Rank 1 does not take part in the rendezvous."""
 
     def setup_environment(self) -> None:
         if self.global_rank == 1:
@@ -143,7 +143,7 @@ class Late(DDPStrategy):
 
 
 def test_a_rank_that_does_not_come(capfd: pytest.CaptureFixture[str]) -> None:
-    """Who does not meet the others within init_timeout is named, with what it does instead."""
+    """A rank that misses the rendezvous within init_timeout is named, with its stack."""
     strategy = Late(start_method="fork", accelerator="cpu", devices=2, init_timeout=3.0)
     with pytest.raises(WorkerTimedOutError) as caught:
         strategy.launch(before_the_group)
@@ -182,7 +182,7 @@ def _wait_until(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("start_method", ["popen", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_stacks_on_request(start_method: str, run_script: ScriptRunner) -> None:
-    """SIGUSR2 to the main process shows where every rank is, and disturbs none."""
+    """SIGUSR2 to the main process prints every rank's stacks, and the job continues."""
     running = run_script.start(STACKS, start_method)
     running.wait_for("busy", count=2)
     running.wait_until_blocked()  # in the barrier

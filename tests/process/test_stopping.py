@@ -1,4 +1,4 @@
-"""SIGTERM while training: all ranks stop after the same step, a checkpoint is there, the exit code is 143."""
+"""SIGTERM in training: all ranks stop after the same step, with a checkpoint and exit code 143."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check(running: RunningScript, folder: Path) -> None:
     ],
 )
 def test_sigterm(strategy: str, who: str, options: str, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """Whoever gets it: one step for all, a checkpoint, 143; accumulating, validating, with loader workers."""
+    """Whichever process gets it, all stop after one step, with a checkpoint and exit code 143."""
     running = start(run_script, strategy, tmp_path, options)
     send(running, who, tmp_path)
     check(running, tmp_path)
@@ -87,7 +87,7 @@ RUNS = int(os.environ.get("RANKWISE_SOAK_RUNS", "50"))
     ],
 )
 def test_sigterm_again_and_again(who: str, rounds: int, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """At a random moment, forked again and again from a process that has imported all; all in order."""
+    """SIGTERM at random moments, in jobs forked from a process that has imported everything."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     script = run_script.write(SERIES)
@@ -101,7 +101,7 @@ def test_sigterm_again_and_again(who: str, rounds: int, run_script: ScriptRunner
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("who", WHO)
 def test_sigterm_with_every_strategy(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """The rest of the fifty: those that import all anew, in turn."""
+    """The rest of the fifty rounds: strategies whose ranks import everything again."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     generator = random.Random(seed)
@@ -140,7 +140,7 @@ def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> No
 @pytest.mark.soak
 @pytest.mark.parametrize("who", ["agent", "everybody"])
 def test_sigterm_under_torchrun(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """The agent passes it on; where all get it, each rank gets it twice: one request, one checkpoint."""
+    """The agent forwards the signal; ranks that get it twice save one checkpoint."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, str(run_script.write(SCRIPT)), "ddp", str(tmp_path), "workers"]
     running = run_script.start_command(command, env=with_tests())
@@ -155,7 +155,7 @@ def test_sigterm_under_torchrun(who: str, run_script: ScriptRunner, tmp_path: Pa
 
 @pytest.mark.soak
 def test_sigterm_to_an_elastic_agent(run_script: ScriptRunner, tmp_path: Path) -> None:
-    """It comes twice, as from GNU timeout; the ranks have the time that their checkpoint takes."""
+    """Two signals, as from GNU timeout: the ranks have the time to save."""
     running = start(run_script, "ddp_elastic", tmp_path, "slow saving")
     for _ in range(2):
         running.send_signal(signal.SIGTERM)

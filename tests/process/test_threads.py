@@ -45,7 +45,7 @@ SCRIPT = """
     ],
 )
 def test_a_daemon_thread_that_launched(method: str, how: str, code: int, run_script: ScriptRunner) -> None:
-    """The main thread comes to the end of the script first: the program ends then, and leaves nobody."""
+    """The main thread ends the script first: the program ends, and leaves no process."""
     running = run_script.start(SCRIPT, method, how)
     running.wait_for("both busy", timeout=50)
     result = running.finish(timeout=30, leftover_grace_s=20)  # of the time that unloading torch takes

@@ -1,4 +1,4 @@
-"""A timer on two ranks: time that is up on one of them ends training on both after the same step."""
+"""A timer on two ranks: when the time is up on one rank, both stop after the same step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OneRankIsLate(Regression):
 
 
 def test_one_ranks_time_ends_training_on_all() -> None:
-    """Nobody waits for a rank that has stopped, and the steps made are in the caller."""
+    """No rank waits for a stopped one, and the caller has the number of steps."""
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=50, max_time={"hours": 1})
     trainer.fit(OneRankIsLate(), loader(48, 4))
     assert 2 <= trainer.global_step < 300

@@ -1,4 +1,4 @@
-"""Training on two ranks is training on one: the same weights, one reduction for each optimizer step."""
+"""Training on two ranks gives one process's weights, with one reduction for each optimizer step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After training in other processes the calling process has everything, as if it had trained itself."""
+"""After training in other processes the calling process has the same state as if it had trained."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_optimizers(trainer: Trainer, expected: Trainer, module: Regression) ->
 
 
 def check_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """The callback in the caller knows the best file, which loads."""
+    """The callback in the caller has the path of the best file, which loads."""
     callback = trainer.checkpoint_callback
     assert isinstance(callback, ModelCheckpoint)
     assert Path(callback.best_model_path).parent == folder
@@ -91,7 +91,7 @@ def check_evaluation(trainer: Trainer, module: Regression, expected: Trainer, ot
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_forkserver"])
 def test_a_checkpoint_resumes(strategy: str, tmp_path: Path) -> None:
-    """A run resumed from the first epoch's checkpoint ends with the weights of one that went through."""
+    """A run resumed from the first epoch's checkpoint ends with the weights of an uninterrupted one."""
     whole, whole_module = fitted(strategy, 2, tmp_path / "whole")
     first = quiet_trainer(strategy, 2, max_epochs=1)
     module = Regression("adam")
@@ -115,7 +115,7 @@ class StopsOnOneRank(Regression):
 
 
 def test_early_stopping_is_everybodys() -> None:
-    """One rank's reason to stop stops all of them, at the same epoch."""
+    """If one rank stops early, all of them stop, at the same epoch."""
     stopping = EarlyStopping("mine", patience=1)
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=10, callbacks=[stopping])
     trainer.fit(StopsOnOneRank(), loader(32, 4))
@@ -124,7 +124,7 @@ def test_early_stopping_is_everybodys() -> None:
 
 
 def test_a_failing_step_names_its_rank() -> None:
-    """An exception in a training step comes back as the worker's, with its traceback."""
+    """An exception in a training step raises the worker's error, with its traceback."""
     from rankwise.errors import WorkerRaisedError
 
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=1)

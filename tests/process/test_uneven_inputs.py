@@ -135,7 +135,7 @@ class Still(Regression):
 
 
 def test_joining_without_lengths() -> None:
-    """Nobody knows how many batches there will be: the result is still one process's."""
+    """With an unknown number of batches the result is still one process's."""
     data = Lengths((2, 4, 3))
     weights, trainer = fitted(
         3, DataLoader(data, batch_size=1), uneven_inputs="join", use_distributed_sampler=False
@@ -159,7 +159,7 @@ def test_truncating_without_lengths() -> None:
 
 
 def test_error_without_lengths() -> None:
-    """The ranks stop together, before the step that some cannot take, and say how many batches each had."""
+    """The ranks raise together before the step for which one has no batch, with each rank's count."""
     with pytest.raises(WorkerRaisedError, match="global_rank=0: 2, global_rank=1: more than 2") as caught:
         fitted(2, DataLoader(Lengths((2, 4)), batch_size=1), use_distributed_sampler=False)
     assert caught.value.exception_type == "UnevenInputsError"
@@ -185,7 +185,7 @@ def test_length_on_some_ranks() -> None:
 
 
 def test_no_batch_on_some_rank() -> None:
-    """A rank that has nothing at all is an error, with iterable data too, even where ranks may join."""
+    """A rank without any batch is an error, with iterable data too, even where ranks may join."""
     with pytest.raises(WorkerRaisedError, match="global_rank=0: more than 0, global_rank=1: 0"):
         fitted(
             2, DataLoader(Lengths((1, 0)), batch_size=1), uneven_inputs="join", use_distributed_sampler=False
