@@ -67,9 +67,8 @@ class Supervisor:
         self._table = StoreTable()
         self._failures = FailureCollector(self._workers, on_failure)
         self._stalls = LocalStragglerMonitor(self._workers, stall_warning_s)
-        self._loop = EventLoop(
-            self._stalls, TeardownTimeout(self._workers, teardown_timeout_s, self._on_teardown_timeout)
-        )
+        self._teardown_timeout_s = teardown_timeout_s
+        self._loop = EventLoop()
         self._shutdown = ShutdownSequence(
             self._workers, self._failures, self._loop, self._send, grace_period_s, teardown_timeout_s
         )
@@ -95,6 +94,10 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin to watch."""
+        self._loop.call_every(self._stalls.interval_s, self._stalls.look)
+        if self._teardown_timeout_s is not None:
+            teardown = TeardownTimeout(self._workers, self._teardown_timeout_s, self._on_teardown_timeout)
+            self._loop.call_every(teardown.interval_s, teardown.look)
         for worker in self._workers:
             self._loop.register(worker.sock, partial(self._on_channel, worker))
             if worker.process is not None:

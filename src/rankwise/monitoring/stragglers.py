@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import torch.distributed as dist
@@ -20,45 +20,50 @@ _SHORTEST_S, _LONGEST_S = 0.05, 86400.0
 _MOST_NAMED = 8
 
 
-@final
 class _Reporter:
-    """Write a line about each straggler, and again when it has been one for as long again."""
+    """Write a line about each straggler, and again when it has been one for as long again.
+
+    Args:
+        warn_after_s: after how long in one phase a rank is reported that others wait for.
+
+    Attributes:
+        interval_s: how often to look at the ranks.
+    """
 
     def __init__(self, warn_after_s: float) -> None:
+        self.interval_s = min(max(warn_after_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
         self._warn_after_s = warn_after_s
         self._reported: dict[int, float] = {}
 
-    def report_stragglers(
-        self,
-        statuses: Mapping[int, tuple[Heartbeat, str]],
-        is_reported_elsewhere: Callable[[int], bool] = lambda rank: False,
+    def _report_stragglers(
+        self, statuses: Mapping[int, tuple[Heartbeat, str]], supervised: Mapping[int, Heartbeat]
     ) -> None:
-        """Report stragglers.
+        """Report stragglers, but not those for which `supervised` ranks wait: their supervisor does that.
 
         Args:
             statuses: heartbeats and status lines by global rank.
-            is_reported_elsewhere: whether not to report a straggler.
+            supervised: heartbeats by global rank.
         """
         heartbeats = [heartbeat for heartbeat, _ in statuses.values()]
         stragglers = {
-            rank: line for rank, (heartbeat, line) in statuses.items() if self._lags(heartbeat, heartbeats)
+            rank: line
+            for rank, (heartbeat, line) in statuses.items()
+            if not heartbeat.waits
+            and heartbeat.seconds_ago() > self._warn_after_s
+            and _is_waited_for(heartbeat, heartbeats)
         }
         others = [line for rank, (_, line) in statuses.items() if rank not in stragglers]
         more = "" if len(others) <= _MOST_NAMED else f"; and {len(others) - _MOST_NAMED} more"
         for rank, line in stragglers.items():
-            if not is_reported_elsewhere(rank):
-                self.report(rank, f"{line}. The others wait: {'; '.join(others[:_MOST_NAMED])}{more}.")
+            if rank not in supervised or not _is_waited_for(supervised[rank], supervised.values()):
+                self._report(rank, f"{line}. The others wait: {'; '.join(others[:_MOST_NAMED])}{more}.")
 
-    def report(self, rank: int, text: str) -> None:
+    def _report(self, rank: int, text: str) -> None:
         """Write a text about a rank, if the last one is long enough ago."""
         now_s = time.monotonic()
         if now_s - self._reported.get(rank, -self._warn_after_s) >= self._warn_after_s:
             self._reported[rank] = now_s
             write_stderr(f"rankwise: {text}\n")
-
-    def _lags(self, heartbeat: Heartbeat, others: Iterable[Heartbeat]) -> bool:
-        is_late = not heartbeat.waits and heartbeat.seconds_ago() > self._warn_after_s
-        return is_late and _is_waited_for(heartbeat, others)
 
 
 def _is_waited_for(heartbeat: Heartbeat, others: Iterable[Heartbeat]) -> bool:
@@ -66,7 +71,7 @@ def _is_waited_for(heartbeat: Heartbeat, others: Iterable[Heartbeat]) -> bool:
 
 
 @final
-class LocalStragglerMonitor:
+class LocalStragglerMonitor(_Reporter):
     """Report stragglers among the ranks of one supervisor.
 
     Args:
@@ -75,10 +80,8 @@ class LocalStragglerMonitor:
     """
 
     def __init__(self, workers: Sequence[MonitoredRank], warn_after_s: float) -> None:
+        super().__init__(warn_after_s)
         self._workers = workers
-        self._warn_after_s = warn_after_s
-        self._reporter = _Reporter(warn_after_s)
-        self._next_look_s = time.monotonic() + warn_after_s / _LOOKS
         self._exit_since_s: float | None = None
 
     def expect_exit(self) -> None:
@@ -86,30 +89,21 @@ class LocalStragglerMonitor:
         if self._exit_since_s is None:
             self._exit_since_s = time.monotonic()
 
-    def time_left(self) -> float | None:
-        """Return the seconds until the next look; None for a rank that is alone."""
-        return None if len(self._workers) < 2 else max(0.0, self._next_look_s - time.monotonic())
-
     def look(self) -> None:
-        """Report, if it is time to."""
-        now_s = time.monotonic()
-        if now_s < self._next_look_s:
-            return
-        self._next_look_s = now_s + self._warn_after_s / _LOOKS
+        """Report."""
         running = [each for each in self._workers if not each.has_ended]
         if self._exit_since_s is None:
-            self._reporter.report_stragglers(
-                {each.ranks.global_rank: (each.heartbeat.read(), each.status()) for each in running}
-            )
-        elif now_s - self._exit_since_s >= self._warn_after_s:
+            statuses = {each.ranks.global_rank: (each.heartbeat.read(), each.status()) for each in running}
+            self._report_stragglers(statuses, {})
+        elif time.monotonic() - self._exit_since_s >= self._warn_after_s:
             for each in running:
                 if each.process is not None:
                     text = f"{each.status()}. The main process waits for it to leave."
-                    self._reporter.report(each.ranks.global_rank, text)
+                    self._report(each.ranks.global_rank, text)
 
 
 @final
-class StragglerMonitor:
+class StragglerMonitor(_Reporter):
     """Report stragglers where no supervisor sees all ranks.
 
     Each rank writes its heartbeat into the store at intervals; rank zero reads and reports.
@@ -120,9 +114,6 @@ class StragglerMonitor:
         warn_after_s: after how long in one phase a rank is reported that others wait for.
         is_supervised: whether a supervisor reports the stragglers of this node for which other ranks of it
             wait.
-
-    Attributes:
-        interval_s: how often to call `look`.
     """
 
     def __init__(
@@ -133,10 +124,9 @@ class StragglerMonitor:
         *,
         is_supervised: bool = False,
     ) -> None:
-        self.interval_s = min(max(warn_after_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
+        super().__init__(warn_after_s)
         self._identities = identities
         self._own = own
-        self._reporter = _Reporter(warn_after_s)
         self._is_supervised = is_supervised
         self._looks = 0
         self._seen: dict[RankIdentity, tuple[bytes, float]] = {}
@@ -150,19 +140,16 @@ class StragglerMonitor:
             )
             store.set(_key(self._own), text)
         if self._own.global_rank == 0:
-            self._report(self._read(store))
-
-    def _report(self, heartbeats: Mapping[RankIdentity, Heartbeat]) -> None:
-        statuses = {each.global_rank: (beat, status_line(each, beat)) for each, beat in heartbeats.items()}
-        supervised = {
-            each.global_rank: heartbeat
-            for each, heartbeat in heartbeats.items()
-            if self._is_supervised and each.node_rank == self._own.node_rank
-        }
-        self._reporter.report_stragglers(
-            statuses,
-            lambda rank: rank in supervised and _is_waited_for(supervised[rank], supervised.values()),
-        )
+            heartbeats = self._read(store)
+            supervised = {
+                each.global_rank: heartbeat
+                for each, heartbeat in heartbeats.items()
+                if self._is_supervised and each.node_rank == self._own.node_rank
+            }
+            self._report_stragglers(
+                {each.global_rank: (beat, status_line(each, beat)) for each, beat in heartbeats.items()},
+                supervised,
+            )
 
     def _read(self, store: dist.Store) -> dict[RankIdentity, Heartbeat]:
         heartbeats = {}

@@ -24,44 +24,40 @@ class TeardownTimeout:
 
     Args:
         workers: all local ranks; the list is the supervisor's, and grows.
-        timeout_s: how long a teardown may take; None for no limit.
-        on_timeout: called with the error, and a rank that waits for the one that hangs.
+        timeout_s: how long a teardown may take.
+        on_timeout: called once, with a rank that waits for the one that hangs, and the error.
+
+    Attributes:
+        interval_s: how often to call `look`.
     """
 
     def __init__(
         self,
         workers: Sequence[MonitoredRank],
-        timeout_s: float | None,
+        timeout_s: float,
         on_timeout: Callable[[MonitoredRank, Exception], None],
     ) -> None:
+        self.interval_s = timeout_s / _LOOKS
         self._workers = workers
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
-        self._next_look_s = 0.0
-
-    def time_left(self) -> float | None:
-        """Return the seconds until the next look; None for never."""
-        return None if self._timeout_s is None else max(0.0, self._next_look_s - time.monotonic())
+        self._last_look_s = time.monotonic()
+        self._has_reported = False
 
     def look(self) -> None:
-        """Report the ranks that hang, once, if it is time to look."""
-        if self._timeout_s is None or self.time_left():
-            return
-        interval_s = self._timeout_s / _LOOKS
-        # This process was suspended, and the ranks perhaps with it.
-        was_suspended = time.monotonic() > self._next_look_s + interval_s
-        self._next_look_s = time.monotonic() + interval_s
-        if was_suspended:
-            return
-        hanging = [worker for worker in self._workers if self._hangs(worker, self._timeout_s)]
-        if hanging:
+        """Report the ranks that hang."""
+        ago_s, self._last_look_s = time.monotonic() - self._last_look_s, time.monotonic()
+        if ago_s > 2 * self.interval_s:
+            return  # this process was suspended, and the ranks perhaps with it
+        hanging = [worker for worker in self._workers if self._hangs(worker)]
+        if hanging and not self._has_reported:
+            self._has_reported = True
             waiting = [worker for worker in self._workers if worker not in hanging]
             error = RendezvousTimeoutError("the end of the job", self._timeout_s)
-            self._timeout_s = None
             self._on_timeout((waiting or hanging)[0], error)
 
-    @staticmethod
-    def _hangs(worker: MonitoredRank, timeout_s: float) -> bool:
+    def _hangs(self, worker: MonitoredRank) -> bool:
         heartbeat = worker.heartbeat.read()
-        limit_s = {TEARDOWN: timeout_s, LEAVING: max(timeout_s, LEAST_TO_LEAVE_S)}.get(heartbeat.phase)
+        limits = {TEARDOWN: self._timeout_s, LEAVING: max(self._timeout_s, LEAST_TO_LEAVE_S)}
+        limit_s = limits.get(heartbeat.phase)
         return limit_s is not None and not worker.has_ended and heartbeat.seconds_ago() > limit_s

@@ -9,37 +9,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, final
+from dataclasses import dataclass
+from typing import Any, final
 
 from rankwise.processes import fork_safety
 from rankwise.processes.signals import ROUTER
 
-__all__ = ["READ", "WRITE", "EventLoop", "PeriodicCheck", "signals_delivered_in_thread"]
+__all__ = ["READ", "WRITE", "EventLoop", "signals_delivered_in_thread"]
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _CHUNK = 1 << 12
+_LONGEST_WAIT_S = 86400.0  # the system call takes 24 days at most
 
 
-class PeriodicCheck(Protocol):
-    """A check that an event loop runs from time to time."""
-
-    def time_left(self) -> float | None:
-        """Return the seconds until the next check; None for never."""
-
-    def look(self) -> None:
-        """Check, if it is time to."""
+@dataclass
+class _Timer:
+    due_s: float
+    interval_s: float
+    call: Callable[[], None]
 
 
 @final
 class EventLoop:
-    """Call back in the thread that runs `run`; deliver signals there while the main thread is blocked.
+    """Call back in the thread that runs `run`; deliver signals there while the main thread is blocked."""
 
-    Args:
-        checks: run from time to time.
-    """
-
-    def __init__(self, *checks: PeriodicCheck) -> None:
-        self._checks = checks
+    def __init__(self) -> None:
+        self._timers: list[_Timer] = []
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self._selector = selectors.DefaultSelector()
         self._pending: deque[Callable[[], None]] = deque()
@@ -75,6 +70,10 @@ class EventLoop:
     def has_deadline(self) -> bool:
         """Whether `call_later` has a call to make."""
         return self._deadline is not None
+
+    def call_every(self, interval_s: float, call: Callable[[], None]) -> None:
+        """Call in intervals; late where the process was suspended."""
+        self._timers.append(_Timer(time.monotonic() + interval_s, interval_s, call))
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call in so many seconds, in place of what an earlier `call_later` would call."""
@@ -131,19 +130,22 @@ class EventLoop:
         if self._pending:
             self._wake_up()
 
-    def _time_left(self) -> float | None:
-        times = [left for check in self._checks if (left := check.time_left()) is not None]
+    def _time_left(self) -> float:
+        due = [timer.due_s for timer in self._timers]
         if self._deadline is not None:
-            times.append(max(0.0, self._deadline[0] - time.monotonic()))
-        return min(times, default=None)
+            due.append(self._deadline[0])
+        now_s = time.monotonic()
+        return max(0.0, min([*due, now_s + _LONGEST_WAIT_S]) - now_s)
 
     def _run_timers(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline[0]:
             call = self._deadline[1]
             self._deadline = None
             call()
-        for check in self._checks:
-            check.look()
+        for timer in self._timers:
+            if time.monotonic() >= timer.due_s:
+                timer.due_s = time.monotonic() + timer.interval_s
+                timer.call()
 
     def _wake_up(self) -> None:
         with suppress(OSError):  # full: the thread is about to look anyway; closed in a forked process

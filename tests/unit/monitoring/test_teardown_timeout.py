@@ -36,7 +36,7 @@ def watched(
         report_phase(phase)
         end = time.monotonic() + seconds
         while time.monotonic() < end and not found:
-            time.sleep(watch.time_left() or 0)
+            time.sleep(watch.interval_s)
             watch.look()
         watch.look()
     os.close(descriptor)

@@ -85,28 +85,18 @@ def test_descriptors(loop: EventLoop) -> None:
         assert not is_readable.wait(0.05)
 
 
-class Check:
-    """Becomes due once."""
-
-    def __init__(self) -> None:
-        self.due_s = time.monotonic() + 0.01
-        self.is_run = threading.Event()
-
-    def time_left(self) -> float | None:
-        return None if self.is_run.is_set() else max(0.0, self.due_s - time.monotonic())
-
-    def look(self) -> None:
-        if time.monotonic() >= self.due_s:
-            self.is_run.set()
-
-
-def test_checks_are_run_in_time() -> None:
+def test_calls_in_intervals(loop: EventLoop) -> None:
     """The loop wakes up for them by itself."""
-    check = Check()
-    loop = EventLoop(check)
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    assert check.is_run.wait(LIMIT_S)
-    loop.stop()
-    thread.join(LIMIT_S)
-    loop.close()
+    called: list[float] = []
+    is_done = threading.Event()
+
+    def call() -> None:
+        called.append(time.monotonic())
+        if len(called) == 3:
+            is_done.set()
+
+    began_s = time.monotonic()
+    loop.call_soon(lambda: loop.call_every(0.01, call))
+    loop.call_soon(lambda: loop.call_every(1e9, is_done.set))  # more than the system call takes
+    assert is_done.wait(LIMIT_S)
+    assert called[2] - began_s >= 0.03
