@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces with names and addresses of their own, joined by a cable."""
+"""Two hosts on this machine: network namespaces with their own names and addresses, joined by a veth pair."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TwoHosts:
 
     @staticmethod
     def problem() -> str | None:
-        """Return why there can be no such hosts here."""
+        """Return why the hosts cannot be made here, or None."""
         if os.geteuid() != 0:
             return "network namespaces need root"
         missing = [tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None]
@@ -70,7 +70,7 @@ class TwoHosts:
         self.join()
 
     def stop(self) -> None:
-        """Take them away. Processes that are still inside keep their namespace until they end."""
+        """Remove the hosts. Processes that are still inside keep their namespace until they end."""
         for space in self._spaces.values():
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
             shutil.rmtree(_NAMESPACES / space, ignore_errors=True)
@@ -94,7 +94,7 @@ class TwoHosts:
 
     @contextmanager
     def loopback_to_itself(self, name: str) -> Iterator[None]:
-        """Let a host know its own name as 127.0.1.1, as Debian does, for what the block starts."""
+        """Resolve a host's own name to 127.0.1.1, as Debian does, for processes that the block starts."""
         file = _NAMESPACES / self._spaces[name] / "hosts"
         before = file.read_text()
         file.write_text(f"127.0.1.1 {name}\n{before}")
@@ -104,11 +104,11 @@ class TwoHosts:
             file.write_text(before)
 
     def cut(self) -> None:
-        """Pull the cable out."""
+        """Take the link between the hosts down."""
         _ip("-n", self._spaces[self.names[0]], "link", "set", self.interface, "down")
 
     def join(self) -> None:
-        """Plug the cable in, and wait until it carries."""
+        """Take the link between the hosts up, and wait until it works."""
         for space in self._spaces.values():
             _ip("-n", space, "link", "set", self.interface, "up")
         wait_until(lambda: all(self._carries(space) for space in self._spaces.values()), "the cable carries")

@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine: its real daemons, each node on a host of its own."""
+"""A Slurm cluster of two nodes on this machine, with Slurm's own daemons."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class SlurmCluster:
             (self.folder / name).mkdir()
 
     def _start_daemon(self, command: Sequence[str], host: str, pid_file: str) -> None:
-        """Start a program that goes to the background by itself, and says in a file who it is then."""
+        """Start a program that becomes a daemon and writes its pid to a file."""
         done = subprocess.run(
             self.hosts.command(host, command),
             env={**os.environ, **self.variables},

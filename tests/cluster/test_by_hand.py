@@ -1,4 +1,4 @@
-"""Two hosts started by hand: one process on each, from which the strategy starts the other rank there."""
+"""Two hosts started by hand: one process on each, which starts the second rank there."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def start(
 
 @pytest.mark.parametrize("method", ["popen", "fork"])
 def test_each_node_starts_its_own(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
-    """Four ranks on two nodes meet at node 0's address, over the cable, and again for a second job."""
+    """Four ranks on two nodes connect at node 0's address, and again for a second job."""
     results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "end")]
     assert [result.returncode for result in results] == [0, 0], results
     for node, result in enumerate(results):
@@ -112,7 +112,7 @@ def test_each_node_starts_its_own(hosts: TwoHosts, run_script: ScriptRunner, met
 
 
 def test_a_host_that_is_loopback_to_itself(hosts: TwoHosts, run_script: ScriptRunner) -> None:
-    """Where node 0 knows its own name as 127.0.1.1 it listens at the address that the other node knows."""
+    """Where node 0's own name resolves to 127.0.1.1, it listens at the address that node 1 resolves."""
     with hosts.loopback_to_itself("hosta"):
         results = [each.finish(timeout=110) for each in start(hosts, run_script, "fork", "end")]
     assert [result.returncode for result in results] == [0, 0], results
@@ -122,7 +122,7 @@ def test_a_host_that_is_loopback_to_itself(hosts: TwoHosts, run_script: ScriptRu
 
 @pytest.mark.parametrize("what", ["raise", "late"])
 def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner, what: str) -> None:
-    """An exception on one node is raised on the other too, as what it is, be that one at work or done."""
+    """An exception on one node is raised on the other too, whether that one still works or has finished."""
     results = [each.finish(timeout=110) for each in start(hosts, run_script, "fork", what)]
     for result in results:
         assert result.returncode == 1, results
@@ -132,7 +132,7 @@ def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRun
 
 @pytest.mark.parametrize("method", ["popen", "fork"])
 def test_a_kill_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
-    """A rank that cannot say what ended it is named by its launching process, on the other node too."""
+    """A killed rank is named by its launching process, on the other node too."""
     results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "kill")]
     for result in results:
         assert result.returncode == 137, results
@@ -142,7 +142,7 @@ def test_a_kill_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner
 
 @pytest.mark.parametrize("method", ["popen", "fork"])
 def test_who_is_in_no_collective_hears_too(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
-    """Where rank 0 fails, and the store with it, the ranks of the other node that sleep are stopped by it."""
+    """When rank 0 fails, and the store with it, sleeping ranks of the other node are stopped."""
     results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "apart")]
     for result in results:
         assert result.returncode == 1, results
@@ -190,7 +190,7 @@ def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptR
 def test_a_cut_cable_ends_both_nodes(
     method: str, what: str, hosts: TwoHosts, run_script: ScriptRunner
 ) -> None:
-    """Both end soon after the time-out, and each names the ranks that it does not reach any more.
+    """Both end soon after the timeout, and each names the ranks that it cannot reach.
 
     In a launched function as in a fit, with its threads and under the strategy's default start method.
     """

@@ -1,4 +1,4 @@
-"""`ddp_elastic` on two hosts: one dies, the other goes on from the last checkpoint, the first comes back."""
+"""`ddp_elastic` on two hosts: one ends, the other continues from the last checkpoint, the first rejoins."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def steps(ended: ScriptResult, what: str) -> list[tuple[int, int]]:
 
 
 def test_a_node_dies_and_comes_back(hosts: TwoHosts, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """With `node_range="1:2"` the other goes on alone, and both go on together when it is back."""
+    """With `node_range="1:2"` the other node continues alone, and both continue when the first is back."""
     first, second = (start(hosts, name, run_script, "1:2") for name in hosts.names)
     for each in (first, second):
         each.wait_for("trains: ", timeout=60)

@@ -24,7 +24,7 @@ def variables_of(number: int, per_pod: int) -> Variables:
 
 
 def test_the_job(on_both: OnBoth) -> None:
-    """Each pod's one process starts the pod's other rank; the doctor finds all four, and they train."""
+    """Each pod's process starts the pod's second rank; the doctor finds all four, and they train."""
     found = re.search(r"command: (\[.*\])", JOB)
     per_pod = re.search(r'nprocPerNode: "(\d+)"', JOB)
     assert found is not None, JOB

@@ -47,7 +47,7 @@ def check(result: ScriptResult) -> None:
 
 @launchers
 def test_digits(launcher: str, run_script: ScriptRunner) -> None:
-    """The launcher's two ranks are found, meet on loopback, and train."""
+    """The launcher's two ranks are detected, connect on loopback, and train."""
     command = ["bash", str(EXAMPLES / "mpi" / "digits.sh"), *BRIEF]
     result = run_script.command(command, env=start(launcher), cwd=REPOSITORY, timeout=LIMIT_S)
     check(result)
@@ -80,7 +80,7 @@ def on_two_hosts(
 
 @launchers
 def test_two_nodes(launcher: str, hosts: TwoHosts, run_script: ScriptRunner) -> None:
-    """One rank on each of two hosts: they meet at `MASTER_ADDR`, and train."""
+    """One rank on each of two hosts: they connect at `MASTER_ADDR`, and train."""
     options = " -x MASTER_ADDR -x MASTER_PORT" if launcher == "mpirun.openmpi" else ""
     more = {**ADDRESS, "MPIRUN": f"{launcher} {ON_BOTH[launcher]}{options}"}
     script = str(EXAMPLES / "mpi" / "digits.sh")
@@ -95,7 +95,7 @@ def need_mpi4py() -> None:
 
 
 def test_two_nodes_without_an_address(hosts: TwoHosts, run_script: ScriptRunner) -> None:
-    """Where nobody says where rank 0 is, mpi4py does: its address on the way to the other host."""
+    """Without `MASTER_ADDR` mpi4py finds rank 0's address."""
     need_mpi4py()
     script = str(EXAMPLES / "mpi" / "digits.sh")
     result = on_two_hosts("mpirun.openmpi", hosts, run_script, "bash", script, *BRIEF)
@@ -128,7 +128,7 @@ DDPStrategy(accelerator="cpu").bind()
 def test_nobody_knows_the_address(
     launcher: str, before: str, problem: str, hosts: TwoHosts, run_script: ScriptRunner
 ) -> None:
-    """Without an address, and without an mpi4py that can be asked, the error says so, and what to set."""
+    """Without an address and without mpi4py the error names the variable to set."""
     need_mpi4py()
     path = str(run_script.write(BOUND.format(before=before)))
     words = f"{launcher} {ON_BOTH[launcher]} -n 2 python {path}".split()

@@ -61,7 +61,7 @@ def test_lsf(run_script: ScriptRunner, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["lsf", "pals"])
 def test_two_nodes(name: str, on_both: OnBoth, hosts: TwoHosts, tmp_path: Path) -> None:
-    """A task on each of two nodes: they meet at the first node of the job's file, and train."""
+    """A task on each of two nodes: they connect at the first node of the job's file, and train."""
     nodes = tmp_path / "nodes"
     nodes.write_text("".join(f"{host}\n" for host in ([] if name == "pals" else ["batch1"]) + [*hosts.names]))
     sets = {

@@ -32,7 +32,7 @@ TRAINING = " ".join(["python", str(DIGITS), *BRIEF])
 
 
 class User:
-    """Somebody who is logged in on the first node, in the repository's folder."""
+    """A user who is logged in on the first node, in the repository's folder."""
 
     def __init__(self, cluster: SlurmCluster, runner: ScriptRunner) -> None:
         self.cluster = cluster
@@ -113,7 +113,7 @@ def test_a_batch_script_of_two_tasks_without_srun(user: User) -> None:
 
 
 def test_an_interactive_allocation(user: User) -> None:
-    """In an allocation a plain command is one process on the node where it was given; srun is the whole."""
+    """In an allocation a plain command is one local process; srun starts the ranks."""
     inside = f"{DOCTOR} --no-start-methods && srun {DOCTOR} && srun {TRAINING}"
     result = user.run("salloc", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", inside)
     assert result.returncode == 0, result
@@ -126,7 +126,7 @@ def test_an_interactive_allocation(user: User) -> None:
 
 
 def test_a_step_of_two_tasks_on_one_node(user: User) -> None:
-    """--ntasks alone, on one node, is two ranks that meet on loopback, and train."""
+    """--ntasks alone, on one node, gives two ranks that connect on loopback, and train."""
     result = user.run("bash", "-c", f"srun --ntasks=2 {DOCTOR} && srun --ntasks=2 {TRAINING}")
     assert result.returncode == 0, result
     check_doctor(result.stdout, "slurm", world_size=2)
@@ -161,7 +161,7 @@ def test_submitit(user: User) -> None:
     ids=["signal", "scontrol"],
 )
 def test_requeueing(cut_short: Sequence[str], user: User) -> None:
-    """A job that is cut short in mid-epoch goes on, and ends with another one's weights, bit for bit."""
+    """A job that is interrupted within an epoch is requeued, and ends with the same weights, bit for bit."""
     epochs = ("--max-epochs", str(REQUEUED_EPOCHS))
     script = SCRIPTS / "requeue.sh"
     job = user.submit(script, arguments=(str(user.folder / "cut"), *epochs))

@@ -1,4 +1,4 @@
-"""What every strategy must do, as one function that runs on each rank and returns what happened there."""
+"""What every strategy must do: one function that runs on each rank and returns its facts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GLOBAL_BATCH = 8
 
 
 def facts_of(strategy: Strategy, folder: str) -> Facts:
-    """Return the facts of this rank, by the names that the tests know them by."""
+    """Return the facts of this rank, by the names that the tests use."""
     return {
         "ranks": strategy.ranks,
         "is_global_zero": strategy.is_global_zero,

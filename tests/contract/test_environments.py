@@ -37,7 +37,7 @@ Variables = Mapping[str, str]
 
 
 class OwnEnvironment(ClusterEnvironment):
-    """A user's own: a table of names."""
+    """A user's own environment: a table of names."""
 
     name = "own"
     markers = ("OWN_JOB",)
@@ -176,7 +176,7 @@ each_number = pytest.mark.parametrize(
 
 @environments
 def test_a_good_set_is_detected(cls: type[ClusterEnvironment]) -> None:
-    """A complete, coherent set is this environment's."""
+    """A complete, consistent set of variables is detected as this environment."""
     assert cls.detect(GOOD[cls]) is True
 
 
@@ -197,7 +197,7 @@ def test_a_good_set_is_detected(cls: type[ClusterEnvironment]) -> None:
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_ranks(cls: type[ClusterEnvironment], expected: RankInfo) -> None:
-    """The facts of a good set, each for itself and all at once."""
+    """The facts of a consistent set, one by one and all at once."""
     environment = cls(GOOD.get(cls, {}))
     assert environment.ranks == expected
     for fact in ("global_rank", "local_rank", "node_rank", "world_size", "local_world_size", "num_nodes"):
@@ -224,14 +224,14 @@ def test_the_meeting_place(cls: type[ClusterEnvironment], address: tuple[str, in
 
 @environments
 def test_an_empty_environment_is_not_it(cls: type[ClusterEnvironment]) -> None:
-    """With no variable set, nothing is detected and all that would be needed is named."""
+    """With no variable set nothing is detected, and the result names all required variables."""
     assert cls.detect({}) is False
     assert set(cls.missing({})) >= set(cls.variables.values())
 
 
 @environments
 def test_any_one_missing_is_no_silent_job_of_one(cls: type[ClusterEnvironment]) -> None:
-    """A set with a hole is an error that names the hole where a marker is set, and no match otherwise."""
+    """With one variable missing there is an error that names it if a marker is set; otherwise no match."""
     for name in GOOD[cls]:
         holed = {key: value for key, value in GOOD[cls].items() if key != name}
         if cls.detected_markers(holed):
@@ -257,7 +257,7 @@ def test_blank_is_not_set(cls: type[ClusterEnvironment], blank: str) -> None:
 @each_number
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:12])
 def test_hostile_numbers_are_refused(cls: type[ClusterEnvironment], variable: str, text: str) -> None:
-    """What is no plain number is an error that names the variable and its text, and nothing else."""
+    """Text that is no plain number is an error that names this variable and its text only."""
     with pytest.raises(EnvironmentVariableError) as caught:
         cls.detect({**GOOD[cls], variable: text})
     assert variable in str(caught.value)
@@ -268,7 +268,7 @@ def test_hostile_numbers_are_refused(cls: type[ClusterEnvironment], variable: st
 @environments
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "x", "80.0", "9" * 30])
 def test_hostile_ports_are_refused(cls: type[ClusterEnvironment], port: str) -> None:
-    """A port that none can have is refused, naming its variable."""
+    """An invalid port is an error that names its variable."""
     variable = cls.variables.get("main_port", "MASTER_PORT")
     with pytest.raises(EnvironmentVariableError, match=variable):
         cls({**GOOD[cls], variable: port}).main_port  # noqa: B018 -- the property raises
@@ -300,7 +300,7 @@ def test_hostile_ports_are_refused(cls: type[ClusterEnvironment], port: str) -> 
     ids=str,
 )
 def test_contradictions_are_refused(cls: type[ClusterEnvironment], changes: Variables) -> None:
-    """Numbers that cannot all be true are an error with the variables as they are."""
+    """Contradicting numbers are an error with the variables and their values."""
     with pytest.raises(EnvironmentVariableError) as caught:
         cls.detect({**GOOD[cls], **changes})
     for name, value in changes.items():
@@ -309,7 +309,7 @@ def test_contradictions_are_refused(cls: type[ClusterEnvironment], changes: Vari
 
 
 def test_nothing_but_our_own_errors() -> None:
-    """However the variables are damaged, two at a time, only rankwise's errors come, never a bare one."""
+    """However two variables are damaged, only rankwise's own errors are raised."""
     damages = ("", "x", "-1", "0", "7", "99999999999999999999999", "\u0661")
     for cls, numbers in NUMBERS.items():
         for first, second in itertools.combinations(numbers, 2):
@@ -322,7 +322,7 @@ def test_nothing_but_our_own_errors() -> None:
 
 @environments
 def test_reading_changes_nothing(cls: type[ClusterEnvironment]) -> None:
-    """The mapping that is read stays as it is, and later changes to it do not reach the environment."""
+    """Reading does not change the mapping, and later changes to it do not reach the environment."""
     variables = dict(GOOD[cls])
     environment = cls(variables)
     assert variables == GOOD[cls]
@@ -364,12 +364,12 @@ def test_unrelated_variables_are_not_shown(cls: type[ClusterEnvironment]) -> Non
     ids=["nothing", "plain", "torchrun", "both", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "no port"],
 )
 def test_detection(variables: Variables, name: str) -> None:
-    """Who is nearest to the process wins; an incomplete set is nobody's."""
+    """The launcher nearest to the process is detected; an incomplete set is ignored."""
     assert detect_environment(variables).environment.name == name
 
 
 def test_detection_explains_itself() -> None:
-    """The result says why this one, and why none of those before it."""
+    """The result has the reason for this environment and against each one before it."""
     text = str(detect_environment({"RANK": "0"}))
     assert text == (
         "environment 'local': no launcher's variables are complete; "
@@ -386,7 +386,7 @@ def test_detection_explains_itself() -> None:
 
 
 def test_a_damaged_torchrun_is_no_local_job() -> None:
-    """Where torchrun has surely been at work, damage is an error, not a job of one."""
+    """Damaged variables of torchrun are an error, not a job of one process."""
     with pytest.raises(EnvironmentVariableError, match=r"torchelastic.*WORLD_SIZE is not set"):
         detect_environment({key: value for key, value in TORCHRUN.items() if key != "WORLD_SIZE"})
 
@@ -399,7 +399,7 @@ def test_the_variable_beats_detection() -> None:
 
 
 def test_the_variable_must_name_one() -> None:
-    """A name that is none suggests the nearest, and lists all."""
+    """An unknown name is an error that suggests the nearest name and lists all."""
     with pytest.raises(UnknownNameError, match="Did you mean 'torchelastic'") as caught:
         detect_environment({ENVIRONMENT_VARIABLE: "torchelastc"})
     assert set(caught.value.known) == set(environment_names())
@@ -407,12 +407,12 @@ def test_the_variable_must_name_one() -> None:
 
 @pytest.mark.parametrize("blank", ["", " "])
 def test_a_blank_variable_names_none(blank: str) -> None:
-    """Set to nothing, the variable is as good as unset."""
+    """An empty variable counts as unset."""
     assert detect_environment({ENVIRONMENT_VARIABLE: blank}).environment.name == "local"
 
 
 def test_a_named_environment_must_be_there() -> None:
-    """To name torchrun where it is not is an error that names what is missing."""
+    """Naming torchrun where its variables are missing is an error that names these."""
     with pytest.raises(EnvironmentVariableError, match="RANK is not set"):
         detect_environment({ENVIRONMENT_VARIABLE: "torchelastic"})
 
@@ -448,7 +448,7 @@ def test_a_users_own_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     ids=str,
 )
 def test_another_world_is_refused(arguments: dict[str, int], texts: tuple[str, ...]) -> None:
-    """What was asked for and what exists are both in the error, with the variables that say so."""
+    """The error has the requested and the existing size, with the variables."""
     with pytest.raises(WorldSizeMismatchError) as caught:
         DDPStrategy(accelerator="cpu", cluster_environment=OwnEnvironment(OWN), **arguments).bind()  # type: ignore[arg-type]  # devices and num_nodes
     for text in texts:
@@ -476,7 +476,7 @@ def test_what_is_no_environment_is_refused(wrong: object) -> None:
 
 
 def test_an_unknown_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is none is refused when the strategy is bound."""
+    """An unknown name is refused when the strategy is bound."""
     with pytest.raises(UnknownNameError, match="environment 'slurmm'"):
         DDPStrategy(accelerator="cpu", cluster_environment="slurmm").bind()
 

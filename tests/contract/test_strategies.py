@@ -99,7 +99,7 @@ def size(name: str) -> int:
 
 @pytest.fixture
 def ranks(name: str, size: int, results: _Results) -> list[Facts]:
-    """What each rank has seen, in rank order."""
+    """Return each rank's facts, in rank order."""
     found = results.of(name)
     assert sorted(found) == list(range(size))
     return [found[rank] for rank in range(size)]
@@ -141,7 +141,7 @@ def test_reductions(ranks: list[Facts], size: int, total: float) -> None:
 
 
 def test_reductions_leave_their_input(ranks: list[Facts]) -> None:
-    """The tensor that was given stays as it was."""
+    """The input tensor is not changed."""
     assert [facts["input_after"] for facts in ranks] == [[rank + 1.0, 2.0] for rank in range(len(ranks))]
 
 
@@ -154,19 +154,19 @@ def test_the_mean_of_integers_is_a_fraction(ranks: list[Facts], size: int, total
 
 
 def test_reduced_precision_is_kept(ranks: list[Facts]) -> None:
-    """bfloat16 goes in and comes out."""
+    """A bfloat16 tensor gives a bfloat16 result."""
     for facts in ranks:
         assert facts["half"].dtype == torch.bfloat16
         assert facts["half"].tolist() == [0.5, 1.5]
 
 
 def test_what_is_no_tensor_comes_back(ranks: list[Facts]) -> None:
-    """`all_reduce` gives anything else back as it is."""
+    """`all_reduce` returns any other value unchanged."""
     assert all(facts["non_tensors"] == [3, "text", None, [1]] for facts in ranks)
 
 
 def test_an_unknown_operation_is_refused(ranks: list[Facts]) -> None:
-    """A name that is no operation is an `UnknownNameError`, on one process too."""
+    """An unknown operation is an `UnknownNameError`, on one process too."""
     assert all("UnknownNameError" in facts["bad_operation"] for facts in ranks)
 
 
@@ -187,7 +187,7 @@ def test_gathering_objects(ranks: list[Facts], size: int) -> None:
 
 
 def test_a_barrier_waits(ranks: list[Facts]) -> None:
-    """No rank passes before the slowest has come."""
+    """No rank passes the barrier before the slowest has reached it."""
     assert min(facts["passed_s"] for facts in ranks) >= max(facts["came_s"] for facts in ranks)
 
 
@@ -222,7 +222,7 @@ def test_wrapping(ranks: list[Facts], size: int) -> None:
 
 
 def test_a_frozen_module_is_not_wrapped(ranks: list[Facts]) -> None:
-    """One with nothing to train is returned as it is, and is no error in `no_backward_sync`."""
+    """A module without trainable parameters is returned unwrapped, and `no_backward_sync` accepts it."""
     for facts in ranks:
         assert facts["frozen_is_unwrapped"]
         assert facts["no_sync_of_frozen"] == ""
@@ -250,7 +250,7 @@ def test_other_methods_go_through_the_wrapper(ranks: list[Facts]) -> None:
 
 
 def test_no_backward_sync_needs_the_wrapped_module(ranks: list[Facts], size: int) -> None:
-    """The bare module, by mistake, is a TypeError where DDP is at work."""
+    """With DDP, `no_backward_sync` of the unwrapped module is a TypeError."""
     assert all(("TypeError" in facts["no_sync_of_own"]) is (size > 1) for facts in ranks)
 
 
@@ -268,7 +268,7 @@ def test_checkpoints(ranks: list[Facts]) -> None:
 
 
 def test_batches_keep_their_shape(ranks: list[Facts]) -> None:
-    """Nested containers, named tuples and what is no tensor survive `batch_to_device`."""
+    """`batch_to_device` keeps nested containers, named tuples and values that are no tensors."""
     assert all(facts["batch"] for facts in ranks)
 
 
@@ -361,7 +361,7 @@ def test_pickling(each: str) -> None:
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
-    """Return what came of launching a strategy twice, and of two Trainers with one strategy, by name."""
+    """Return a function that gives the results of two launches and of two Trainers with one strategy."""
     folder = tmp_path_factory.mktemp("lives")
     shared: SharedValues[tuple[Any, Any]] = SharedValues()
 
@@ -407,7 +407,7 @@ def test_the_given_strategy_keeps_its_plugins() -> None:
 
 
 class HalfUsed(nn.Module):
-    """One of its two layers takes no part, in turns."""
+    """Uses one of its two layers, alternately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,14 +428,14 @@ def train_half(strategy: Strategy) -> bool:
 
 
 def test_unused_parameters_are_allowed_by_name() -> None:
-    """`..._find_unused_parameters_true` trains a module of which a part takes no part."""
+    """`..._find_unused_parameters_true` trains a module with unused parameters."""
     name = "ddp_fork_find_unused_parameters_true"
     assert StrategyRegistry.create(name, accelerator="cpu", devices=2).launch(train_half) is True
 
 
 @pytest.mark.parametrize("name", ["ddp_fork", "ddp_fork_find_unused_parameters_false"])
 def test_unused_parameters_are_an_error_otherwise(name: str) -> None:
-    """Without it the second step fails in DDP's own words, with the rank."""
+    """Without it the second step raises DDP's own error, with the rank."""
     with pytest.raises(WorkerRaisedError, match="find_unused_parameters"):
         StrategyRegistry.create(name, accelerator="cpu", devices=2).launch(train_half)
 
@@ -490,6 +490,6 @@ partial_job = partial(closure_value)
 
 
 def test_a_partial_function_is_launched() -> None:
-    """What is launched may be any callable that can travel."""
+    """Any callable that can be pickled can be launched."""
     strategy = StrategyRegistry.create("ddp_forkserver", accelerator="cpu", devices=2)
     assert strategy.launch(partial_job)[1] == pytest.approx(-1.0)

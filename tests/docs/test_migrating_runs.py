@@ -1,4 +1,4 @@
-"""What docs/migrating.md says to write in a launched function works there: its lines run, on two ranks."""
+"""The lines of docs/migrating.md for a launched function run on two ranks."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_most_lines_are_run() -> None:
 
 
 def test_lines_run(tmp_path: Path) -> None:
-    """Each raises nothing, with the values that the page speaks of; blocks that hold back do."""
+    """Each line runs with the values of the page, and blocks that suspend reductions do so."""
     torch.save({}, tmp_path / "checkpoint")
     first, second = run_lines(LINES, tmp_path / "checkpoint")
     raised = {code: found for code, found in first.items() if isinstance(found, Exception)}
@@ -149,7 +149,7 @@ def test_lines_run(tmp_path: Path) -> None:
 
 
 def test_a_wrong_line_is_found(tmp_path: Path) -> None:
-    """One at the wrong moment raises; without its forward pass a block holds back nothing."""
+    """A line at the wrong moment raises; a block without its forward pass suspends nothing."""
     too_early = "DDPStrategy(find_unused_parameters=True).setup_module(model)"
     without_forward = "with strategy.no_backward_sync(wrapped): strategy.backward(loss)"
     first, second = run_lines([too_early, without_forward], tmp_path)

@@ -1,1 +1,1 @@
-"""What the tests are made with, and the tests of that."""
+"""Helpers of the tests, and the tests of these helpers."""
