@@ -121,6 +121,10 @@ class Strategy(ABC):
         self._check_not_in_job("with_()")
         derived = copy.copy(self)
         derived.gradients = copy.copy(self.gradients)
+        if "precision" not in changes:
+            derived.precision = copy.deepcopy(self.precision)
+            if self.is_bound:
+                derived.precision.load_state_dict({})  # drops loss scale and master weights of earlier jobs
         derived._placement, derived.results = None, {}
         for name in changes.keys() & _PLUGINS.keys():
             setattr(derived, name, check_instance(name, changes.pop(name), _PLUGINS[name]))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rankwise.errors import CheckpointError
-from rankwise.precision import MasterWeightsPrecision, Precision
+from rankwise.precision import MasterWeightsPrecision, Precision, create_precision
+from rankwise.strategies import SingleDeviceStrategy
 from rankwise.trainer.state_transfer import capture, restore
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -67,6 +68,21 @@ def test_state_comes_back(tmp_path: Path, name: str) -> None:
         mine_state.get("masters", []), their_state.get("masters", []), strict=True
     ):
         assert all(torch.equal(a, b) for a, b in zip(mine_copies, their_copies, strict=True))
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "16-master"])
+def test_trainers_with_one_strategy_have_their_own_precision(tmp_path: Path, name: str) -> None:
+    """The second trainer has the same options, but neither the first one's loss scale nor its copies."""
+    strategy = SingleDeviceStrategy(precision=create_precision(name))
+    first = trainer(tmp_path, strategy=strategy, accelerator="auto", devices="auto")
+    first.fit(Line(), loader())
+    before = first.strategy.precision.state_dict()
+    second = trainer(tmp_path, strategy=strategy, accelerator="auto", devices="auto")
+    unused = create_precision(name).state_dict()
+    assert second.strategy.precision.state_dict() == unused != before
+    second.fit(Line(), loader(8, 1))
+    assert first.strategy.precision.state_dict()["scaler"] == before["scaler"]
+    assert second.strategy.precision.state_dict()["scaler"] != before["scaler"]
 
 
 def test_copies_of_another_module_are_refused(tmp_path: Path) -> None:
