@@ -189,7 +189,7 @@ def save_checkpoint(parts: TrainerParts, path: str | os.PathLike[str]) -> None:
         CheckpointError: when it cannot be written, or contains itself.
     """
     checkpoint = _checkpoint(parts)
-    parts.hooks.call("on_save_checkpoint", checkpoint)
+    parts.hooks.call_checkpoint_hooks("on_save_checkpoint", checkpoint)
     with as_checkpoint_error(path):
         plain: dict[str, Any] = _plain(checkpoint)
     parts.strategy.save_checkpoint(plain, path)
@@ -236,7 +236,7 @@ def restore_module(parts: TrainerParts, checkpoint: dict[str, Any], path: str) -
     """
     if "state_dict" not in checkpoint:
         raise CheckpointError(path=path, problem=f"holds no 'state_dict', but {sorted(map(str, checkpoint))}")
-    parts.hooks.call("on_load_checkpoint", checkpoint)
+    parts.hooks.call_checkpoint_hooks("on_load_checkpoint", checkpoint)
     parts.strategy.precision.prepare_to_load(parts.module)
     try:
         parts.strategy.load_module_state_dict(parts.module, checkpoint["state_dict"])

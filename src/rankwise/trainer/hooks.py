@@ -46,6 +46,12 @@ class Hooks:
             if isinstance(callback, MonitoringCallback):
                 getattr(callback, name)(trainer, module, *args)
 
+    def call_checkpoint_hooks(self, name: str, checkpoint: dict[str, Any]) -> None:
+        """Call a hook of all callbacks in their order, the monitoring ones too, then of the module."""
+        for callback in self._trainer.callbacks:
+            getattr(callback, name)(self._trainer, self._module, checkpoint)
+        getattr(self._module, name)(checkpoint)
+
     def call_exception_hooks(self, error: BaseException) -> None:
         """Call `on_exception` of the callbacks, which modules do not have."""
         for callback in self._trainer.callbacks:

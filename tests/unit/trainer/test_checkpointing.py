@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, MonitoringCallback
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, LifecycleError
 from tests.unit.trainer.helpers import Line, loader, trainer
@@ -102,6 +102,50 @@ def test_hyper_parameters_that_no_checkpoint_gets_may_be_anything(
         trained, loader()
     )
     assert trained.seen
+
+
+class Records:
+    """Adds its name to `calls` in both checkpoint hooks."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name = name
+        self.calls = calls
+
+    def on_save_checkpoint(self, *arguments: Any) -> None:
+        self.calls.append(f"{self.name} saves")
+
+    def on_load_checkpoint(self, *arguments: Any) -> None:
+        self.calls.append(f"{self.name} loads")
+
+
+class RecordingMonitor(Records, MonitoringCallback):
+    """A monitoring callback, whose other hooks run after the module's."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        MonitoringCallback.__init__(self, None, "min")
+        Records.__init__(self, name, calls)
+
+
+class RecordingCallback(Records, Callback):
+    """A callback."""
+
+
+class RecordingLine(Records, Line):
+    """A module."""
+
+    def __init__(self, calls: list[str]) -> None:
+        Line.__init__(self)
+        Records.__init__(self, "module", calls)
+
+
+def test_order_of_checkpoint_hooks(tmp_path: Path) -> None:
+    """The hooks of all callbacks run in their order, monitoring ones included, and then the module's."""
+    calls: list[str] = []
+    callbacks = [RecordingMonitor("first", calls), RecordingCallback("second", calls)]
+    path = saved(tmp_path, RecordingLine(calls), callbacks=callbacks)
+    trainer(tmp_path, callbacks=callbacks).test(RecordingLine(calls), loader(), ckpt_path=path)
+    names = ("first", "second", "module")
+    assert calls == [*(f"{name} saves" for name in names), *(f"{name} loads" for name in names)]
 
 
 class HoldsItself(Callback):
