@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import TYPE_CHECKING, Any, final
 
@@ -51,6 +52,11 @@ def _forwarded(path: str) -> Any:
         lambda trainer: getattr(getattr(trainer, part), name),
         lambda trainer, value: setattr(getattr(trainer, part), name, value),
     )
+
+
+def _read_only(path: str) -> Any:
+    """Return a property that reads `path`; an assignment raises AttributeError."""
+    return property(operator.attrgetter(path))
 
 
 def _in_phase(phase: str) -> Any:
@@ -433,8 +439,8 @@ class Trainer:
     optimizers: list[Optimizer] = _forwarded("_optimizers.optimizers")
     lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers.schedulers")
 
-    current_epoch: int = _forwarded("progress.current_epoch")
-    global_step: int = _forwarded("progress.global_step")
+    current_epoch: int = _read_only("progress.current_epoch")
+    global_step: int = _read_only("progress.global_step")
 
     epoch_results: Results | None = _forwarded("_stage.epoch_results")
     running_manual_optimization: ManualOptimization | None = _forwarded("_stage.manual_optimization")
@@ -443,10 +449,10 @@ class Trainer:
     testing: bool = _in_phase("test")
     predicting: bool = _in_phase("predict")
 
-    world_size: int = _forwarded("strategy.world_size")
-    global_rank: int = _forwarded("strategy.global_rank")
-    local_rank: int = _forwarded("strategy.local_rank")
-    is_global_zero: bool = _forwarded("strategy.is_global_zero")
+    world_size: int = _read_only("strategy.world_size")
+    global_rank: int = _read_only("strategy.global_rank")
+    local_rank: int = _read_only("strategy.local_rank")
+    is_global_zero: bool = _read_only("strategy.is_global_zero")
 
     @property
     def module(self) -> TrainingModule:

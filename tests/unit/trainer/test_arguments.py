@@ -168,6 +168,16 @@ def test_limits_can_be_raised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["current_epoch", "global_step", "world_size", "global_rank", "local_rank", "is_global_zero"]
+)
+def test_position_and_ranks_are_read_only(tmp_path: Path, name: str) -> None:
+    """An assignment to what the Trainer and its strategy determine raises."""
+    train = trainer(tmp_path)
+    with pytest.raises(AttributeError):
+        setattr(train, name, 1)
+
+
+@pytest.mark.parametrize(
     ("name", "meant"),
     [
         ("max_epoch", "max_epochs"),
