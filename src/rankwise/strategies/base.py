@@ -581,8 +581,6 @@ class Strategy(ABC):
         """
         return rank_zero_first(local, ranks=self.ranks)
 
-    # ------------------------------------------------------------------ internals
-
     def _check_not_in_job(self, call: str) -> None:
         if self._job is not None:
             remedy = "a launched function calls what it needs directly: it runs on every rank already."
@@ -591,8 +589,7 @@ class Strategy(ABC):
     def _wrong_state(
         self, call: str, needed: str, remedy: str = "call bind() or launch() first."
     ) -> LifecycleError:
-        before_job = "configured" if self._placement is None else "bound"
-        state = before_job if self._job is None else "in a job"
+        state = "in a job" if self._job else "bound" if self.is_bound else "configured"
         return LifecycleError(call=call, state=state, needed=needed, remedy=remedy)
 
     def __getstate__(self) -> dict[str, Any]:
