@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
@@ -15,11 +16,12 @@ from rankwise.monitoring.heartbeat import report_phase
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
+    from rankwise.strategies import Strategy
     from rankwise.trainer.data_loaders import LoaderShard
     from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.loops.stopping import Stopping
 
-__all__ = ["GATHERINGS", "EvaluationLoop", "Gather", "PredictionLoop", "interleaved"]
+__all__ = ["GATHERINGS", "EvaluationLoop", "Gather", "interleaved", "predict"]
 
 Gather = Literal["all", "rank_zero"] | None
 GATHERINGS: tuple[Gather, ...] = ("all", "rank_zero", None)
@@ -45,12 +47,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 def _run_batch(context: LoopContext, results: Results, name: str, batch: Any, *indices: int) -> Any:
     """Run `{name}_step` of the module on a batch, and the hooks around it; return the outputs.
 
-    Args:
-        context: what the loop uses of the Trainer.
-        results: where the module logs to.
-        name: `"validation"`, `"test"` or `"predict"`.
-        batch: the batch.
-        indices: the number of the batch and, with several loaders, of the loader.
+    `indices` are the number of the batch and, with several loaders, of the loader.
     """
     precision = context.strategy.precision
     batch = precision.convert_input(context.strategy.batch_to_device(batch))
@@ -63,24 +60,20 @@ def _run_batch(context: LoopContext, results: Results, name: str, batch: Any, *i
     return outputs
 
 
+# ------------------------------------------------------------------ validation and test
+
+
 @final
+@dataclass(frozen=True)
 class EvaluationLoop:
     """Evaluate the module without its wrapper, since ranks may have different numbers of batches.
 
     The ranks communicate once, at the end, to reduce the metrics.
     """
 
-    def __init__(
-        self, context: LoopContext, shares: list[LoaderShard], stage: Literal["validate", "test"]
-    ) -> None:
-        self._context = context
-        self._shares = shares
-        self._stage = stage
-        self._name = _NAMES[stage]
-        self._suffixes = [f"/dataloader_idx_{index}" for index in range(len(shares))]
-        if len(shares) == 1:
-            self._suffixes = [""]
-        self._results = Results(is_evaluation=True)
+    context: LoopContext
+    shares: list[LoaderShard]
+    stage: Literal["validate", "test"]
 
     def run(self, stopping: Stopping | None = None) -> list[dict[str, float]]:
         """Evaluate; return the metrics of each loader, the same on every rank.
@@ -93,47 +86,100 @@ class EvaluationLoop:
         Raises:
             EvaluationStopped: on all ranks, when a signal stops the fit here.
         """
-        context = self._context
-        self._results = Results(is_evaluation=True)
-        with context.metrics.in_phase(self._stage, self._results), _evaluating(context.module):
+        context, results = self.context, Results(is_evaluation=True)
+        with context.metrics.in_phase(self.stage, results), _evaluating(context.module):
             self._hook("start")
             self._hook("epoch_start")
-            self._run_loaders(stopping)
-            self._results.suffix = ""
+            self._run_loaders(results, stopping)
             self._hook("epoch_end")
-            values = self._results.epoch_values(context.strategy)
+            values = results.epoch_values(context.strategy)
             context.metrics.publish(values, is_logged=True)
             if stopping is not None:
                 context.state.progress.is_validated = True
             self._hook("end")
-        metrics = {value.base_name: value.value.item() for value in values}
-        return [self._metrics_of(suffix, metrics) for suffix in self._suffixes]
+        return self._by_loader({value.base_name: value.value.item() for value in values})
 
-    def _run_loaders(self, stopping: Stopping | None) -> None:
+    def _run_loaders(self, results: Results, stopping: Stopping | None) -> None:
         if stopping is not None:
             stopping.begin_evaluation()
-        for dataloader_idx, share in enumerate(self._shares):
-            self._run_loader(dataloader_idx, share, stopping)
+        for dataloader_idx, share in enumerate(self.shares):
+            self._run_loader(results, stopping, dataloader_idx, share)
+        results.suffix = ""
         if stopping is not None:
             stopping.end_evaluation_batches()
 
-    def _run_loader(self, dataloader_idx: int, share: LoaderShard, stopping: Stopping | None) -> None:
-        index = (dataloader_idx,) if len(self._shares) > 1 else ()
-        self._results.suffix = self._suffixes[dataloader_idx]
-        share.set_epoch(self._context.state.progress.current_epoch)
+    def _run_loader(
+        self, results: Results, stopping: Stopping | None, dataloader_idx: int, share: LoaderShard
+    ) -> None:
+        name = _NAMES[self.stage]
+        index = (dataloader_idx,) if len(self.shares) > 1 else ()
+        results.suffix = self._suffixes[dataloader_idx]
+        share.set_epoch(self.context.state.progress.current_epoch)
         for batch_idx, (batch, _) in enumerate(share):
             if stopping is not None:
                 stopping.begin_evaluation_batch()
-            report_phase(self._name)
-            _run_batch(self._context, self._results, self._name, batch, batch_idx, *index)
+            report_phase(name)
+            _run_batch(self.context, results, name, batch, batch_idx, *index)
 
-    def _hook(self, moment: str, *args: Any) -> None:
-        self._context.hooks.call(f"on_{self._name}_{moment}", *args)
+    def _hook(self, moment: str) -> None:
+        self.context.hooks.call(f"on_{_NAMES[self.stage]}_{moment}")
 
-    def _metrics_of(self, suffix: str, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of one loader, and those without a loader's suffix."""
-        others = tuple(other for other in self._suffixes if other != suffix)
-        return {name: value for name, value in metrics.items() if not name.endswith(others)}
+    @property
+    def _suffixes(self) -> list[str]:
+        count = len(self.shares)
+        return [f"/dataloader_idx_{index}" for index in range(count)] if count > 1 else [""]
+
+    def _by_loader(self, metrics: dict[str, float]) -> list[dict[str, float]]:
+        """Return the metrics of each loader, and those without a loader's suffix."""
+        suffixes = self._suffixes
+        others = [tuple(other for other in suffixes if other != suffix) for suffix in suffixes]
+        return [
+            {name: value for name, value in metrics.items() if not name.endswith(endings)}
+            for endings in others
+        ]
+
+
+# ------------------------------------------------------------------ prediction
+
+
+def predict(context: LoopContext, shares: list[LoaderShard], gather: Gather) -> list[Any]:
+    """Run `predict_step` on this rank's batches; return the outputs, batch by batch, in dataset order.
+
+    Collective: every rank must call this. The ranks of `gather` get all ranks' outputs; with several loaders,
+    a list for each.
+    """
+    results = Results(is_evaluation=True)
+    with context.metrics.in_phase("predict", results), _evaluating(context.module):
+        context.hooks.call("on_predict_start")
+        context.hooks.call("on_predict_epoch_start")
+        own = []
+        for dataloader_idx, share in enumerate(shares):
+            index = (dataloader_idx,) if len(shares) > 1 else ()
+            own.append(_predict_loader(context, results, share, *index))
+        by_rank = _gathered(context.strategy, own, gather)
+        predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
+        context.hooks.call("on_predict_epoch_end")
+        context.hooks.call("on_predict_end")
+    return predictions[0] if len(predictions) == 1 else predictions
+
+
+def _predict_loader(context: LoopContext, results: Results, share: LoaderShard, *index: int) -> list[Any]:
+    outputs = []
+    for batch_idx, (batch, _) in enumerate(share):
+        report_phase("prediction")
+        output = _run_batch(context, results, "predict", batch, batch_idx, *index)
+        output = context.strategy.precision.convert_output(output)
+        outputs.append(apply_to_collection(output, Tensor, lambda tensor: tensor.cpu()))
+    return outputs
+
+
+def _gathered(strategy: Strategy, own: list[list[Any]], gather: Gather) -> list[list[list[Any]]]:
+    """Return the outputs of all ranks, or of those that this rank gets."""
+    if gather is None:
+        return [own]
+    if gather == "all" or strategy.data_parallel_group is not None:
+        return strategy.all_gather_object(own)
+    return strategy.gather_object(own) or [[[] for _ in own]]
 
 
 def interleaved(lists: list[list[T]]) -> list[T]:
@@ -143,48 +189,3 @@ def interleaved(lists: list[list[T]]) -> list[T]:
     [0, 1, 2, 3, 4, 5, 6]
     """
     return [item for row in zip_longest(*lists, fillvalue=_NOTHING) for item in row if item is not _NOTHING]
-
-
-@final
-class PredictionLoop:
-    """Run `predict_step` on this rank's batches of each loader, then put all ranks' outputs in order."""
-
-    def __init__(self, context: LoopContext, shares: list[LoaderShard]) -> None:
-        self._context = context
-        self._shares = shares
-        self._results = Results(is_evaluation=True)
-
-    def run(self, gather: Gather = "all") -> list[Any]:
-        """Return the outputs, batch by batch, on the ranks of `gather`; with several loaders a list for each.
-
-        Collective: every rank must call this.
-        """
-        context = self._context
-        with context.metrics.in_phase("predict", self._results), _evaluating(context.module):
-            context.hooks.call("on_predict_start")
-            context.hooks.call("on_predict_epoch_start")
-            own = [self._run_loader(index, share) for index, share in enumerate(self._shares)]
-            by_rank = self._gathered(own, gather)
-            predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
-            context.hooks.call("on_predict_epoch_end")
-            context.hooks.call("on_predict_end")
-        return predictions[0] if len(predictions) == 1 else predictions
-
-    def _gathered(self, own: list[list[Any]], gather: Gather) -> list[list[list[Any]]]:
-        """Return the outputs of all ranks, or of those that this rank gets."""
-        strategy = self._context.strategy
-        if gather is None:
-            return [own]
-        if gather == "all" or strategy.data_parallel_group is not None:
-            return strategy.all_gather_object(own)
-        return strategy.gather_object(own) or [[[] for _ in own]]
-
-    def _run_loader(self, dataloader_idx: int, share: LoaderShard) -> list[Any]:
-        index = (dataloader_idx,) if len(self._shares) > 1 else ()
-        outputs = []
-        for batch_idx, (batch, _) in enumerate(share):
-            report_phase("prediction")
-            output = _run_batch(self._context, self._results, "predict", batch, batch_idx, *index)
-            output = self._context.strategy.precision.convert_output(output)
-            outputs.append(apply_to_collection(output, Tensor, lambda tensor: tensor.cpu()))
-        return outputs
