@@ -38,9 +38,6 @@ SplitSampler = DistributedSampler[Any] | ShardedSampler
 _UNSPLIT_REMEDY = "pass a loader that is not split: rankwise splits any."
 
 
-# ------------------------------------------------------------------------------------- splitting
-
-
 def shard_for_training(
     loader: Loader, num_replicas: int, rank: int, *, seed: int | None = None, uneven: Uneven | None = None
 ) -> Loader:
@@ -115,11 +112,7 @@ def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int | None, 
 
 
 def _without_padding(loader: Loader, sampler: Any) -> Loader:
-    """Return a loader with a user's `DistributedSampler`, without the samples that the sampler repeats.
-
-    Raises:
-        UnshardableLoaderError: when these cannot be identified.
-    """
+    """Return a loader with a user's `DistributedSampler`, without the samples that the sampler repeats."""
     samples = _sampler_of(loader)
     if sampler.total_size <= len(sampler.dataset) or isinstance(samples, LimitedSampler):
         return loader
@@ -140,9 +133,6 @@ def _without_last_batch(loader: Loader, batches: BatchSampler) -> Loader:
         return loader
     whole = LimitedSampler(batches.sampler, len(batches) * batches.batch_size)
     return _resampled(loader, whole, drop_last=False)
-
-
-# ------------------------------------------------------------------------------------- order
 
 
 def in_dataset_order(loader: Loader) -> Loader:
@@ -177,9 +167,6 @@ def _seed_for(loader: DataLoader[Any], seed: int | None) -> int:
     return (order_seed(loader) or 0) if seed is None else seed
 
 
-# ------------------------------------------------------------------------------------- loaders that are split
-
-
 def is_split(loader: DataLoader[Any]) -> bool:
     """Return whether the user has already split `loader` over the ranks."""
     return _split_sampler_of(loader) is not None
@@ -192,11 +179,7 @@ def batches_before_split(loader: DataLoader[Any]) -> Any:
 
 
 def check_interleaved_by_batches(loader: DataLoader[Any]) -> None:
-    """Check that a loader that is split distributes whole batches, so that their order can be restored.
-
-    Raises:
-        UnshardableLoaderError: when it distributes samples, or repeats samples or batches.
-    """
+    """Check that a loader that is split distributes whole batches once, so that order can be restored."""
     sampler = _split_sampler_of(loader)
     if sampler is None:
         return
@@ -211,11 +194,7 @@ def check_interleaved_by_batches(loader: DataLoader[Any]) -> None:
 
 
 def _check_split_for(loader: DataLoader[Any], num_replicas: int, rank: int) -> None:
-    """Check that a loader that is split has this rank's part.
-
-    Raises:
-        UnshardableLoaderError: when it has another part, so that data would be missing or used twice.
-    """
+    """Check that a loader that is split has this rank's part, since data would be missing or used twice."""
     sampler = _split_sampler_of(loader)
     if sampler is None or (sampler.num_replicas, sampler.rank) == (num_replicas, rank):
         return
@@ -243,20 +222,11 @@ def _split_sampler_of(loader: DataLoader[Any]) -> SplitSampler | None:
 
 
 def _is_torch_order(sampler: DistributedSampler[Any]) -> bool:
-    """Return whether torch's own method, not a subclass's, selects the samples."""
-    return type(sampler).__iter__ is DistributedSampler.__iter__
-
-
-# ------------------------------------------------------------------------------------- parts of a loader
+    return type(sampler).__iter__ is DistributedSampler.__iter__  # not a subclass's
 
 
 def check_shardable(loader: Any, *, by_index: bool = False) -> None:
-    """Check that `loader` can be split over the ranks; with `by_index`, that its order can be restored.
-
-    Raises:
-        UnshardableLoaderError: when it is not a `DataLoader`, or neither its indices nor its data can be
-            split.
-    """
+    """Check that `loader` can be split over the ranks; with `by_index`, that its order can be restored."""
     if not isinstance(loader, DataLoader):
         raise UnshardableLoaderError(
             loader=type(loader).__name__,

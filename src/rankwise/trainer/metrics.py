@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -19,6 +20,7 @@ __all__ = ["Reported", "Results", "batch_size_of", "computed", "is_metric_object
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _EXTREMES = {"min": torch.minimum, "max": torch.maximum}
+_OVER_RANKS: Mapping[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
 
 
 class Reported(NamedTuple):
@@ -204,10 +206,7 @@ class Results:
     def epoch_values(self, strategy: Strategy) -> list[Reported]:
         """Return what was logged by epoch, reduced over the ranks with `sync_dist=True`.
 
-        Collective: every rank must call this.
-
-        Raises:
-            ConfigurationError: on every rank, when the ranks logged different names.
+        Collective: every rank must call this, and raises when the ranks logged different names.
         """
         chosen = {name: metric for name, metric in self._metrics.items() if metric.on_epoch}
         synced: dict[str, Any] = {name: logged.metric.clone().cpu() for name, logged in self._objects.items()}
@@ -235,9 +234,6 @@ class Results:
             prog_bar, logger = (metric.prog_bar, metric.logger) if metric else (False, True)
             reported.append(Reported(name, name + ending if is_both else name, value, prog_bar, logger))
         return reported
-
-
-# -------------------------------------------------------------------- numbers
 
 
 def batch_size_of(batch: Any) -> int:
@@ -279,16 +275,11 @@ def _combined(name: str, parts: list[Any]) -> Tensor:
 def _reduced(parts: list[_Part]) -> Tensor:
     """Combine the ranks' parts, in the order of the ranks."""
     totals = [part.total for part in parts]
-    match parts[0].reduce_fx:
-        case "mean":
-            weight = sum(part.weight for part in parts)
-            value = sum(totals) / weight if weight else float("nan")
-        case "sum":
-            value = sum(totals)
-        case "min":
-            value = min(totals)
-        case _:
-            value = max(totals)
+    if parts[0].reduce_fx == "mean":
+        weight = sum(part.weight for part in parts)
+        value = sum(totals) / weight if weight else math.nan
+    else:
+        value = _OVER_RANKS[parts[0].reduce_fx](totals)
     return torch.tensor(value, dtype=torch.double)
 
 
@@ -303,9 +294,6 @@ def _check_same_names(logged_by: Mapping[int, set[str]]) -> None:
             facts="; ".join([f"logged by all: {sorted(everywhere)}", *only]),
             remedy="log these on every rank, or with sync_dist=False.",
         )
-
-
-# -------------------------------------------------------------------- metric objects of torchmetrics
 
 
 def is_metric_object(value: object) -> bool:

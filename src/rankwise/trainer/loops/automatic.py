@@ -28,7 +28,6 @@ class AutomaticOptimization:
     """Accumulate gradients over a window of batches, then step the optimizer once.
 
     Attributes:
-        weighting: the weights of the batches.
         has_stepped: whether the last window changed the weights; a step may have been skipped.
     """
 
@@ -100,7 +99,7 @@ class AutomaticOptimization:
 
     def _clear_gradients(self) -> None:
         self._has_gradients = False
-        self._guard.forget()
+        self._guard.clear()
         self._padding.begin_window()
         for optimizer in self._optimizers:
             self._module.on_before_zero_grad(optimizer)

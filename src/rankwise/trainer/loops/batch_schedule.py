@@ -70,10 +70,7 @@ class BatchSchedule:
     def agree(self) -> float:
         """Compare the ranks' numbers of batches of the next epoch, and return the common number.
 
-        Collective: every rank must call this.
-
-        Raises:
-            UnevenInputsError: on every rank, when the policy does not allow the numbers.
+        Collective: every rank must call this, and raises when the policy does not allow the numbers.
         """
         numbers = self._strategy.all_gather_object((self._share.num_batches, self._share.is_certain))
         self._lengths = tuple(length for length, _ in numbers)
@@ -92,13 +89,7 @@ class BatchSchedule:
     def batches(self, own: Batches, done: int = 0) -> Batches:
         """Yield the batches that this rank takes, each with whether it is the last of the epoch.
 
-        Args:
-            own: this rank's batches that are left.
-            done: the number of the epoch's batches that are done already.
-
-        Raises:
-            UnevenInputsError: on every rank, when some have no batches left and the policy does not allow it.
-            ConfigurationError: when this rank's loader has fewer batches than its length.
+        `own` are this rank's batches that are left, after the `done` batches of the epoch that it has run.
         """
         if len(self._lengths) == 1:
             return own
@@ -107,15 +98,11 @@ class BatchSchedule:
         return self._counted(own, done, self._counter)
 
     def weight(self, first: int, end: int) -> float:
-        """Return the factor of the current batch's loss by which all batches of its window count alike.
+        """Return the factor of the current batch's loss in the window from batch `first` to before `end`.
 
         The ranks' gradients are averaged; the factor makes that the mean over all real batches of the window.
         It is exact where the numbers of batches are known. Elsewhere, the number of ranks that have the
         current batch is taken for the whole window.
-
-        Args:
-            first: the window's first batch.
-            end: the number after the window's last batch.
         """
         if self.is_padding:
             return 0.0
@@ -128,8 +115,6 @@ class BatchSchedule:
     def preserve_state(self) -> AbstractContextManager[None]:
         """Return a context that restores buffers and random state after the passes of a padding step."""
         return preserve_state(self._module, self._strategy.root_device) if self.is_padding else nullcontext()
-
-    # ------------------------------------------------------------------ internals
 
     def _known(self, own: Batches, done: int) -> Batches:
         """Yield the batches where every rank's number of batches is known."""

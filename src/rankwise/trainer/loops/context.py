@@ -26,16 +26,8 @@ class LoopContext:
     """What the loops of a stage use of the Trainer, on this rank.
 
     Attributes:
-        strategy: the strategy, with its process group set up.
-        module: the user's module.
         wrapped: the module as the strategy wrapped it; in evaluation, the module itself.
-        optimizers: the fit's optimizers.
-        schedulers: the fit's learning rate schedulers, and when they step.
-        state: the progress of the fit, and the last values of all metrics.
-        hooks: calls the hooks of callbacks and module.
-        metrics: takes what is logged.
         settings: the Trainer's arguments. A callback may change them between two batches.
-        stop: when training stops.
         save_stop_checkpoint: writes the checkpoint from which a stopped fit continues. None saves nothing.
     """
 

@@ -35,6 +35,9 @@ class FitLoop:
         share: this rank's training batches.
         validation: the loop that validates in between; None for no validation.
         rank_state: this rank's part of the checkpoint from which training continues; None for none.
+
+    Attributes:
+        manual_optimization: what runs the steps of a module with `automatic_optimization = False`.
     """
 
     def __init__(
@@ -51,28 +54,20 @@ class FitLoop:
         self._hooks = context.hooks
         self._metrics = context.metrics
         self._share = share
-        policy = context.settings.uneven_inputs
-        self._schedule = BatchSchedule(context.strategy, context.module, share, policy)
+        schedule = BatchSchedule(context.strategy, context.module, share, context.settings.uneven_inputs)
+        self._schedule = schedule
         self._validation = validation
         self._rank_state = rank_state
         self._results = Results(is_evaluation=False)
-        optimization = AutomaticOptimization if context.module.automatic_optimization else ManualOptimization
-        self._optimization: AutomaticOptimization | ManualOptimization = optimization(context, self._schedule)
+        is_automatic = context.module.automatic_optimization
+        self.manual_optimization = None if is_automatic else ManualOptimization(context, schedule)
+        self._optimization = self.manual_optimization or AutomaticOptimization(context, schedule)
         self._stopping = Stopping(context)
 
-    @property
-    def manual_optimization(self) -> ManualOptimization | None:
-        """What runs the steps of a module with `automatic_optimization = False`; None for other modules."""
-        return self._optimization if isinstance(self._optimization, ManualOptimization) else None
-
     def run(self) -> None:
-        """Train.
+        """Train; exit on every rank when a signal has stopped training.
 
         Collective: every rank must call this.
-
-        Raises:
-            UnevenInputsError: when the ranks have different numbers of batches.
-            SystemExit: on every rank, when a signal has stopped training.
         """
         context, progress = self._context, self._progress
         context.module.train()
@@ -98,7 +93,9 @@ class FitLoop:
         progress = self._progress
         if not progress.is_within_epoch:
             progress.begin_epoch()
-        self._results = self._metrics.results = self._metrics.epoch_results = self._earlier_results()
+        continued = self._rank_state if progress.is_within_epoch else None
+        results = continued.results() if continued is not None else Results(is_evaluation=False)
+        self._results = self._metrics.results = self._metrics.epoch_results = results
         self._optimization.weighting.begin_epoch()
         self._hooks.call("on_train_epoch_start")
         report_phase("data loading", step=progress.global_step)
@@ -111,12 +108,6 @@ class FitLoop:
         report_phase("end of the epoch")
         self._hooks.call("on_train_epoch_end", before_monitoring=self._end_metrics)
         progress.end_epoch()
-
-    def _earlier_results(self) -> Results:
-        """Return what was logged in the epoch before the checkpoint from which training continues."""
-        if self._rank_state is not None and self._progress.is_within_epoch:
-            return self._rank_state.results()
-        return Results(is_evaluation=False)
 
     def _remaining_batches(self) -> Iterator[tuple[int, tuple[Any, bool]]]:
         """Return the epoch's batches that are left; restore the random state of the checkpoint first."""
@@ -136,8 +127,6 @@ class FitLoop:
         if self._progress.is_epoch_done:
             _step_schedulers(self._context, "epoch", needs_metric=True)
         self._progress.is_epoch_closed = True
-
-    # ------------------------------------------------------------------ a batch
 
     def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> None:
         batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
@@ -160,8 +149,6 @@ class FitLoop:
         is_logged = self._progress.global_step % self._settings.log_every_n_steps == 0
         values = self._results.step_values(self._strategy, is_synced=is_logged)
         self._metrics.publish(values, is_logged=is_logged)
-
-    # ------------------------------------------------------------------ validation
 
     def _validate_if_due(self, batch_idx: int, is_last: bool) -> None:
         """Validate if that fell due in the window that this batch ends.
@@ -202,9 +189,6 @@ def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool)
     """Step the schedulers that are due, either those that read a metric or those that do not.
 
     In manual optimisation the module steps them.
-
-    Raises:
-        ConfigurationError: when a metric that a scheduler reads was not logged.
     """
     if not context.schedulers or not context.module.automatic_optimization:
         return

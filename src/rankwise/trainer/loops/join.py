@@ -88,15 +88,13 @@ class PaddingGradients:
         self._used: set[int] | None = None  # numbers of parameters; None until a rank pads in this window
 
     def begin_window(self) -> None:
-        """Begin a window, whose gradients are cleared."""
+        """Begin a window, after its gradients are cleared."""
         self._used = None
 
     def separate(self, *, is_padding: bool, has_padding: bool) -> AbstractContextManager[None]:
         """Return the context for a batch's forward and backward pass, inside of the gradient synchronisation.
 
-        Args:
-            is_padding: whether the batch is a padding step on this rank.
-            has_padding: whether it is one on any rank.
+        `is_padding` is whether the batch is a padding step on this rank, `has_padding` whether on any rank.
         """
         if has_padding and self._must_agree:
             return self._record_used(is_padding)

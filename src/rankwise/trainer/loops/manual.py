@@ -33,11 +33,7 @@ __all__ = ["ManualOptimization", "check_manual"]
 
 
 def check_manual(module: TrainingModule, strategy: Strategy, settings: TrainerOptions) -> None:
-    """Check that nothing is asked of the Trainer that manual optimisation leaves to the module.
-
-    Raises:
-        ConfigurationError: when something is.
-    """
+    """Check that no option is set that manual optimisation leaves to the module."""
     if module.automatic_optimization:
         return
     name = type(module).__name__
@@ -72,12 +68,8 @@ class ManualOptimization:
     with `"logged"`, each backward pass is one.
 
     Attributes:
-        weighting: the weights of the batches.
         optimizers: the optimizers as the module gets them.
         has_stepped: always False: the module steps its schedulers itself.
-
-    Raises:
-        ConfigurationError: when the wrapper has a communication hook that cannot be used.
     """
 
     has_stepped = False
@@ -116,15 +108,10 @@ class ManualOptimization:
         self.weighting.refuse_logged()
         return outputs
 
-    # ------------------------------------------------------------------ what the module calls
-
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **options: Any) -> None:
         """Compute gradients, and average them over the ranks unless that is blocked.
 
         Collective: every rank must call this, unless it is blocked.
-
-        Raises:
-            ConfigurationError: when a weight is missing, or cannot be used.
         """
         self._module.on_before_backward(loss)
         factor = self._factor(weight)
@@ -144,7 +131,6 @@ class ManualOptimization:
         self._module.on_after_backward()
 
     def _factor(self, weight: float | Tensor | None) -> float | Tensor:
-        """Return the factor of a loss."""
         if self._strategy.gradient_weighting == "logged":
             if weight is None or self._is_blocked:
                 what = "has no weight" if weight is None else "has a weight, but is blocked"
@@ -192,12 +178,7 @@ class ManualOptimization:
             self._is_blocked = before
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step an optimizer once, in the trainer's precision; return what its `step` returns.
-
-        Raises:
-            ConfigurationError: for a closure with `on_nonfinite`, which must check the gradients first.
-            NonFiniteLossError: with `on_nonfinite="raise"`.
-        """
+        """Step an optimizer once, in the trainer's precision; return what its `step` returns."""
         if closure is not None and self._settings.on_nonfinite is not None:
             raise ConfigurationError(
                 message="on_nonfinite cannot check a step whose closure computes the gradients.",
@@ -228,7 +209,7 @@ class ManualOptimization:
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Clear the gradients of an optimizer's parameters."""
         self._module.on_before_zero_grad(optimizer)
-        self._guard.forget()
+        self._guard.clear()
         self._strategy.precision.zero_grad(optimizer)
 
     def toggle(self, optimizer: Optimizer) -> None:

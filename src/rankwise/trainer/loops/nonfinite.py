@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rankwise.errors import ConfigurationError, NonFiniteLossError
 from rankwise.precision import MasterWeightsPrecision, are_finite
-from rankwise.ranks import rank_zero_only
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -29,9 +28,6 @@ def check_hook(strategy: Strategy, on_nonfinite: str | None) -> None:
 
     PowerSGD adds its approximation error to the next step's gradients, so a NaN would stay in them for ever.
     Post-local SGD averages the master weights after the model's weights have been rounded from them.
-
-    Raises:
-        ConfigurationError: when it does not.
     """
     hook, precision = strategy.gradients.hook, strategy.precision
     if hook is None:
@@ -76,17 +72,14 @@ class NonFiniteGuard:
         self._is_bad = is_bad if self._is_bad is None else self._is_bad | is_bad
         return loss * torch.where(is_bad, torch.nan, 1.0).to(loss.dtype)
 
-    def forget(self) -> None:
-        """Forget the losses so far, whose gradients are cleared."""
+    def clear(self) -> None:
+        """Clear the record of losses that are not finite, together with the gradients."""
         self._is_bad = None
 
     def allows_step(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer may step. The gradients must be averaged.
+        """Return whether an optimizer may step; with `on_nonfinite="raise"`, raise on every rank otherwise.
 
-        Collective: every rank must call this.
-
-        Raises:
-            NonFiniteLossError: on every rank, with `on_nonfinite="raise"`.
+        Collective: every rank must call this, after gradients are averaged.
         """
         if self._policy is None or self._are_finite(optimizer):
             return True
@@ -105,7 +98,8 @@ class NonFiniteGuard:
         )
         if self._policy == "raise":
             raise error
-        _announce(error.summary())
+        if self._strategy.is_global_zero:
+            _log.warning("%s This step is skipped, on every rank.", error.summary())
         return scales_loss  # the scaler itself skips the step, and lowers its scale
 
     def _are_finite(self, optimizer: Optimizer) -> bool:
@@ -114,8 +108,3 @@ class NonFiniteGuard:
         parameters = precision.main_parameters(optimizer)
         is_finite = are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
         return self._strategy.reduce_boolean_decision(is_finite) if self.may_differ else is_finite
-
-
-@rank_zero_only
-def _announce(text: str) -> None:
-    _log.warning("%s This step is skipped, on every rank.", text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from torch.optim import Optimizer
@@ -68,12 +68,7 @@ class SchedulerConfig:
 
 
 def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Call `configure_optimizers`, and return its optimizers and schedulers.
-
-    Raises:
-        InvalidTypeError: when it returned something else.
-        ConfigurationError: when it returned more than one optimizer, with automatic optimisation.
-    """
+    """Call `configure_optimizers`; check and return its optimizers and schedulers."""
     optimizers, schedulers = _split(module.configure_optimizers())
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -126,20 +121,16 @@ def _check_keys(target: str, given: Mapping[Any, Any], known: tuple[str, ...]) -
 
 
 @final
+@dataclass
 class OptimizerSet:
     """A fit's optimizers and schedulers, and their states where they do not exist in this process.
 
     Pickling keeps the states only: optimizers are created again from the module's parameters.
-
-    Attributes:
-        optimizers: the optimizers.
-        schedulers: the learning rate schedulers, and when they step.
     """
 
-    def __init__(self) -> None:
-        self.optimizers: list[Optimizer] = []
-        self.schedulers: list[SchedulerConfig] = []
-        self._pending: tuple[list[Any], list[Any]] | None = None
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[SchedulerConfig] = field(default_factory=list)
+    _pending: tuple[list[Any], list[Any]] | None = None
 
     def create(self, module: TrainingModule, precision: Precision) -> None:
         """Create the module's optimizers and schedulers, or keep those of the fit that continues.
@@ -174,11 +165,7 @@ class OptimizerSet:
         self._pending = optimizers, schedulers
 
     def load(self, optimizers: list[Any], schedulers: list[Any]) -> None:
-        """Load the states into the optimizers and schedulers.
-
-        Raises:
-            ValueError: when they do not fit.
-        """
+        """Load the states into the optimizers and schedulers; a ValueError says that they do not fit."""
         for optimizer, state in zip(self.optimizers, optimizers, strict=True):
             optimizer.load_state_dict(state)
         for config, state in zip(self.schedulers, schedulers, strict=True):

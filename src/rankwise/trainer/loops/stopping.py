@@ -47,7 +47,10 @@ class Stopping:
         if channel is not None:
             channel.call_on_request(self._ask)
             self._cleanup.callback(channel.call_on_request, None)
-        self._cleanup.enter_context(ROUTER.subscribe(self._signals(), self._on_signal, in_main_thread=True))
+        signals = [signal.SIGTERM]
+        if (requeue_signal := strategy.environment.requeue_signal) is not None:
+            signals.append(requeue_signal)
+        self._cleanup.enter_context(ROUTER.subscribe(signals, self._on_signal, in_main_thread=True))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
@@ -58,8 +61,7 @@ class Stopping:
     def may_continue(self) -> bool:
         """Return whether the next optimizer step may begin; False on all ranks after the same step.
 
-        Raises:
-            StoppedBySignal: on all ranks, after a checkpoint was written, when a signal stops training.
+        A signal that stops training raises `StoppedBySignal` on all ranks, after a checkpoint was written.
         """
         if self._condition.is_at_limit:
             return False
@@ -73,17 +75,17 @@ class Stopping:
     def begin_evaluation(self) -> None:
         """Begin a validation within the fit.
 
-        Raises:
-            EvaluationStopped: on all ranks, here or after the same batch; `stop` must then be called.
+        This and the next two methods raise `EvaluationStopped` on all ranks, after the same batch, for a
+        signal; `stop` must then be called.
         """
         self._raise_unless(self._agreement.begin_step())
 
     def begin_evaluation_batch(self) -> None:
-        """Begin the validation's next batch. Raises: as `begin_evaluation`."""
+        """Begin the validation's next batch."""
         self._raise_unless(self._agreement.begin_part())
 
     def end_evaluation_batches(self) -> None:
-        """End the batches of this rank; other ranks may have more. Raises: as `begin_evaluation`."""
+        """End the batches of this rank; other ranks may have more."""
         self._raise_unless(self._agreement.end_parts())
 
     def _raise_unless(self, may_continue: bool) -> None:
@@ -91,20 +93,12 @@ class Stopping:
             raise EvaluationStopped
 
     def finish(self) -> None:
-        """End training that has reached its end.
-
-        Raises:
-            StoppedBySignal: as `may_continue`, for a signal that all ranks have been notified of by now.
-        """
+        """End training that has reached its end; stop as `may_continue` for a signal that came before."""
         if self._agreement.finish():
             self.stop()
 
     def stop(self) -> None:
-        """Stop, after all ranks agreed to; for a signal, save a checkpoint.
-
-        Raises:
-            StoppedBySignal: for a signal.
-        """
+        """Stop, after all ranks agreed to; for a signal, save a checkpoint and raise `StoppedBySignal`."""
         number = self._signal
         if number is None:
             self._condition.state.should_stop = True
@@ -124,12 +118,6 @@ class Stopping:
         """The signal that all ranks stop for; None for another reason, or for none."""
         reason = self._agreement.reason or ""
         return int(reason.removeprefix(_SIGNAL)) if reason.startswith(_SIGNAL) else None
-
-    # ------------------------------------------------------------------ signals
-
-    def _signals(self) -> list[signal.Signals]:
-        requeue_signal = self._strategy.environment.requeue_signal
-        return [signal.SIGTERM] if requeue_signal is None else [signal.SIGTERM, requeue_signal]
 
     def _on_signal(self, request: SignalRequest) -> None:
         if self._caught is None:

@@ -47,11 +47,7 @@ class BatchWeighting:
         self._begin = 0
 
     def begin_epoch(self) -> None:
-        """Take note of the epoch's first batch, and of the batch sizes if they are needed.
-
-        Raises:
-            ConfigurationError: when the batch sizes of all ranks are needed and not known.
-        """
+        """Read the number of the epoch's first batch, and the batch sizes of all ranks if they are needed."""
         self._begin = self._progress.batches_done
         if self._strategy.gradient_weighting != "samples" or not self._has_effect:
             return
@@ -80,15 +76,7 @@ class BatchWeighting:
         return self._strategy.world_size > 1 or self._settings.accumulate_grad_batches > 1
 
     def weight(self, outputs: Any, batch_idx: int) -> float | Tensor:
-        """Return the weight of a batch.
-
-        Args:
-            outputs: what `training_step` returned.
-            batch_idx: the batch's number.
-
-        Raises:
-            ConfigurationError: when a weight is missing, or was logged without `gradient_weighting="logged"`.
-        """
+        """Return the weight of a batch for which `training_step` returned `outputs`."""
         logged = self._module.take_weight()
         if isinstance(outputs, Mapping) and outputs.get("weight") is not None:
             logged = outputs["weight"]
@@ -102,11 +90,7 @@ class BatchWeighting:
         return self.factor(batch_idx)
 
     def refuse_logged(self) -> None:
-        """Check that `log_weight` was not called in manual optimisation, whose backward passes have weights.
-
-        Raises:
-            ConfigurationError: when it was.
-        """
+        """Check that `log_weight` was not called: in manual optimisation, backward passes have weights."""
         logged = self._module.take_weight()
         if logged is not None and (self._has_effect or self._strategy.gradient_weighting == "logged"):
             raise self.unused_weight(
@@ -130,11 +114,7 @@ class BatchWeighting:
         )
 
     def scaled(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """Return the loss times its weight.
-
-        Raises:
-            InvalidArgumentError: for a logged weight that is negative or not finite.
-        """
+        """Return the loss times its weight."""
         if self._strategy.gradient_weighting == "logged":
             return self._strategy.weighted_loss(loss, weight)
         scaled: Tensor = loss * weight
