@@ -46,17 +46,20 @@ _handled_before: ContextVar[BaseException | None] = ContextVar("handled_before",
 
 def is_consequence(type_name: str, text: str) -> bool:
     """Return whether an exception of this type and text means that another rank has failed."""
-    return _matches(_CONSEQUENCES, type_name, text)
+    return type_name in _CONSEQUENCES and bool(_CONSEQUENCES[type_name].search(text))
 
 
 def is_timeout(type_name: str, text: str) -> bool:
     """Return whether an exception of this type and text means that other ranks did not come in time."""
-    return _matches(_TIMEOUTS, type_name, text)
+    return type_name in _TIMEOUTS and bool(_TIMEOUTS[type_name].search(text))
 
 
 def has_consequence_in_chain(error: BaseException) -> bool:
     """Return whether an exception, or one that led to it, comes from another rank's failure."""
-    return any(_is_marked(link) or _link_matches(_CONSEQUENCES, link) for link in _what_led_to(error))
+    # Attribute access to an exception may run the user's code.
+    return any(
+        vars(link).get(_MARK, False) or _link_matches(_CONSEQUENCES, link) for link in _what_led_to(error)
+    )
 
 
 def has_timeout_in_chain(error: BaseException) -> bool:
@@ -70,10 +73,6 @@ def mark_propagated(error: E) -> E:
     return error
 
 
-def _is_marked(error: BaseException) -> bool:
-    return bool(vars(error).get(_MARK, False))  # attribute access may run the user's code
-
-
 def _what_led_to(error: BaseException) -> list[BaseException]:
     """Return an exception's chain up to the first error of this package, whose type says enough."""
     chain = chain_of(error)
@@ -82,12 +81,8 @@ def _what_led_to(error: BaseException) -> list[BaseException]:
 
 
 def _link_matches(patterns: Mapping[str, re.Pattern[str]], error: BaseException) -> bool:
-    name = type(error).__name__
-    return name in patterns and _matches(patterns, name, text_of(error))
-
-
-def _matches(patterns: Mapping[str, re.Pattern[str]], type_name: str, text: str) -> bool:
-    return type_name in patterns and bool(patterns[type_name].search(text))
+    pattern = patterns.get(type(error).__name__)
+    return pattern is not None and bool(pattern.search(text_of(error)))
 
 
 def text_of(error: BaseException) -> str:

@@ -8,9 +8,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import final
+from typing import TypeVar, final
 
 import torch.distributed as dist
 
@@ -42,6 +42,8 @@ _CONNECT_TIMEOUT = timedelta(seconds=12)
 # How long a process has to leave a job before the store that it hosts is dropped.
 _LEAVE_S = 1.0
 
+T = TypeVar("T")
+
 
 @final
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class StatusReport:
 
 
 @final
+@dataclass
 class FailureExchange:
     """Publish why this rank ends, and find out why another one ended.
 
@@ -69,13 +72,15 @@ class FailureExchange:
         own: this rank's identity.
     """
 
-    def __init__(self, store: dist.Store, identities: Sequence[RankIdentity], own: RankIdentity) -> None:
-        self.began_s = time.monotonic()
-        self.is_one_node = len({each.node_rank for each in identities}) == 1
-        self._store = store
-        self._identities = identities
-        self._own = own
-        self._received: bytes | None = None
+    store: dist.Store
+    identities: Sequence[RankIdentity]
+    own: RankIdentity
+    began_s: float = field(default_factory=time.monotonic, init=False)
+    _received: bytes | None = field(default=None, init=False)
+
+    @property
+    def is_one_node(self) -> bool:
+        return len({each.node_rank for each in self.identities}) == 1
 
     def subscribe(self, monitor: PollingMonitor, on_failure: Callable[[bytes], None]) -> None:
         """Call `on_failure` in the monitor's thread with the first failure's record, be it this rank's own.
@@ -88,23 +93,23 @@ class FailureExchange:
             if record is not None:
                 self._received = record
                 on_failure(record)
-                monitor.set_once(read_key(self._own.global_rank), "1")
+                monitor.set_once(read_key(self.own.global_rank), "1")
 
         monitor.subscribe(_KIND, receive)
 
     def publish(self, record: bytes) -> None:
         """Publish this rank's failure, unless another one is published already."""
-        self._answers(lambda: publish_failure(self._store, record, len(self._identities)))
+        _call_with_limit(lambda: publish_failure(self.store, record, len(self.identities)))
 
     def wait_until_read(self) -> None:
         """Wait a little until the other ranks have read a failure; for the rank that hosts the store."""
+        others = {each.global_rank for each in self.identities} - {self.own.global_rank}
 
         def wait() -> None:
-            if published_failure(self._store) is not None:
-                ranks = {each.global_rank for each in self._identities}
-                wait_until_read(self._store, ranks - {self._own.global_rank})
+            if published_failure(self.store) is not None:
+                wait_until_read(self.store, others)
 
-        self._answers(wait)
+        _call_with_limit(wait)
 
     def wait_for_other_ranks(self, timeout: timedelta = _LONGEST_WAIT) -> bytes | NodesLostError | None:
         """Report that this rank is done, and wait until all are.
@@ -113,29 +118,24 @@ class FailureExchange:
             The record of a rank that failed instead; or which ranks do not reply after `timeout`; None where
             all are done, are still at work, or are gone with the store.
         """
-        if not self._answers(self._count_as_done):
+        if not _call_with_limit(self._count_as_done):
             return self._received
-        outcome: list[bytes] = []
-        is_reachable = True
+        outcomes: list[bytes] = []
 
-        def has_outcome() -> bool:
-            nonlocal is_reachable
-            is_reachable = self._answers(lambda: outcome.extend(self._outcome()))
-            return bool(outcome) or not is_reachable
+        def is_over() -> bool:
+            outcomes[:] = _call_with_limit(lambda: _outcome(self.store))
+            return outcomes != [b""]
 
-        if not poll_until(has_outcome, timeout):
+        if not poll_until(is_over, timeout):
             cause = self.find_cause(TimeoutError(f"done, and waited {timeout} for the others"))
             return None if isinstance(cause, StatusReport) else cause
-        if not is_reachable:
+        if not outcomes:
             return self._received
-        return None if outcome == [_ALL_DONE] else outcome[0]
+        return None if outcomes == [_ALL_DONE] else outcomes[0]
 
     def _count_as_done(self) -> None:
-        if self._store.add(_DONE_COUNT, 1) == len(self._identities):
-            self._store.compare_set(FAILURE, "", _ALL_DONE.decode())
-
-    def _outcome(self) -> list[bytes]:
-        return [bytes(self._store.get(FAILURE))] if self._store.check([FAILURE]) else []
+        if self.store.add(_DONE_COUNT, 1) == len(self.identities):
+            self.store.compare_set(FAILURE, "", _ALL_DONE.decode())
 
     def find_cause(
         self, error: BaseException, *, is_timeout: bool = False
@@ -152,56 +152,56 @@ class FailureExchange:
         """
         if self._received is not None:
             return self._received
-        found: list[bytes | StatusReport] = []
-        if not self._answers(lambda: found.append(self._record_or_report(error, is_timeout))):
+        found = _call_with_limit(lambda: self._record_or_report(error, is_timeout))
+        if found:
+            cause = found[0]
+        else:
             # Node 0 hosts the store: for other nodes that node is lost, for node 0 all others are.
-            is_host = self._own.node_rank == 0
-            lost = (each for each in self._identities if (each.node_rank == 0) != is_host)
-            found.append(StatusReport((), (), tuple(lost)))
-        [cause] = found
-        if isinstance(cause, StatusReport) and (
-            self._misses_a_node(cause) or (cause.lost and not is_timeout)
-        ):
-            return NodesLostError(tuple(map(str, cause.lost)), f"{type(error).__name__}: {text_of(error)}")
+            is_host = self.own.node_rank == 0
+            lost = (each for each in self.identities if (each.node_rank == 0) != is_host)
+            cause = StatusReport((), (), tuple(lost))
+        if isinstance(cause, StatusReport):
+            replied = {each.node_rank for each in self.identities if each not in cause.lost}
+            misses_a_node = any(each.node_rank not in replied for each in cause.lost)
+            if misses_a_node or (cause.lost and not is_timeout):
+                return NodesLostError(
+                    tuple(map(str, cause.lost)), f"{type(error).__name__}: {text_of(error)}"
+                )
         return cause
-
-    def _misses_a_node(self, report: StatusReport) -> bool:
-        replied = {each.node_rank for each in self._identities if each not in report.lost}
-        return any(each.node_rank not in replied for each in report.lost)
 
     def _record_or_report(self, error: BaseException, is_timeout: bool) -> bytes | StatusReport:
         gave_up = failure_time_of(error) if is_timeout else None
-        self._store.set(reply_key(self._own.global_rank), own_status(self._own, gave_up))
-        query_status(self._store, len(self._identities), "a collective timed out" if is_timeout else "")
-        if wait_for_keys(self._store, [FAILURE], _PUBLISH_TIMEOUT):
-            return bytes(self._store.get(FAILURE))
+        self.store.set(reply_key(self.own.global_rank), own_status(self.own, gave_up))
+        query_status(self.store, len(self.identities), "a collective timed out" if is_timeout else "")
+        if wait_for_keys(self.store, [FAILURE], _PUBLISH_TIMEOUT):
+            return bytes(self.store.get(FAILURE))
         return self._status_report()
 
     def _status_report(self) -> StatusReport:
-        keys = {each: reply_key(each.global_rank) for each in self._identities}
+        keys = {each: reply_key(each.global_rank) for each in self.identities}
         replies = {
-            each: json.loads(self._store.get(key)) for each, key in keys.items() if self._store.check([key])
+            each: json.loads(self.store.get(key)) for each, key in keys.items() if self.store.check([key])
         }
-        lost = tuple(each for each in self._identities if each not in replies)
-        others = [each for each in self._identities if each.global_rank != self._own.global_rank]
+        lost = tuple(each for each in self.identities if each not in replies)
+        others = [each for each in self.identities if each.global_rank != self.own.global_rank]
         return StatusReport(
             tuple(each.global_rank for each in others if each in lost or not replies[each][0]),
             tuple(f"{each} does not answer" if each in lost else replies[each][1] for each in others),
             lost,
         )
 
-    def _answers(self, request: Callable[[], object]) -> bool:
-        """Run a request that may block for ever, as over a cut cable; return whether it was answered."""
-        is_answered = threading.Event()
 
-        def run() -> None:
-            if _is_answered(request):
-                is_answered.set()
-
-        thread = threading.Thread(target=run, name="rankwise-failure-exchange", daemon=True)
-        thread.start()
-        thread.join(_REQUESTS_S)
-        return is_answered.is_set()
+def _call_with_limit(request: Callable[[], T]) -> list[T]:
+    """Call what may block for ever, as over a cut cable; return its value, or nothing without an answer."""
+    answers: list[T] = []
+    thread = threading.Thread(
+        target=lambda: _is_answered(lambda: answers.append(request())),
+        name="rankwise-failure-exchange",
+        daemon=True,
+    )
+    thread.start()
+    thread.join(_REQUESTS_S)
+    return list(answers)
 
 
 def _is_answered(request: Callable[[], object]) -> bool:
@@ -220,17 +220,19 @@ def publish_failure(store: dist.Store, record: bytes, world_size: int) -> None:
 
 def published_failure(store: dist.Store) -> bytes | None:
     """Return the record of the rank that failed first; None where none has."""
-    outcome = bytes(store.get(FAILURE)) if store.check([FAILURE]) else _ALL_DONE
-    return None if outcome == _ALL_DONE else outcome
+    outcome = _outcome(store)
+    return None if outcome in (b"", _ALL_DONE) else outcome
+
+
+def _outcome(store: dist.Store) -> bytes:
+    """Return the first failure's record, or `_ALL_DONE`, or nothing as long as there is neither."""
+    return bytes(store.get(FAILURE)) if store.check([FAILURE]) else b""
 
 
 def wait_until_read(store: dist.Store, ranks: Iterable[int]) -> None:
     """Wait a little until ranks have read what has failed; they cannot once the store's host has ended."""
     keys = [read_key(rank) for rank in ranks]
     poll_until(lambda: store.check(keys), _READ_TIMEOUT)
-
-
-# ------------------------------------------------------------------------ in a rank
 
 
 def wait_for_other_nodes(failure_exchange: FailureExchange | None) -> None:
@@ -295,36 +297,36 @@ def _as_local(cause: bytes, *others: FailureRecord) -> tuple[BaseException, Fail
     return first.to_error(time.monotonic(), (), others), first
 
 
-# ------------------------------------------------------------------------ in the launching process
-
-
 @final
+@dataclass
 class CrossNodeFailures:
     """Publish the failures of this node's ranks that the ranks could not publish themselves.
 
-    They were killed, called `os._exit`, or failed in whatever way before they had met the other nodes.
+    The ranks were killed, called `os._exit`, or failed in whatever way before they had met the other nodes.
+
+    Runs on: the launching process.
 
     Args:
         endpoint: where the nodes of the job meet; None for a job on one node, which publishes nothing.
         ranks: those of this node's first process.
-
-    Attributes:
         job: the number of the job, as in the worker contexts.
     """
 
-    def __init__(self, endpoint: RendezvousEndpoint | None, ranks: RankInfo, job: int = 1) -> None:
-        self.job = job
-        self._endpoint = endpoint
-        self._ranks = ranks
-        self._thread: threading.Thread | None = None
+    endpoint: RendezvousEndpoint | None
+    ranks: RankInfo
+    job: int = 1
+    _thread: threading.Thread | None = field(default=None, init=False)
 
     def publish(self, record: FailureRecord) -> None:
         """Publish a record, if its rank could not, in a thread: the store may be out of reach."""
-        if self._endpoint is None or self._thread is not None or not self._has_to_publish(record):
+        is_ours = record.node_rank == self.ranks.node_rank
+        is_cause = not (record.is_consequence or record.is_timeout)
+        is_unpublished = record.exit_status is not None or not record.has_met
+        if self.endpoint is None or self._thread is not None or not (is_ours and is_cause and is_unpublished):
             return
 
         def publish() -> None:
-            _is_answered(lambda: publish_failure(self._store(), record.to_json(), self._ranks.world_size))
+            _is_answered(lambda: publish_failure(self._store(), record.to_json(), self.ranks.world_size))
 
         self._thread = threading.Thread(target=publish, name="rankwise-publish-failure", daemon=True)
         self._thread.start()
@@ -333,7 +335,7 @@ class CrossNodeFailures:
         """Wait a little until a failure is published; and read, where this process hosts the store."""
         if self._thread is not None:
             self._thread.join(_CONNECT_TIMEOUT.total_seconds())
-        if self._endpoint is not None and self._endpoint.hosts:
+        if self.endpoint is not None and self.endpoint.hosts:
             _is_answered(self._wait_until_read)
 
     def forget_store_soon(self, is_in_job: Callable[[], bool]) -> None:
@@ -342,33 +344,30 @@ class CrossNodeFailures:
         Such a wait is in C++ and runs no signal handler. The ranks of other nodes have a second to read the
         failure.
         """
-        if self._endpoint is None or not self._endpoint.hosts:
+        if self.endpoint is None or not self.endpoint.hosts:
             return
-        timer = threading.Timer(_LEAVE_S, self._forget_store, (self._endpoint.address, is_in_job))
+        address = self.endpoint.address
+
+        def forget() -> None:
+            self.wait_until_published()
+            if is_in_job():
+                forget_store(address)
+
+        timer = threading.Timer(_LEAVE_S, forget)
         timer.daemon = True
         timer.start()
-
-    def _forget_store(self, address: tuple[str, int], is_in_job: Callable[[], bool]) -> None:
-        self.wait_until_published()
-        if is_in_job():
-            forget_store(address)
-
-    def _has_to_publish(self, record: FailureRecord) -> bool:
-        is_ours = record.node_rank == self._ranks.node_rank
-        is_cause = not (record.is_consequence or record.is_timeout)
-        return is_ours and is_cause and (record.exit_status is not None or not record.has_met)
 
     def _wait_until_read(self) -> None:
         store = self._store()
         if (record := published_failure(store)) is not None:
-            nodes = {self._ranks.node_rank, FailureRecord.from_json(record).node_rank}
-            size = self._ranks.local_world_size
-            everyone = range(self._ranks.world_size)
+            nodes = {self.ranks.node_rank, FailureRecord.from_json(record).node_rank}
+            everyone = range(self.ranks.world_size)
+            size = self.ranks.local_world_size
             wait_until_read(store, [rank for rank in everyone if rank // size not in nodes])
 
     def _store(self) -> dist.Store:
-        if self._endpoint is None:
+        if self.endpoint is None:
             raise ValueError("a job on one node has no other nodes")
-        address = self._endpoint.address
-        store = hosted_here(address) if self._endpoint.hosts else open_another(address, _CONNECT_TIMEOUT)
+        address = self.endpoint.address
+        store = hosted_here(address) if self.endpoint.hosts else open_another(address, _CONNECT_TIMEOUT)
         return store_of_job(store, self.job)

@@ -148,7 +148,7 @@ def test_a_failure_is_sent_to_every_rank(was_asked: bool) -> None:
             assert isinstance(answer, NodesLostError)
         FailureExchange(store, RANKS, RANKS[0]).publish(b"the first")
         store.wait([read_key(2)], timedelta(seconds=30))
-    exchange._store = gone()
+    exchange.store = gone()
     assert exchange.find_cause(LOST_PEER) == exchange.wait_for_other_ranks() == b"the first"
 
 
