@@ -1,11 +1,14 @@
 """The number format in which a module computes, and how gradients are scaled and clipped in it."""
 
 from rankwise.precision.base import Precision
-from rankwise.precision.factory import create_precision
+from rankwise.precision.formats import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    create_precision,
+)
 from rankwise.precision.loss_scaling import are_finite
 from rankwise.precision.master_weights import MasterWeightsPrecision
-from rankwise.precision.mixed import MixedPrecision
-from rankwise.precision.true_formats import DoublePrecision, HalfPrecision
 
 __all__ = [
     "DoublePrecision",

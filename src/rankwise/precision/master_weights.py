@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from rankwise.errors import ConfigurationError
+from rankwise.precision.base import default_dtype, floats_to
 from rankwise.precision.loss_scaling import ScaledPrecision
-from rankwise.precision.true_formats import default_dtype, floats_to
 
 __all__ = ["MasterWeightsPrecision"]
 
@@ -148,13 +148,10 @@ class MasterWeightsPrecision(ScaledPrecision):
         self.unscale_gradients(optimizer)
         result = optimizer.step() if self._scaler is None else self._scaler.step(optimizer, self, None)
         if not self.has_skipped_step:
-            self._round(id(optimizer))
+            with torch.no_grad():
+                for half, master in self._pairs.get(id(optimizer), []):
+                    half.copy_(master)
         return result
-
-    def _round(self, key: int) -> None:
-        with torch.no_grad():
-            for half, master in self._pairs.get(key, []):
-                half.copy_(master)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         optimizer.zero_grad()
