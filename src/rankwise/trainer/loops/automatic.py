@@ -32,12 +32,9 @@ class AutomaticOptimization:
     """
 
     def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
+        self._context = context
         self._strategy = context.strategy
         self._module = context.module
-        self._wrapped = context.wrapped
-        self._optimizers = context.optimizers
-        self._progress = context.state.progress
-        self._settings = context.settings
         self._schedule = schedule
         self._padding = PaddingGradients(context)
         self._guard = NonFiniteGuard(context)
@@ -60,16 +57,16 @@ class AutomaticOptimization:
 
     def _forward_backward(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Compute gradients; only the last batch of a window averages them over the ranks."""
-        strategy, schedule, optimizers = self._strategy, self._schedule, self._optimizers
+        context, strategy, schedule = self._context, self._strategy, self._schedule
         has_backward = False
-        synced = strategy.gradient_sync_context(self._wrapped, optimizers, is_window_end)
+        synced = strategy.gradient_sync_context(context.wrapped, context.optimizers, is_window_end)
         separated = self._padding.separate(is_padding=schedule.is_padding, has_padding=schedule.has_padding)
         with schedule.preserve_state(), synced, separated:
-            report_phase("forward", step=self._progress.global_step)
+            report_phase("forward", step=context.state.progress.global_step)
             with strategy.precision.forward_context():
-                outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
+                outputs = strategy.call_method(context.wrapped, "training_step", batch, batch_idx)
             loss = self._loss_of(outputs, batch_idx)
-            if loss is not None and optimizers:
+            if loss is not None and context.optimizers:
                 self._backward(loss, self.weighting.weight(outputs, batch_idx))
                 has_backward = True
         if has_backward:
@@ -84,7 +81,7 @@ class AutomaticOptimization:
         if not is_left_out:
             self._strategy.backward(loss)
             return
-        with zero_gradients(trained_parameters(self._wrapped, self._optimizers)):
+        with zero_gradients(trained_parameters(self._context.wrapped, self._context.optimizers)):
             self._strategy.backward(loss)
 
     def _loss_of(self, outputs: Any, batch_idx: int) -> Tensor | None:
@@ -101,14 +98,14 @@ class AutomaticOptimization:
         self._has_gradients = False
         self._guard.clear()
         self._padding.begin_window()
-        for optimizer in self._optimizers:
+        for optimizer in self._context.optimizers:
             self._module.on_before_zero_grad(optimizer)
             self._strategy.precision.zero_grad(optimizer)
 
     def _step(self) -> None:
         strategy = self._strategy
         self.has_stepped = False
-        for optimizer in self._optimizers if self._has_gradients else ():
+        for optimizer in self._context.optimizers if self._has_gradients else ():
             if self._guard.allows_step(optimizer):
                 strategy.precision.unscale_gradients(optimizer)
                 self._module.on_before_optimizer_step(optimizer)
@@ -117,11 +114,11 @@ class AutomaticOptimization:
                 self.has_stepped = not strategy.precision.has_skipped_step
             else:
                 strategy.gradients.after_step(optimizer)  # its gradients were averaged, which is counted
-        self._progress.global_step += 1
+        self._context.state.progress.global_step += 1
 
     def _clip_gradients(self, optimizer: Optimizer) -> None:
-        if limit := self._settings.gradient_clip_val:
-            precision = self._strategy.precision
-            is_norm = self._settings.gradient_clip_algorithm == "norm"
+        settings, precision = self._context.settings, self._strategy.precision
+        if limit := settings.gradient_clip_val:
+            is_norm = settings.gradient_clip_algorithm == "norm"
             clip = precision.clip_gradients_norm if is_norm else precision.clip_gradients_value
             clip(optimizer, limit)

@@ -42,7 +42,7 @@ def _record_once(parameter: Tensor, number: int, order: list[int]) -> None:
 
 
 def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[int]) -> None:
-    """Run a backward pass that reaches the parameters in `order`, with gradients of zero.
+    """Run a backward pass that reaches the parameters in `order`, with gradients of 0.
 
     Collective: every rank must call this, with the same order.
     """

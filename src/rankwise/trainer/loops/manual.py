@@ -75,15 +75,12 @@ class ManualOptimization:
     has_stepped = False
 
     def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
-        module, wrapped = context.module, context.wrapped
-        self._hook = ManualHookRunner.of(wrapped)
+        self._context = context
         self._strategy = context.strategy
-        self._module = module
-        self._wrapped = wrapped
-        self._optimizers = context.optimizers
-        self._progress = context.state.progress
-        self._settings = context.settings
+        self._module = module = context.module
+        self._wrapped = wrapped = context.wrapped
         self._schedule = schedule
+        self._hook = ManualHookRunner.of(wrapped)
         self._weight = 1.0
         self._guard = NonFiniteGuard(context)
         ignored: set[str] = getattr(wrapped, "parameters_to_ignore", set())
@@ -117,10 +114,10 @@ class ManualOptimization:
         factor = self._factor(weight)
         is_left_out = float(factor) == 0
         weighted = self.weighting.scaled(loss if is_left_out else self._guard.mark(loss), factor)
-        parameters, is_padding = self._parameters, self._schedule.is_padding
+        parameters = self._parameters
         with self._separate_gradients() if weight is not None else nullcontext():
             with (
-                discard_new_gradients(parameters) if is_padding else nullcontext(),
+                discard_new_gradients(parameters) if self._schedule.is_padding else nullcontext(),
                 zero_gradients(parameters) if is_left_out else nullcontext(),
             ):
                 self._strategy.backward(weighted, **options)
@@ -179,7 +176,7 @@ class ManualOptimization:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step an optimizer once, in the trainer's precision; return what its `step` returns."""
-        if closure is not None and self._settings.on_nonfinite is not None:
+        if closure is not None and self._context.settings.on_nonfinite is not None:
             raise ConfigurationError(
                 message="on_nonfinite cannot check a step whose closure computes the gradients.",
                 remedy="leave out the closure, or on_nonfinite.",
@@ -190,7 +187,7 @@ class ManualOptimization:
                 self._strategy.precision.unscale_gradients(optimizer)
                 self._module.on_before_optimizer_step(optimizer)
                 result = self._strategy.optimizer_step(optimizer, closure)
-        self._progress.global_step += 1
+        self._context.state.progress.global_step += 1
         return result
 
     @contextmanager
@@ -217,7 +214,7 @@ class ManualOptimization:
         self.untoggle()
         parameters_of = self._strategy.precision.model_parameters
         own = {id(parameter) for parameter in parameters_of(optimizer)}
-        for other in self._optimizers:
+        for other in self._context.optimizers:
             for parameter in parameters_of(other):
                 if id(parameter) not in own and parameter.requires_grad:
                     parameter.requires_grad_(False)
