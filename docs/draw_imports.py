@@ -37,7 +37,7 @@ SUBJECTS = {
     "processes": "operating-system helpers",
     "stores": "small values between ranks",
 }
-"""What each folder (or `registry.py`) is for."""
+"""What each folder (or file, such as `registry.py`) is for."""
 
 BASICS = ("errors", "ranks", "seed", "named_options")
 NOT_DRAWN = (*BASICS, "__init__", "__main__")

@@ -30,7 +30,7 @@ from rankwise.seed import isolated_random_state, mixed_seed
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
-    from rankwise.trainer.options import TrainerOptions
+    from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.state import Progress
 
 __all__ = [

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankwise.errors import ConfigurationError, LifecycleError
+from rankwise.trainer.arguments import check_choice
 from rankwise.trainer.hooks import ModuleHooks
-from rankwise.trainer.options import check_choice
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger

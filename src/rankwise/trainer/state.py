@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from rankwise.callbacks import Callback
     from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
+    from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.hooks import Hooks
     from rankwise.trainer.loops.optimizers import OptimizerSet
     from rankwise.trainer.metrics import Reported, Results
     from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.options import TrainerOptions
 
 __all__ = ["Progress", "StageName", "StageState", "StopCondition", "TrainerParts", "TrainerState"]
 

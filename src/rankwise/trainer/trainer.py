@@ -13,7 +13,7 @@ from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import InvalidTypeError, LifecycleError
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.trainer import arguments
-from rankwise.trainer.arguments import with_known_keywords
+from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
 from rankwise.trainer.data_loaders import check_loaders
 from rankwise.trainer.hooks import Hooks
@@ -22,7 +22,6 @@ from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import TrainingModule
-from rankwise.trainer.options import TrainerOptions, check_choice
 from rankwise.trainer.stages import StageSpec, check_module, run_stage
 from rankwise.trainer.state import (
     Progress,

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rankwise.strategies import Strategy
+    from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.hooks import Hooks
     from rankwise.trainer.loops.optimizers import SchedulerConfig
     from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.options import TrainerOptions
     from rankwise.trainer.state import StageState, StopCondition, TrainerState
 
 __all__ = ["LoopContext"]

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rankwise.strategies import Strategy
+    from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
     from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.options import TrainerOptions
 
 __all__ = ["ManualOptimization", "check_manual"]
 
