@@ -91,7 +91,7 @@ class FailureCollector:
         missing, last_seen = {*cause.missing} - waited, []
         others = {*cause.missing, *own} - {cause.global_rank}
         for worker, heartbeat in self._heartbeats_of_others(cause, own):
-            last_seen.append(worker.status_at(heartbeat, cause.at_s))
+            last_seen.append(worker.status(heartbeat, cause.at_s))
             rank = worker.ranks.global_rank
             others.add(rank)
             has_come = rank in waited if rank in own else heartbeat.waited_at(cause.at_s)

@@ -75,11 +75,19 @@ class FailureRecord:
     host: str = field(default_factory=socket.gethostname)
 
     @classmethod
+    def of_rank(cls, ranks: RankInfo, pid: int, **facts: Any) -> FailureRecord:
+        """Describe how a rank failed; now, unless the facts have `at_s`."""
+        facts = {"at_s": time.monotonic(), **facts}
+        return cls(ranks.global_rank, ranks.local_rank, ranks.node_rank, pid, **facts)
+
+    @classmethod
     def of_exception(cls, ranks: RankInfo, error: BaseException) -> FailureRecord:
         """Describe an exception that ended this rank's work. Runs on: that rank."""
         failed = failure_time_of(error)
-        return cls(
-            **_identity(ranks, os.getpid(), failed.at_s),
+        return cls.of_rank(
+            ranks,
+            os.getpid(),
+            at_s=failed.at_s,
             exception_type=type(error).__name__,
             exception_message=text_of(error),
             traceback_text=_traceback_of(error),
@@ -88,18 +96,6 @@ class FailureRecord:
             is_of_timeout=has_timeout_in_chain(error),
             heartbeat=failed.heartbeat,
         )
-
-    @classmethod
-    def of_waiting(cls, ranks: RankInfo, pid: int, error: Exception) -> FailureRecord:
-        """Describe a timeout of a rank that waits for others, as the supervisor sees it."""
-        return cls(
-            **_identity(ranks, pid), exception_type=type(error).__name__, exception_message=text_of(error)
-        )
-
-    @classmethod
-    def of_exit(cls, ranks: RankInfo, pid: int, status: int, phase: str) -> FailureRecord:
-        """Describe a process that has ended, as the supervisor sees it."""
-        return cls(**_identity(ranks, pid), exit_status=status, phase=phase)
 
     @classmethod
     def from_json(cls, payload: bytes) -> FailureRecord:
@@ -143,22 +139,17 @@ class FailureRecord:
 
     def line(self) -> str:
         """Return the record in one line."""
-        if not self.exception_type:
-            return f"global_rank {self.global_rank} {self._how_it_left()}"
-        what = f"{self.exception_type}: {self.exception_message}".partition("\n")[0]
-        shortened = what if len(what) <= _LINE_LENGTH else f"{what[: _LINE_LENGTH - 3]}..."
-        return f"global_rank {self.global_rank} raised {shortened}"
-
-    def _how_it_left(self) -> str:
-        if self.exit_status is None or self.exit_status >= 0:
-            return f"exited with code {self.exit_status}"
-        return f"was killed by {signal_name(-self.exit_status)}"
+        if self.exception_type:
+            what = f"{self.exception_type}: {self.exception_message}".partition("\n")[0]
+            how = f"raised {what if len(what) <= _LINE_LENGTH else f'{what[: _LINE_LENGTH - 3]}...'}"
+        elif self.exit_status is not None and self.exit_status < 0:
+            how = f"was killed by {signal_name(-self.exit_status)}"
+        else:
+            how = f"exited with code {self.exit_status}"
+        return f"global_rank {self.global_rank} {how}"
 
     def to_error(
-        self,
-        started_s: float,
-        stopped: Sequence[int],
-        others: Sequence[FailureRecord],
+        self, started_s: float, stopped: Sequence[int], others: Sequence[FailureRecord]
     ) -> WorkerError:
         """Build the exception for the caller."""
         facts: dict[str, Any] = {
@@ -188,16 +179,6 @@ class FailureRecord:
 def first_cause(records: Sequence[FailureRecord]) -> FailureRecord:
     """Return the earliest failure that is no consequence; the earliest of all where each is one."""
     return min(records, key=lambda record: (record.is_consequence, record.at_s))
-
-
-def _identity(ranks: RankInfo, pid: int, at_s: float | None = None) -> dict[str, Any]:
-    return {
-        "global_rank": ranks.global_rank,
-        "local_rank": ranks.local_rank,
-        "node_rank": ranks.node_rank,
-        "pid": pid,
-        "at_s": time.monotonic() if at_s is None else at_s,
-    }
 
 
 def _exit_code(error: BaseException) -> int | None:

@@ -358,5 +358,5 @@ def _work(job: _Job) -> None:
             time.sleep(_SETTLE_S)
         return record.exit_status or 1
 
-    write_failure(FailureRecord.of_exit(ranks, os.getpid(), 0, ""))
+    write_failure(FailureRecord.of_rank(ranks, os.getpid(), exit_status=0, phase=""))
     run_worker(job.spec, worker, lambda value: pack((ranks.global_rank, value), values), fail)

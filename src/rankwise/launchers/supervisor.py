@@ -363,8 +363,8 @@ class Supervisor:
             self._stop_all()
 
     def _on_teardown_timeout(self, witness: MonitoredRank, error: Exception) -> None:
-        pid = 0 if witness.process is None else witness.process.pid
-        self._on_failure(FailureRecord.of_waiting(witness.ranks, pid, error))
+        facts = {"exception_type": type(error).__name__, "exception_message": str(error)}
+        self._on_failure(FailureRecord.of_rank(witness.ranks, witness.pid, **facts))
 
     def _stop_all(self) -> None:
         self._shutdown.begin(self._job)

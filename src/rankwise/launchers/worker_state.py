@@ -40,8 +40,7 @@ class WorkerState(MonitoredRank):
 
     def end(self, phase: str) -> FailureRecord:
         """Return the record of a rank whose process has ended."""
-        pid = 0 if self.process is None else self.process.pid
-        return FailureRecord.of_exit(self.ranks, pid, self.exit_status, phase)
+        return FailureRecord.of_rank(self.ranks, self.pid, exit_status=self.exit_status, phase=phase)
 
     def phase(self, is_in_job: bool) -> str:
         """Return at which point of the job the rank's process ended."""

@@ -109,13 +109,11 @@ def own_heartbeat() -> Heartbeat | None:
 @final
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank wrote last.
+    """What a rank wrote last: see `report_phase`.
 
     Attributes:
         step: the optimizer step; -1 where there is none.
         at_s: when, on the node's monotonic clock; 0 for never.
-        waits: whether the phase ends only when other ranks come.
-        phase: in a few words.
     """
 
     step: int
@@ -124,7 +122,7 @@ class Heartbeat:
     phase: str
 
     def seconds_ago(self, now_s: float | None = None) -> float:
-        """Return for how long the rank is in this phase, now or at a time of the node's monotonic clock."""
+        """Return for how long the rank is in this phase, by default now."""
         return (time.monotonic() if now_s is None else now_s) - self.at_s
 
     def waited_at(self, at_s: float) -> bool:
@@ -142,7 +140,11 @@ class Heartbeat:
         """Return step and phase for a reader."""
         if not self.at_s:
             return "not started"
-        return f"{self.phase}" if self.step < 0 else f"step {self.step}, {self.phase}"
+        return self.phase if self.step < 0 else f"step {self.step}, {self.phase}"
+
+    def status_of(self, name: str, now_s: float | None = None) -> str:
+        """Return a line with a rank's name, its phase, and for how long it is in it."""
+        return f"{name} was last in {self.where()}, {max(0.0, self.seconds_ago(now_s)):.0f} s ago"
 
 
 @final
@@ -185,16 +187,18 @@ class MonitoredRank:
     has_started: bool = field(default=False, init=False)
     has_ended: bool = field(default=False, init=False)
 
-    def status(self) -> str:
-        """Return the phase that the rank is in and for how long, in one line."""
-        return self.status_at(self.heartbeat.read(), time.monotonic())
+    @property
+    def pid(self) -> int:
+        """The process id; 0 for the rank that runs in the supervising process."""
+        return 0 if self.process is None else self.process.pid
 
-    def status_at(self, heartbeat: Heartbeat, at_s: float) -> str:
-        """Return the phase in one of the rank's heartbeats, and for how long at a monotonic time."""
+    def status(self, heartbeat: Heartbeat | None = None, now_s: float | None = None) -> str:
+        """Return in one line the phase that the rank is in and for how long; by default now."""
+        heartbeat = self.heartbeat.read() if heartbeat is None else heartbeat
         name = f"global_rank={self.ranks.global_rank}"
         if not self.has_started and not heartbeat.at_s:
             return f"{name} has not started yet"
-        return f"{name} was last in {heartbeat.where()}, {max(0.0, heartbeat.seconds_ago(at_s)):.0f} s ago"
+        return heartbeat.status_of(name, now_s)
 
 
 _TIME_MARK = "_rankwise_failure_time"

@@ -1,4 +1,4 @@
-"""A rank's background work, in one thread with one store client: messages of other ranks, and timers.
+"""A rank's background work, in one thread with one store client: messages of other ranks, and a timer.
 
 A rank on the only node of a supervised job needs no thread: its messages come over the channel to the
 supervisor, and the channel's thread delivers them. Any other rank polls its mailbox in the job's TCP store.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ from typing import final
 import torch.distributed as dist
 
 from rankwise.errors import RankwiseError
-from rankwise.monitoring.heartbeat import FailureTime, Heartbeat, own_heartbeat
+from rankwise.monitoring.heartbeat import FailureTime, own_heartbeat
 from rankwise.processes.stderr import write_stderr
 from rankwise.stores.private import pack_fields
 from rankwise.stores.rendezvous import RankIdentity
@@ -26,6 +27,8 @@ from rankwise.stores.rendezvous import RankIdentity
 # A store answers some ten thousand requests a second: each rank of a large job polls less often.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.25, 0.00025
 _CLOSE_S = 1.0
+_STATUS = "status"
+_STDERR = 2
 
 Post = Callable[[bytes, Callable[[bytes | None], None]], object]
 """Send a request to the private store; the callback gets the reply, or None where none will come."""
@@ -120,9 +123,8 @@ class PollingMonitor(RankMonitor):
     """Read the mailbox, and run timers, in a thread with its own client of the store.
 
     Args:
-        rank: this process's global rank.
+        rank, store: as for `RankMonitor`.
         world_size: the number of ranks that poll the same store.
-        store: the store with the mailboxes; for other threads than the monitor's.
         open_store: opens another client of the store, as calls to one client wait for each other; called in
             the thread.
     """
@@ -133,16 +135,16 @@ class PollingMonitor(RankMonitor):
         super().__init__(rank, store)
         self._open_store = open_store
         self._pause_s = min(max(_SHORTEST_PAUSE_S, world_size * _PAUSE_PER_RANK_S), _LONGEST_PAUSE_S)
-        self._timer: tuple[float, Callable[[dist.Store], None]] | None = None
-        self._timer_due_s = 0.0
+        self._due_s, self._interval_s = math.inf, math.inf
+        self._action: Callable[[dist.Store], object] = lambda store: None
         self._own_store: dist.Store | None = None
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rankwise-monitor", daemon=True)
 
     def call_every(self, interval_s: float, action: Callable[[dist.Store], None]) -> None:
-        """Call `action` with the thread's store in intervals."""
-        self._timer = (interval_s, action)
-        self._timer_due_s = time.monotonic() + interval_s
+        """Call `action` with the thread's store in intervals; one action per monitor."""
+        self._interval_s, self._action = interval_s, action
+        self._due_s = time.monotonic() + interval_s
         self._start_once()
 
     @property
@@ -174,10 +176,9 @@ class PollingMonitor(RankMonitor):
     def _poll(self, store: dist.Store) -> None:
         while store.check([self._next_key()]):
             self._deliver(store.get(self._next_key()))
-        if self._timer is not None and time.monotonic() >= self._timer_due_s:
-            interval_s, action = self._timer
-            self._timer_due_s = time.monotonic() + interval_s
-            action(store)
+        if time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + self._interval_s
+            self._action(store)
 
 
 @final
@@ -185,8 +186,7 @@ class ChannelMonitor(RankMonitor):
     """Read the mailbox in the private store by requests whose replies the channel's thread delivers.
 
     Args:
-        rank: this process's global rank.
-        store: the private store; for other threads than the channel's.
+        rank, store: as for `RankMonitor`.
         prefix: what `store` puts before its keys.
         post: sends a request over the channel.
     """
@@ -225,10 +225,6 @@ class ChannelMonitor(RankMonitor):
         self._post(pack_fields(field.encode() for field in fields), on_reply)
 
 
-_STATUS = "status"
-_STDERR = 2
-
-
 def own_status(own: RankIdentity, gave_up: FailureTime | None = None) -> str:
     """Return this rank's reply: whether it waits for other ranks, and a line with its phase, as JSON.
 
@@ -238,21 +234,13 @@ def own_status(own: RankIdentity, gave_up: FailureTime | None = None) -> str:
     """
     heartbeat = own_heartbeat() if gave_up is None else gave_up.heartbeat
     waits = gave_up is not None or (heartbeat is not None and heartbeat.waits)
-    return json.dumps([waits, f"{own} is there" if heartbeat is None else status_line(own, heartbeat)])
-
-
-def status_line(identity: RankIdentity, heartbeat: Heartbeat) -> str:
-    """Return a rank's phase, and for how long it is in it."""
-    return f"{identity} was last in {heartbeat.where()}, {heartbeat.seconds_ago():.0f} s ago"
+    return json.dumps([waits, f"{own} is there" if heartbeat is None else heartbeat.status_of(str(own))])
 
 
 def reply_to_status_queries(monitor: RankMonitor, own: RankIdentity, *, shows_stacks: bool) -> None:
     """Reply to the first status query of the job.
 
-    Args:
-        monitor: this rank's.
-        own: this rank's identity.
-        shows_stacks: whether to write this rank's stacks to stderr where the query has a reason.
+    With `shows_stacks` this rank also writes its stacks to stderr where the query has a reason.
     """
 
     def reply(reason: str) -> None:

@@ -10,7 +10,6 @@ from typing import final
 import torch.distributed as dist
 
 from rankwise.monitoring.heartbeat import Heartbeat, MonitoredRank, own_heartbeat
-from rankwise.monitoring.rank_monitor import status_line
 from rankwise.processes.stderr import write_stderr
 from rankwise.stores.rendezvous import RankIdentity
 
@@ -147,7 +146,7 @@ class StragglerMonitor(_Reporter):
                 if self._is_supervised and each.node_rank == self._own.node_rank
             }
             self._report_stragglers(
-                {each.global_rank: (beat, status_line(each, beat)) for each, beat in heartbeats.items()},
+                {each.global_rank: (beat, beat.status_of(str(each))) for each, beat in heartbeats.items()},
                 supervised,
             )
 
