@@ -95,6 +95,48 @@ def test_single_device_is_refused_under_torchrun(under_torchrun: ScriptResult) -
     assert under_torchrun.stdout.count("torchelastic has started 2 processes") == 2
 
 
+OWN_GROUP = """
+    import sys
+    import torch
+    from rankwise.strategies import DDPStrategy
+
+    def job(strategy, plain):
+        strategy.no_backward_sync(plain)  # prepared before the launch
+        return float(strategy.all_reduce(torch.tensor(1.0), reduce_op="sum"))
+
+    strategy = DDPStrategy(accelerator="cpu")
+    rank = strategy.bind().global_rank
+    plain = strategy.setup_module(torch.nn.Linear(1, 1).requires_grad_(False))
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(1, 1, bias=False)
+    wrapped = strategy.setup_module(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = float(model.weight)
+    for number, is_final in enumerate((False, True)):
+        with strategy.gradient_sync_context(wrapped, [optimizer], is_final):
+            strategy.backward(wrapped(torch.full((1, 1), float(rank + number))).sum())
+    strategy.optimizer_step(optimizer)
+    strategy.barrier()
+    weights = {float(weight) for weight in strategy.all_gather(model.weight)}
+    facts = [type(wrapped).__name__, round(before - float(model.weight), 5), len(weights)]
+    facts += [list(strategy.get_module_state_dict(wrapped)), strategy.broadcast(rank, src=1)]
+    facts += [type(strategy.setup_module(torch.compile(torch.nn.Linear(1, 1), backend="eager"))).__name__]
+    facts += [strategy.launch(job, plain)]
+    sys.stdout.write(f"{rank} {facts}\\n")
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_bound_strategy_works_in_a_process_group_of_the_users(run_script: ScriptRunner) -> None:
+    """Without a launch it wraps, averages gradients and runs collectives; it can be launched after that."""
+    result = _torchrun(run_script, OWN_GROUP)
+    assert result.returncode == 0, result
+    wrapper = "DistributedDataParallel"
+    facts = [wrapper, 1.0, 1, ["weight"], 1, wrapper, 2.0]  # gradients are 1 and 3, so 0.5 * 2
+    assert sorted(result.stdout.splitlines()) == [f"{rank} {facts}" for rank in range(2)], result
+
+
 FAILING = """
     import sys, time
     import rankwise

@@ -3,8 +3,12 @@
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.ddp import DDPStrategy
 from rankwise.strategies.elastic import DDPElasticStrategy
-from rankwise.strategies.single_device import SingleDeviceStrategy
-from rankwise.strategies.variants import AutoStrategy, DDPForkStrategy, DDPSpawnStrategy
+from rankwise.strategies.variants import (
+    AutoStrategy,
+    DDPForkStrategy,
+    DDPSpawnStrategy,
+    SingleDeviceStrategy,
+)
 
 __all__ = [
     "AutoStrategy",

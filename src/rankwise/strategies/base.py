@@ -28,10 +28,9 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import blocked_in, report_phase
 from rankwise.precision import Precision
-from rankwise.process_group import rank_zero_first
+from rankwise.process_group import collectives, gathering, rank_zero_first
 from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, set_rank_zero_only
-from rankwise.strategies.collectives import Collectives
 from rankwise.strategies.config import (
     Devices,
     GradientConfig,
@@ -40,7 +39,7 @@ from rankwise.strategies.config import (
     check_instance,
     take_changes,
 )
-from rankwise.strategies.job import Job, RankEntry, variables_set
+from rankwise.strategies.job import Collectives, Job, RankEntry, variables_set
 from rankwise.strategies.module_wrapping import forward_redirect, uncompiled
 from rankwise.strategies.placement import Placement, find_placement
 
@@ -125,7 +124,7 @@ class Strategy(ABC):
             derived.precision = copy.deepcopy(self.precision)
             if self.is_bound:
                 derived.precision.load_state_dict({})  # drops loss scale and master weights of earlier jobs
-        derived._placement, derived.results = None, {}
+        derived._placement, derived._job, derived.results = None, None, {}
         for name in changes.keys() & _PLUGINS.keys():
             setattr(derived, name, check_instance(name, changes.pop(name), _PLUGINS[name]))
         derived.process_config = take_changes(self.process_config, changes)
@@ -134,8 +133,6 @@ class Strategy(ABC):
             known = (*_PLUGINS, *vars(self.process_config), *vars(self.group_config))
             raise UnknownArgumentError(target="with_()", name=name, known=known)
         return derived
-
-    # ------------------------------------------------------------------ placement
 
     def bind(
         self,
@@ -196,8 +193,19 @@ class Strategy(ABC):
     @property
     def job(self) -> Job:
         """This rank's part of the launch that runs now; a `LifecycleError` outside of a launched function."""
-        if self._job is None:
+        if not self._is_in_job:
             raise self._wrong_state("job", "'in a job'")
+        return self._current_job
+
+    @property
+    def _is_in_job(self) -> bool:
+        return self._job is not None and self._job.is_launched
+
+    @property
+    def _current_job(self) -> Job:
+        """The job; without a launch, one for the process group that the user has created, if any."""
+        if self._job is None:
+            self._job = self._create_job(WorkerContext(self.ranks), is_launched=False)
         return self._job
 
     @property
@@ -268,8 +276,6 @@ class Strategy(ABC):
         """Whether the launched function and its arguments are pickled."""
         return self.launcher.pickles_entry
 
-    # ------------------------------------------------------------------ job
-
     def launch(
         self, function: Callable[..., T], *args: Any, init_process_group: bool = True, **kwargs: Any
     ) -> T:
@@ -309,8 +315,13 @@ class Strategy(ABC):
     def attach(self, worker: WorkerContext) -> None:
         """Start a job as the rank of `worker`; the launched entry calls this."""
         self._placement = dataclasses.replace(self.placement, ranks=worker.ranks)
+        before, self._job = self._job, self._create_job(worker)
+        if before is not None:  # modules that were prepared before the launch
+            self._job.modules, self._job.cleanup = before.modules, before.cleanup
+
+    def _create_job(self, worker: WorkerContext, *, is_launched: bool = True) -> Job:
         own = Collectives(worker.ranks, lambda: self.data_parallel_group)
-        self._job = Job(worker, self.root_device, own)
+        return Job(worker, self.root_device, own, is_launched=is_launched)
 
     def setup_environment(self) -> None:
         """Prepare this process: its variables, `rank_zero_only`. Subclasses connect to the others here.
@@ -327,7 +338,7 @@ class Strategy(ABC):
     def teardown(self) -> None:
         """Leave this process as it was before `setup_environment`."""
         try:
-            self.job.close()
+            self._current_job.close()
         finally:
             self._job = None
 
@@ -341,10 +352,8 @@ class Strategy(ABC):
 
         Collective: every rank must call this.
         """
-        if (check := self.job.collectives.check) is not None:
+        if (check := self._collectives.check) is not None:
             check.finish()
-
-    # ------------------------------------------------------------------ module
 
     @property
     def sync_batchnorm(self) -> bool:
@@ -379,8 +388,6 @@ class Strategy(ABC):
             batch, torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), allow_frozen=True
         )
         return moved
-
-    # ------------------------------------------------------------------ gradients
 
     @property
     def gradient_weighting(self) -> str | None:
@@ -467,8 +474,6 @@ class Strategy(ABC):
         explained = explain_unused(error)
         return error if explained is None else explained.with_traceback(error.__traceback__)
 
-    # ------------------------------------------------------------------ state
-
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return a module's state; its keys never have a wrapper's prefix."""
         return self.unwrap_module(module).state_dict()
@@ -513,7 +518,6 @@ class Strategy(ABC):
         """Read a checkpoint, to the CPU."""
         return self.checkpoint_io.load_checkpoint(path, map_location="cpu")
 
-    # ------------------------------------------------------------------ collectives
     # Every rank must call each of them, in the same order. Without a group, `data_parallel_group` is meant;
     # `torch.distributed.group.WORLD` is all ranks.
 
@@ -537,33 +541,35 @@ class Strategy(ABC):
 
     @property
     def _collectives(self) -> Collectives:
-        if self._job is not None:
-            return self._job.collectives
-        return Collectives(self.ranks, lambda: self.data_parallel_group)
+        return self._current_job.collectives
 
     def all_reduce(self, tensor: T, group: ProcessGroup | None = None, reduce_op: str = "mean") -> T:
         """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
-        return self._collectives.all_reduce(tensor, group, reduce_op)
+        reduced: T = self._collectives.run(collectives.all_reduce, tensor, group, reduce_op)
+        return reduced
 
     def all_gather(self, tensor: T, group: ProcessGroup | None = None, sync_grads: bool = False) -> T:
         """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
-        return self._collectives.all_gather(tensor, group, sync_grads)
+        gathered: T = self._collectives.run(gathering.all_gather, tensor, group, sync_grads)
+        return gathered
 
     def gather_all_tensors(self, tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
         """Gather tensors of different sizes; see `rankwise.process_group.gather_all_tensors`."""
-        return self._collectives.gather_all_tensors(tensor, group)
+        return self._collectives.run(gathering.gather_all_tensors, tensor, group)
 
     def all_gather_object(self, obj: T, group: ProcessGroup | None = None) -> list[T]:
         """Gather anything picklable from every rank, in rank order."""
-        return self._collectives.all_gather_object(obj, group)
+        return self._collectives.run(gathering.all_gather_object, obj, group)
 
     def gather_object(self, obj: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
         """Gather anything picklable from the group (by default all ranks) on rank `dst`; None elsewhere."""
-        return self._collectives.gather_object(obj, dst, group)
+        with self._collectives.guard("gather_object", group):
+            return gathering.gather_object(obj, dst, group)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank of the job has called this; `name` is for error messages."""
-        self._collectives.barrier(name)
+        with self._collectives.guard(f"barrier {name!r}" if name else "barrier"):
+            collectives.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s value on every rank of the job."""
@@ -582,14 +588,14 @@ class Strategy(ABC):
         return rank_zero_first(local, ranks=self.ranks)
 
     def _check_not_in_job(self, call: str) -> None:
-        if self._job is not None:
+        if self._is_in_job:
             remedy = "a launched function calls what it needs directly: it runs on every rank already."
             raise self._wrong_state(call, "'bound'", remedy)
 
     def _wrong_state(
         self, call: str, needed: str, remedy: str = "call bind() or launch() first."
     ) -> LifecycleError:
-        state = "in a job" if self._job else "bound" if self.is_bound else "configured"
+        state = "in a job" if self._is_in_job else "bound" if self.is_bound else "configured"
         return LifecycleError(call=call, state=state, needed=needed, remedy=remedy)
 
     def __getstate__(self) -> dict[str, Any]:

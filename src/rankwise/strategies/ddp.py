@@ -287,10 +287,10 @@ class DDPStrategy(Strategy):
         is_compiled = given is not module
         check_parameters(module)
         if self.sync_batchnorm and self.world_size > 1:
-            self.job.modules.batchnorms.convert(module, self.data_parallel_group)
+            self._current_job.modules.batchnorms.convert(module, self.data_parallel_group)
         module = super().setup_module(module)
         if not trained_parameters(module):
-            self.job.modules.plain.update((given, module))
+            self._current_job.modules.plain.update((given, module))
             return given if is_compiled else module
         if not dist.is_initialized():
             raise self._wrong_state("setup_module()", "a process group")
@@ -301,11 +301,11 @@ class DDPStrategy(Strategy):
         wrapped = checked_wrapper(configured, type(self).__name__, self.data_parallel_group)
         self._attach_wrapper(wrapped)
         if is_compiled:
-            self.job.cleanup.callback(compile_within(module, given))
+            self._current_job.cleanup.callback(compile_within(module, given))
         return wrapped
 
     def _attach_wrapper(self, wrapped: DistributedDataParallel) -> None:
-        job = self.job
+        job = self._current_job
         job.modules.wrappers.add(wrapped)
         self.gradients.attach(wrapped, self.local_world_size)
         if job.collectives.check is not None:

@@ -4,25 +4,107 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
+import torch.distributed as dist
 
-from rankwise.failures.classify import start_exception_chain
+from rankwise.checkpoint import CheckpointIO
+from rankwise.failures.classify import mark_propagated, start_exception_chain
 from rankwise.failures.exchange import resolve_cause, wait_for_other_nodes
 from rankwise.launchers.context import WorkerContext
-from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
+from rankwise.monitoring.heartbeat import TEARDOWN, blocked_in, report_phase, report_saving
+from rankwise.process_group import collectives
+from rankwise.process_group.collective_check import CollectiveCheck
+from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
+from rankwise.processes.event_loop import signals_delivered_in_thread
+from rankwise.processes.signals import ROUTER, SignalRequest, exit_by_signal
 from rankwise.ranks import RankInfo, job_entry
-from rankwise.strategies.collectives import Collectives
-from rankwise.strategies.deferred_sigterm import sigterm_deferred
 from rankwise.strategies.module_wrapping import WrappedModules
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 # torch sets this variable when the first optimizer or wrapper imports its compiler.
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@final
+class Collectives:
+    """Runs collectives, and reports to the supervisor that this rank waits in them.
+
+    Every rank must call each of the methods, in the same order.
+
+    Attributes:
+        check: compares each collective of the ranks before it runs; None unless `checked` is active.
+    """
+
+    def __init__(self, ranks: RankInfo, default_group: Callable[[], ProcessGroup | None]) -> None:
+        self._ranks = ranks
+        self._default_group = default_group
+        self.check: CollectiveCheck | None = None
+
+    def run(
+        self, function: Callable[..., T], value: object, group: ProcessGroup | None, *options: object
+    ) -> T:
+        """Run a collective of `rankwise.process_group` on a group; None is the default group."""
+        with self.guard(function.__name__, group):
+            return function(value, self._default_group() if group is None else group, *options)
+
+    def broadcast(self, value: T, src: int) -> T:
+        with self.guard("broadcast"):
+            return collectives.broadcast(value, src)
+
+    def count(self, decision: bool, device: torch.device) -> int:
+        """Return on how many ranks of the job the decision is yes."""
+        counter = torch.tensor(int(decision), device=device)
+        with self.guard("reduce_boolean_decision"):
+            return int(collectives.all_reduce(counter, reduce_op="sum"))
+
+    def save_on_rank_zero(self, save: Callable[[], object]) -> None:
+        """Run a function that saves something on global rank 0; all ranks continue after it, or all raise."""
+        error: Exception | None = None
+        if self._ranks.is_global_zero:
+            try:
+                report_phase("checkpoint")
+                save()
+            except Exception as raised:  # noqa: BLE001  raised below, on all ranks
+                error = raised
+        error = self.broadcast(error, src=0)
+        if error is not None:
+            raise error if self._ranks.is_global_zero else mark_propagated(error)
+
+    @contextmanager
+    def checked(
+        self, worker: WorkerContext, store: dist.Store, timeout: timedelta, init_timeout: timedelta
+    ) -> Iterator[None]:
+        """Compare each collective of this process with the other ranks' in the block."""
+        self.check = CollectiveCheck(
+            self._ranks.global_rank, worker.open_another(store, init_timeout), timeout
+        )
+        try:
+            with self.check.checking():
+                yield
+        finally:
+            self.check = None
+
+    def guard(self, name: str, group: ProcessGroup | None = None) -> AbstractContextManager[None]:
+        """Return the block for a collective.
+
+        Raises:
+            LifecycleError: in code that only rank zero runs, where other ranks would never call it.
+        """
+        if self._ranks.world_size > 1:
+            refuse_in_rank_zero_section(name, None if group is None else group.size())
+        return blocked_in(name)
 
 
 @final
@@ -30,10 +112,13 @@ _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 class Job:
     """One rank of one launch. The worker creates it and closes it; it is never pickled.
 
+    A strategy that is used without a launch, in processes that the user has connected, has one too.
+
     Attributes:
         worker: what the launcher gives to this rank.
         device: of this rank.
         collectives: the collectives of the job's ranks.
+        is_launched: whether it belongs to a launch.
         has_group: whether the strategy creates the process group, not the launched function.
         modules: what `setup_module` returned, and how to undo it.
         cleanup: what `close` undoes, last first.
@@ -42,6 +127,7 @@ class Job:
     worker: WorkerContext
     device: torch.device
     collectives: Collectives
+    is_launched: bool = True
     has_group: bool = True
     modules: WrappedModules = field(default_factory=WrappedModules)
     cleanup: ExitStack = field(default_factory=ExitStack)
@@ -115,7 +201,51 @@ class RankEntry:
         }
 
 
-# ------------------------------------------------------------------------------------- process state
+@contextmanager
+def sigterm_deferred(checkpoint_io: CheckpointIO) -> Iterator[None]:
+    """Let a thread of `checkpoint_io` finish its checkpoint before SIGTERM ends this process, in the block.
+
+    torch's agents send SIGTERM to all ranks as soon as one has failed. A second one, 2 s later or more, ends
+    the process at once; so does the first where nothing is being written. This holds while the main thread is
+    blocked in C++ too, as in a collective. Where something else handles SIGTERM, as the loop of a fit does,
+    nothing changes.
+
+    Mutates: the handler of SIGTERM and the signal wake-up descriptor, restored on exit.
+    """
+    deferred = _DeferredSigterm()
+    checkpoint_io.on_saving_changed(deferred.on_saving_changed)
+    writes_in_a_thread = type(checkpoint_io).on_saving_changed is not CheckpointIO.on_saving_changed
+    if not writes_in_a_thread or not _ends_by_default():
+        yield
+        return
+    default_action = ROUTER.replace_default_action(signal.SIGTERM, deferred.on_sigterm)
+    with signals_delivered_in_thread(), default_action:
+        yield
+
+
+def _ends_by_default() -> bool:
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@final
+class _DeferredSigterm:
+    def __init__(self) -> None:
+        self._is_saving = False
+        self._is_due = False
+
+    def on_saving_changed(self, is_saving: bool) -> None:
+        report_saving(is_saving)
+        self._is_saving = is_saving
+        if self._is_due and not is_saving:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_sigterm(self, request: SignalRequest) -> None:
+        is_second = self._is_due and not request.is_repeat
+        # Set the flag, then read the other; `on_saving_changed` does the reverse. So one of them sees both.
+        self._is_due = True
+        if is_second or not self._is_saving:
+            exit_by_signal(signal.SIGTERM)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""DDP with other ways to start its processes: spawned, forked, or the best one for this process."""
+"""One process; and DDP whose processes are spawned, forked, or started in the best way for this process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any, final
 
 from torch import nn
 
+from rankwise.environments import ClusterEnvironment
+from rankwise.errors import InvalidArgumentError
 from rankwise.launchers import Launcher
 from rankwise.launchers.script import can_rerun
+from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
+from rankwise.strategies.config import GradientConfig
 from rankwise.strategies.ddp import DDPStrategy
 from rankwise.strategies.placement import Placement, inline_launcher
 
-__all__ = ["AutoStrategy", "DDPForkStrategy", "DDPSpawnStrategy"]
+__all__ = ["AutoStrategy", "DDPForkStrategy", "DDPSpawnStrategy", "SingleDeviceStrategy"]
 
 
 class DDPSpawnStrategy(DDPStrategy):
@@ -51,3 +55,40 @@ class AutoStrategy(DDPStrategy):
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes average nothing; with one rank they never do."""
         return super().no_backward_sync(module, enabled) if self.world_size > 1 else nullcontext()
+
+
+@final
+class SingleDeviceStrategy(Strategy):
+    """Train in the calling process. Refused where an outer launcher has started several processes.
+
+    Args:
+        gradient_weighting: how accumulated batches of different sizes are weighted; see `DDPStrategy`.
+        arguments: `Strategy`'s.
+    """
+
+    def __init__(self, *, gradient_weighting: str | None = None, **arguments: Any) -> None:
+        super().__init__(gradient_config=GradientConfig(gradient_weighting=gradient_weighting), **arguments)
+
+    def _place_locally(
+        self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
+    ) -> RankInfo:
+        for name, count in (("devices", local_world_size), ("num_nodes", num_nodes or environment.num_nodes)):
+            if count != 1:
+                raise InvalidArgumentError(
+                    argument=name,
+                    value=count,
+                    expected="1 with strategy 'single_device'",
+                    remedy='use strategy="ddp" to train on several.',
+                )
+        return RankInfo()
+
+    def _create_launcher(self, placement: Placement) -> Launcher:
+        world_size = placement.ranks.world_size
+        if world_size != 1:
+            raise InvalidArgumentError(
+                argument="strategy",
+                value="single_device",
+                expected=f"another: {placement.environment.name} has started {world_size} processes",
+                remedy='use strategy="ddp", or start one process.',
+            )
+        return inline_launcher(placement)
