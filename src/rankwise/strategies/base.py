@@ -347,14 +347,6 @@ class Strategy(ABC):
         """What the launcher gives to this rank."""
         return self.job.worker
 
-    def before_finish(self) -> None:
-        """Do what all ranks do together when the launched function has returned; compares collectives.
-
-        Collective: every rank must call this.
-        """
-        if (check := self._collectives.check) is not None:
-            check.finish()
-
     @property
     def sync_batchnorm(self) -> bool:
         """Whether batch normalisation uses the batches of all ranks in training."""

@@ -96,6 +96,11 @@ class Collectives:
         finally:
             self.check = None
 
+    def finish(self) -> None:
+        """Check that no rank has more collectives to come, if they are compared."""
+        if self.check is not None:
+            self.check.finish()
+
     def guard(self, name: str, group: ProcessGroup | None = None) -> AbstractContextManager[None]:
         """Return the block for a collective.
 
@@ -166,7 +171,7 @@ class RankEntry:
         try:
             self.strategy.setup_environment()
             value = self.function(self.strategy, *self.args, **self.kwargs)
-            self.strategy.before_finish()
+            self.strategy.job.collectives.finish()
             self.strategy.checkpoint_io.teardown()
             wait_for_other_nodes(worker.failure_exchange)
             return value
