@@ -126,10 +126,6 @@ class BatchSizes:
     num_replicas: int
     size_of: Callable[[int, int], int]
 
-    def own(self, batch: int) -> int:
-        """Return the number of samples of this rank's batch."""
-        return self.size_of(self.rank, batch)
-
     def total(self, first: int, ends_by_rank: Sequence[int]) -> int:
         """Return the number of samples of all ranks' batches from `first` to before `ends_by_rank[rank]`."""
         return sum(
@@ -140,14 +136,13 @@ class BatchSizes:
 
 
 def batch_sizes(loader: Any) -> BatchSizes | None:
-    """Return the batch sizes of a loader, which may be split over the ranks.
+    """Return the batch sizes of a loader, which may be split over the ranks; None if they are unknown.
 
     Call it after `set_epoch`, because it draws the batches of a user's own batch sampler for the epoch.
     Batches are counted from the epoch's first one, also if the loader starts at a later one.
 
-    Returns:
-        None if they are unknown: for iterable data, loaders that are not a `DataLoader` or do not batch,
-        samplers without length, and samplers whose length holds for one rank only.
+    The sizes are unknown for iterable data, loaders that are not a `DataLoader` or do not batch, samplers
+    without length, and samplers whose length holds for one rank only.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None

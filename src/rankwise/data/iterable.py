@@ -43,7 +43,9 @@ def shard_info() -> ShardInfo:
     part = _current
     if part is None and worker is not None and isinstance(worker.dataset, ShardedIterable):
         part = worker.dataset.part  # in a worker_init_fn, before reading starts
-    part = _part_of_rank() if part is None else part
+    if part is None:
+        is_distributed = dist.is_available() and dist.is_initialized()
+        part = ShardInfo(dist.get_world_size(), dist.get_rank()) if is_distributed else ShardInfo(1, 0)
     if worker is None:
         return part
     return ShardInfo(part.num_shards * worker.num_workers, part.shard_index * worker.num_workers + worker.id)
@@ -104,9 +106,3 @@ def _reading(part: ShardInfo) -> Iterator[None]:
         yield
     finally:
         _current = before
-
-
-def _part_of_rank() -> ShardInfo:
-    if dist.is_available() and dist.is_initialized():
-        return ShardInfo(dist.get_world_size(), dist.get_rank())
-    return ShardInfo(1, 0)

@@ -71,8 +71,8 @@ def shard_for_evaluation(loader: Loader, num_replicas: int, rank: int, *, seed: 
         UnshardableLoaderError: when neither the loader's indices nor its data can be split, or it is already
             split for another rank, or with repeated samples that cannot be identified.
     """
-    if is_shardable(loader) and isinstance(sampler := _split_sampler_of(loader), DistributedSampler):
-        _check_split_for(loader, num_replicas, rank)
+    sampler = _split_sampler_of(loader) if is_shardable(loader) else None
+    if isinstance(sampler, DistributedSampler) and _is_split_for(loader, num_replicas, rank):
         return _without_padding(loader, sampler)
     if is_shardable(loader) and type(loader.batch_sampler) is BatchSampler and not is_split(loader):
         loader = _without_last_batch(loader, loader.batch_sampler)
@@ -90,9 +90,8 @@ def shard_for_prediction(loader: Loader, num_replicas: int, rank: int, *, seed: 
     """
     check_shardable(loader, by_index=True)
     loader = in_dataset_order(loader)
-    if is_split(loader):
-        check_interleaved_by_batches(loader)
-        _check_split_for(loader, num_replicas, rank)
+    check_interleaved_by_batches(loader)
+    if _is_split_for(loader, num_replicas, rank):
         return loader
     sampler = ShardedSampler(_index_stream(loader), num_replicas, rank, seed=_seed_for(loader, seed))
     return with_indices_from(loader, sampler)
@@ -102,8 +101,7 @@ def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int | None, 
     check_shardable(loader)
     if isinstance(loader.dataset, IterableDataset):
         return _changed(loader, dataset=ShardedIterable(loader.dataset, num_replicas, rank))
-    if is_split(loader):
-        _check_split_for(loader, num_replicas, rank)
+    if _is_split_for(loader, num_replicas, rank):
         return loader
     samples = _sampler_of(loader)
     whole = loader.batch_sampler if samples is None else samples
@@ -183,7 +181,8 @@ def check_interleaved_by_batches(loader: DataLoader[Any]) -> None:
     sampler = _split_sampler_of(loader)
     if sampler is None:
         return
-    if sampler is _index_stream(loader) and isinstance(sampler, ShardedSampler) and sampler.is_exact:
+    is_exact = isinstance(sampler, ShardedSampler) and sampler.uneven == "keep"
+    if is_exact and sampler is _index_stream(loader):
         return
     raise _split_error(
         sampler,
@@ -193,11 +192,13 @@ def check_interleaved_by_batches(loader: DataLoader[Any]) -> None:
     )
 
 
-def _check_split_for(loader: DataLoader[Any], num_replicas: int, rank: int) -> None:
-    """Check that a loader that is split has this rank's part, since data would be missing or used twice."""
+def _is_split_for(loader: DataLoader[Any], num_replicas: int, rank: int) -> bool:
+    """Return whether a loader is split already; raise if it has another rank's part."""
     sampler = _split_sampler_of(loader)
-    if sampler is None or (sampler.num_replicas, sampler.rank) == (num_replicas, rank):
-        return
+    if sampler is None:
+        return False
+    if (sampler.num_replicas, sampler.rank) == (num_replicas, rank):
+        return True
     raise _split_error(
         sampler,
         f"it has part {sampler.rank} of {sampler.num_replicas} already, but this rank's is part {rank} of "
@@ -234,11 +235,10 @@ def check_shardable(loader: Any, *, by_index: bool = False) -> None:
             remedy="split the data by rank where it is read (dist.get_rank(), or module.global_rank), and "
             "pass Trainer(use_distributed_sampler=False).",
         )
-    dataset = loader.dataset
-    if not isinstance(dataset, IterableDataset) or (can_be_split(dataset) and not by_index):
+    if not isinstance(loader.dataset, IterableDataset) or (can_be_split(loader.dataset) and not by_index):
         return
-    name = type(dataset).__name__
-    if can_be_split(dataset):
+    name = type(loader.dataset).__name__
+    if can_be_split(loader.dataset):
         reason = "its samples have no numbers, by which predictions could be put in order"
         remedy = (
             "predict with devices=1, or let each rank keep its own: "

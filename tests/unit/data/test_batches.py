@@ -43,7 +43,7 @@ def test_they_are_what_the_loaders_yield(count: int, world_size: int, options: A
         for other, expected in enumerate(lengths):
             assert [sizes.size_of(other, batch) for batch in range(len(expected) + 2)] == [*expected, 0, 0]
         assert sizes.total(0, [100] * world_size) == sum(map(sum, lengths))
-        assert sizes.own(0) == (lengths[rank] or [0])[0]
+        assert sizes.size_of(sizes.rank, 0) == (lengths[rank] or [0])[0]
 
 
 class Random(BatchSampler):
@@ -79,7 +79,7 @@ def test_a_distributed_sampler_of_the_users() -> None:
     sampler: Any = DistributedSampler(dataset(9), num_replicas=2, rank=1)
     sizes = batch_sizes(DataLoader(dataset(9), batch_size=2, sampler=sampler))
     assert sizes is not None
-    assert (sizes.rank, [sizes.own(batch) for batch in range(4)], sizes.total(0, [4, 4])) == (
+    assert (sizes.rank, [sizes.size_of(sizes.rank, batch) for batch in range(4)], sizes.total(0, [4, 4])) == (
         1,
         [2, 2, 1, 0],
         10,

@@ -139,5 +139,5 @@ class BatchWeighting:
         if sizes is None:
             return self._schedule.weight(first, end)
         total = sizes.total(first, self._schedule.ends_by_rank(end, sizes.num_replicas))
-        own = 0 if self._schedule.is_padding else sizes.own(batch_idx)
+        own = 0 if self._schedule.is_padding else sizes.size_of(sizes.rank, batch_idx)
         return own * sizes.num_replicas / total
