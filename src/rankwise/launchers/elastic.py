@@ -260,7 +260,8 @@ def _agent_signals() -> Iterator[None]:
             raise SignalException(f"signal {request.number}", sigval=signal.Signals(request.number))
 
     try:
-        with ROUTER.subscribe(set(_AGENT_SIGNALS) - {_LEFT_TO_TORCH}, end, in_main_thread=True):
+        numbers = set(_AGENT_SIGNALS) - {_LEFT_TO_TORCH}
+        with ROUTER.subscribe(numbers, end, in_main_thread=True, calls_earlier_handler=False):
             yield
     except SignalException as error:
         if was_interrupted or error.sigval is signal.SIGINT:  # older versions of torch set their handlers

@@ -102,6 +102,7 @@ class SignalRouter:
         callback: Callable[[SignalRequest], None],
         *,
         in_main_thread: bool = False,
+        calls_earlier_handler: bool = True,
     ) -> AbstractContextManager[None]:
         """Call `callback` with each of these signals in the block, then the handler that was set before.
 
@@ -111,9 +112,10 @@ class SignalRouter:
             numbers: of the signals. All count as one request when they come within `DEBOUNCE_S`.
             callback: called in the main thread or in the thread of an event loop.
             in_main_thread: call it in the main thread alone, where it may raise.
+            calls_earlier_handler: False to call `callback` in place of the handler that was set before.
         """
         subscription = _Subscription(frozenset(numbers), callback, in_main_thread)
-        return self._subscribed(subscription, subscription.numbers)
+        return self._subscribed(subscription, subscription.numbers, calls_earlier_handler)
 
     def observe(
         self, numbers: Iterable[int], callback: Callable[[SignalRequest], None]
@@ -166,7 +168,9 @@ class SignalRouter:
     # ------------------------------------------------------------------ private
 
     @contextmanager
-    def _subscribed(self, subscription: _Subscription, handled: Iterable[int]) -> Iterator[None]:
+    def _subscribed(
+        self, subscription: _Subscription, handled: Iterable[int], calls_earlier_handler: bool = True
+    ) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -179,7 +183,7 @@ class SignalRouter:
             if len(self._subscriptions) == 1:
                 self._next_descriptor = _set_wakeup(sockets[1])
             for number, old in before.items():
-                signal.signal(number, _Handler(self, old))
+                signal.signal(number, _Handler(self, old, calls_earlier_handler))
             yield
         finally:
             for number, old in before.items():
@@ -289,17 +293,18 @@ class SignalRouter:
 
 
 @final
+@dataclass(eq=False)
 class _Handler:
     """The Python handler of a subscribed signal: deliver, then call the handler that was set before."""
 
-    def __init__(self, router: SignalRouter, before: Any) -> None:
-        self._router = router
-        self.before = before
+    router: SignalRouter
+    before: Any
+    calls_before: bool
 
     def __call__(self, number: int, interrupted: FrameType | None) -> None:
-        self._router.handle(number)
+        self.router.handle(number)
         before = _before_all(self)
-        if callable(before):
+        if self.calls_before and callable(before):
             before(number, interrupted)
 
 

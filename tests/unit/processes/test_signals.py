@@ -53,6 +53,21 @@ def test_a_subscriber_is_called_once(subscriber: Subscriber) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.parametrize("calls_earlier_handler", [True, False])
+def test_the_handler_that_was_set_before(subscriber: Subscriber, calls_earlier_handler: bool) -> None:
+    """It is called after the subscribers, repeats included, unless the subscription replaces it."""
+    numbers: list[int] = []
+    before = signal.signal(NUMBER, lambda number, frame: numbers.append(number))
+    try:
+        with ROUTER.subscribe([NUMBER], subscriber, calls_earlier_handler=calls_earlier_handler):
+            send()
+            send()
+        assert subscriber.repeats == [False, True]
+        assert numbers == ([NUMBER, NUMBER] if calls_earlier_handler else [])
+    finally:
+        signal.signal(NUMBER, before)
+
+
 def test_a_repeat_is_the_same_request(subscriber: Subscriber) -> None:
     """All subscribers are called with both, the second one marked; observers do not count."""
     other, observer = Subscriber(), Subscriber()
