@@ -16,6 +16,7 @@ import pytest
 
 from rankwise.errors import LaunchRefusedError, ProcessGroupError
 from rankwise.launchers.script import ScriptLauncher, script_place
+from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies import DDPStrategy
@@ -309,13 +310,8 @@ def test_a_meeting_that_fails_is_forgotten() -> None:
     local_ranks = ranks_on_node(RankInfo(0, 0, 0, 2, 1, 2))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = RendezvousEndpoint(("127.0.0.1", taken.getsockname()[1]), hosts=True)
-        launcher = ScriptLauncher(
-            local_ranks,
-            grace_period_s=1,
-            init_timeout=timedelta(seconds=5),
-            command=["false"],
-            endpoint=endpoint,
-        )
+        options = SupervisionOptions(1.0, timedelta(seconds=5), endpoint=endpoint)
+        launcher = ScriptLauncher(local_ranks, options, command=["false"])
         for _ in range(2):
             with pytest.raises(ProcessGroupError, match="in use"):
                 launcher.launch(never, {}, "tcp")

@@ -8,10 +8,10 @@ from typing import Any, final
 
 import torch
 
-from rankwise.doctor.environment import examine_environment
 from rankwise.doctor.machine import (
     examine_backends,
     examine_devices,
+    examine_environment,
     examine_start_methods,
     examine_versions,
 )

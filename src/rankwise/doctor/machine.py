@@ -1,4 +1,4 @@
-"""The report's sections on this machine: versions, devices, back ends and start methods."""
+"""The report's sections on this process and machine: its launcher, versions, devices, start methods."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import rankwise
 from rankwise.doctor.report import Finding, Section, table
+from rankwise.environments import Detection, detect_environment
 from rankwise.errors import RankwiseError
 from rankwise.process_group import default_backend
 from rankwise.strategies import DDPStrategy, Strategy
@@ -23,6 +24,10 @@ from rankwise.strategies.job import usable_cores
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  only its size is read
 _SMALL_SHARED_MEMORY = 256 * 2**20
+# By the variable of a scheduler's allocation: the scheduler, and the command that starts ranks in it.
+_SCHEDULERS = {"SLURM_JOB_ID": ("Slurm", "srun"), "LSB_JOBID": ("LSF", "jsrun")}
+_PRESETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_TITLE = "Who started this process"
 
 
 def versions() -> dict[str, str]:
@@ -40,6 +45,58 @@ def examine_versions() -> Section:
     facts = {**versions(), "platform": platform.platform()}
     line = "rankwise {rankwise}, torch {torch}, Python {python}, CUDA {cuda}".format(**facts)
     return Section("versions", "Versions", facts, [line, facts["platform"]])
+
+
+def examine_environment(environ: Mapping[str, str]) -> tuple[Section, Detection | None]:
+    """Report what was detected and why the others were not; the `Detection` is None if that failed."""
+    try:
+        detection = detect_environment(environ)
+    except RankwiseError as error:
+        return _undetected(error), None
+    environment = detection.environment
+    seen = environment.seen()
+    lines = [f"{environment.name}: {detection.reason}"]
+    lines += [f"  {name}={value}" for name, value in seen.items()]
+    lines += [f"not {name}: {reason}" for name, reason in detection.rejected.items()]
+    facts = {
+        "name": environment.name,
+        "reason": detection.reason,
+        "variables": seen,
+        "rejected": dict(detection.rejected),
+    }
+    findings = [] if environment.creates_processes_externally else _notes_when_alone(environ)
+    return Section("environment", _TITLE, facts, lines, findings), detection
+
+
+def _undetected(error: RankwiseError) -> Section:
+    facts: dict[str, Any] = {"name": None, "reason": error.summary(), "variables": {}, "rejected": {}}
+    lines = ["not known: a launcher's variables are set, but wrong"]
+    if seen := error.seen():
+        lines.append(f"  {seen}")
+    return Section("environment", _TITLE, facts, lines, [Finding(error.summary(), error.fix())])
+
+
+def _notes_when_alone(environ: Mapping[str, str]) -> list[Finding]:
+    notes = []
+    for variable, (scheduler, starter) in _SCHEDULERS.items():
+        if job := environ.get(variable):
+            what = (
+                f"This is {scheduler} job {job}, but {starter} did not start this process: it is alone and "
+                "uses this node only."
+            )
+            fix = (
+                f"to train on all tasks of the job, put {starter} before the command: {starter} python "
+                "train.py. To train on this node only, nothing."
+            )
+            notes.append(Finding(what, fix, is_error=False))
+    if presets := [f"{name}={environ[name]}" for name in _PRESETS if environ.get(name)]:
+        what = f"{', '.join(presets)} is set without the other variables of a launcher, so it was ignored."
+        fix = (
+            "nothing, if this machine or image presets it; if you start the ranks by hand, set RANK, "
+            "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each."
+        )
+        notes.append(Finding(what, fix, is_error=False))
+    return notes
 
 
 def examine_devices(environ: Mapping[str, str]) -> Section:

@@ -23,7 +23,7 @@ import torch
 from rankwise.errors import LaunchRefusedError
 from rankwise.launchers.context import Entry, WorkerContext, torchrun_variables
 from rankwise.launchers.supervised import SupervisedLauncher, WorkerGroup, WorkerLinks
-from rankwise.launchers.supervisor import Supervisor
+from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
 from rankwise.processes.command_line import count_launch
@@ -57,13 +57,15 @@ class MultiprocessLauncher(SupervisedLauncher):
     Args:
         start_method: `"spawn"`, `"fork"` or `"forkserver"`.
         local_ranks: the ranks to start, in order.
-        options: see `SupervisedLauncher`.
+        options: how they are started, watched and ended.
     """
 
     runs_in_caller = False
 
-    def __init__(self, start_method: str, local_ranks: tuple[RankInfo, ...], **options: Any) -> None:
-        super().__init__(local_ranks, **options)
+    def __init__(
+        self, start_method: str, local_ranks: tuple[RankInfo, ...], options: SupervisionOptions
+    ) -> None:
+        super().__init__(local_ranks, options)
         self.pickles_entry = start_method != "fork"
         self._start_method = start_method
 
@@ -74,9 +76,9 @@ class MultiprocessLauncher(SupervisedLauncher):
         with ExitStack() as cleanup:
             with _one_at_a_time:
                 job = create_job(self._start_method, entry, described, cleanup)
-                group = self._new_group(job=1 if self._endpoint is None else next(_jobs))
+                group = self._new_group(job=1 if self._options.endpoint is None else next(_jobs))
                 cleanup.callback(group.close)
-                group.open_rendezvous(self._endpoint, rendezvous, self._init_timeout)
+                group.open_rendezvous(self._options, rendezvous)
                 group.start(self._local_ranks, _STARTERS[self._start_method](job, group))
             group.supervisor.start()
             group.supervisor.begin_job(until_exit=True)

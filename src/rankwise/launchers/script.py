@@ -17,15 +17,15 @@ from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import Entry, WorkerContext, torchrun_variables
 from rankwise.launchers.supervised import SupervisedLauncher, WorkerGroup, WorkerLinks
+from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.launchers.worker_main import describe_context, inherited_context
 from rankwise.monitoring.heartbeat import HeartbeatReader, heartbeat_written_to
 from rankwise.processes import fork_safety, parent_death
 from rankwise.processes.command_line import CONTEXT_VARIABLE, count_launch, launch_count, rerun_command
-from rankwise.processes.exit_codes import exit_code_of, exit_now
+from rankwise.processes.exit_codes import exit_code_of, exit_now, write_stderr
 from rankwise.processes.shared_memory import unpack
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import PopenProcess
-from rankwise.processes.stderr import write_stderr
 from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import forget_store
 
@@ -42,15 +42,18 @@ class ScriptLauncher(SupervisedLauncher):
     Args:
         local_ranks: the ranks of this node, this process first.
         command: what to run instead of this process's own command line; its first launch must be this one.
-        options: see `SupervisedLauncher`.
+        options: how they are started, watched and ended.
     """
 
     runs_in_caller = True
 
     def __init__(
-        self, local_ranks: tuple[RankInfo, ...], *, command: Sequence[str] | None = None, **options: Any
+        self,
+        local_ranks: tuple[RankInfo, ...],
+        options: SupervisionOptions,
+        command: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(local_ranks, **options)
+        super().__init__(local_ranks, options)
         self._command = command
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
@@ -62,7 +65,7 @@ class ScriptLauncher(SupervisedLauncher):
         worker = inherited_context()
         if worker is not None:
             self._check_fits(worker.ranks, worker.address, rendezvous)
-            return worker.run(entry, self._teardown_timeout_s)
+            return worker.run(entry, self._options.teardown_timeout_s)
         script = self._start_script(earlier, rendezvous) if _script is None else _script
         self._check_fits(script.local_ranks[0], script.address, rendezvous)
         return script.run(entry)
@@ -77,7 +80,7 @@ class ScriptLauncher(SupervisedLauncher):
             raise _leads_elsewhere(earlier)
         script = _Script(self._local_ranks, self._new_group(job=1))
         try:
-            script.group.open_rendezvous(self._endpoint, rendezvous, self._init_timeout)
+            script.group.open_rendezvous(self._options, rendezvous)
             script.start(command, directory)
             _script = script
         except BaseException:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, final
 
 from rankwise.failures.exchange import CrossNodeFailures
 from rankwise.launchers.base import Launcher
-from rankwise.launchers.supervisor import Supervisor
+from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.monitoring.heartbeat import HeartbeatReader
 from rankwise.processes import fork_safety
 from rankwise.processes.parent_death import ParentDeathPipe
@@ -21,7 +19,7 @@ from rankwise.processes.shared_memory import create_memory_file
 from rankwise.processes.signals import interrupts_blocked
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
-from rankwise.stores.tcp import RendezvousEndpoint, host_store, hosted_store
+from rankwise.stores.tcp import host_store, hosted_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -59,36 +57,16 @@ class SupervisedLauncher(Launcher):
 
     Args:
         local_ranks: the ranks of this node, in order.
-        grace_period_s: how long a rank has after STOP before it is killed.
-        init_timeout: how long the ranks may take to meet.
-        stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
-        stall_warning_s: after how long in one phase a rank is reported that others wait for.
-        teardown_timeout_s: how long a rank's teardown may take, and a checkpoint that it writes after STOP;
-            None for no limit.
-        endpoint: where the nodes of the job meet; None for a job on one node.
+        options: how they are started, watched and ended.
     """
 
-    def __init__(
-        self,
-        local_ranks: tuple[RankInfo, ...],
-        *,
-        grace_period_s: float,
-        init_timeout: timedelta,
-        stop_signals: Sequence[int] = (signal.SIGTERM,),
-        stall_warning_s: float = 60.0,
-        teardown_timeout_s: float | None = None,
-        endpoint: RendezvousEndpoint | None = None,
-    ) -> None:
+    def __init__(self, local_ranks: tuple[RankInfo, ...], options: SupervisionOptions) -> None:
         self._local_ranks = local_ranks
-        self._init_timeout = init_timeout
-        self._supervision = (grace_period_s, tuple(stop_signals), stall_warning_s, teardown_timeout_s)
-        self._teardown_timeout_s = teardown_timeout_s
-        self._endpoint = endpoint
+        self._options = options
 
     def _new_group(self, job: int) -> WorkerGroup:
-        cross_node_failures = CrossNodeFailures(self._endpoint, self._local_ranks[0], job)
-        supervisor = Supervisor(*self._supervision, cross_node_failures.publish)
-        return WorkerGroup(supervisor, cross_node_failures)
+        cross_node_failures = CrossNodeFailures(self._options.endpoint, self._local_ranks[0], job)
+        return WorkerGroup(Supervisor(self._options, cross_node_failures.publish), cross_node_failures)
 
 
 @final
@@ -113,15 +91,13 @@ class WorkerGroup:
         self.values: dict[int, int] = {}
         self._memory_files = ExitStack()
 
-    def open_rendezvous(
-        self, endpoint: RendezvousEndpoint | None, rendezvous: str, init_timeout: timedelta
-    ) -> None:
+    def open_rendezvous(self, options: SupervisionOptions, rendezvous: str) -> None:
         """Host the store through which the ranks meet, where this process has to."""
-        if endpoint is not None:
+        if (endpoint := options.endpoint) is not None:
             self.address = endpoint.address
-            self.store = hosted_store(init_timeout, endpoint.address) if endpoint.hosts else None
+            self.store = hosted_store(options.init_timeout, endpoint.address) if endpoint.hosts else None
         elif rendezvous == "tcp":
-            self.store, self.address = host_store(init_timeout)
+            self.store, self.address = host_store(options.init_timeout)
 
     def start(self, local_ranks: Iterable[RankInfo], starter: WorkerStarter) -> None:
         """Start a worker for each rank and hand it to the supervisor."""

@@ -8,31 +8,179 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import final
 
-from rankwise.errors import WorkerError
+from rankwise.errors import WorkerError, WorkerExitedError
 from rankwise.failures.collector import FailureCollector
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers.channel import Kind, frame, split_id, with_id
-from rankwise.launchers.shutdown import ShutdownSequence
-from rankwise.launchers.worker_state import WorkerState
+from rankwise.launchers.channel import FrameReader, Kind, frame, split_id, with_id
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
 from rankwise.monitoring.stragglers import LocalStragglerMonitor
 from rankwise.monitoring.teardown_timeout import TeardownTimeout
 from rankwise.processes import fork_safety
 from rankwise.processes.event_loop import WRITE, EventLoop
+from rankwise.processes.exit_codes import write_stderr
 from rankwise.processes.signals import ROUTER, SignalRequest
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import StoreTable
+from rankwise.stores.tcp import RendezvousEndpoint
 
 _CHUNK = 1 << 16
 # After a failure that looks like the consequence of another one, how long to wait for that other one.
 _SETTLE_S = 0.5
+# The shortest pause between two checks whether a checkpoint has been written.
+_SHORTEST_PAUSE_S = 0.1
+
+
+@final
+@dataclass(frozen=True)
+class SupervisionOptions:
+    """How the local ranks of a job are started, watched and ended.
+
+    Attributes:
+        grace_period_s: how long a rank has after STOP before it is killed.
+        init_timeout: how long the ranks may take to meet.
+        stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
+        stall_warning_s: after how long in one phase a rank is reported that others wait for.
+        teardown_timeout_s: how long a rank's teardown may take, and a checkpoint that it writes after STOP;
+            None for no limit.
+        endpoint: where the nodes of the job meet; None for a job on one node.
+    """
+
+    grace_period_s: float
+    init_timeout: timedelta
+    stop_signals: Sequence[int] = (signal.SIGTERM,)
+    stall_warning_s: float = 60.0
+    teardown_timeout_s: float | None = None
+    endpoint: RendezvousEndpoint | None = None
+
+
+@final
+@dataclass(eq=False)
+class WorkerState(MonitoredRank):
+    """A local rank, its channel, and how far it is."""
+
+    sock: socket.socket
+    reader: FrameReader = field(default_factory=FrameReader)
+    outgoing: bytearray = field(default_factory=bytearray)
+    has_failed: bool = False
+    has_stopped: bool = False
+    is_in_loop: bool = False
+    jobs_done: int = 0
+    exit_status: int = 0  # of one that has ended
+
+    def has_data(self) -> bool:
+        """Return whether the channel has unread bytes."""
+        try:
+            return bool(self.sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def has_left(self, job: int) -> bool:
+        """Return whether the rank's process, or its job in the main process, has ended."""
+        is_idle = self.process is None and (self.has_failed or self.jobs_done >= job)
+        return self.has_ended or is_idle
+
+    def end(self, phase: str) -> FailureRecord:
+        """Return the record of a rank whose process has ended."""
+        return FailureRecord.of_rank(self.ranks, self.pid, exit_status=self.exit_status, phase=phase)
+
+    def phase(self, is_in_job: bool) -> str:
+        """Return at which point of the job the rank's process ended."""
+        if not self.has_started:
+            return WorkerExitedError.NOT_STARTED
+        return "before it had finished" if is_in_job else "after it had finished its part"
+
+
+@final
+@dataclass(eq=False)
+class ShutdownSequence:
+    """Ends the ranks of a supervisor: STOP, the grace period, SIGKILL; waits for unfinished checkpoints.
+
+    Attributes:
+        workers: all local ranks; the list is the supervisor's, and grows.
+        failures: the failures of the job.
+        loop: the supervisor's; its deadline is used from then on.
+        send: sends a frame to a rank.
+        grace_period_s: how long a rank has after STOP before it is killed.
+        saving_timeout_s: how long a rank has whose thread still writes a checkpoint; None for no limit.
+        has_begun: whether STOP has been sent; a rank that ends afterwards has not failed.
+    """
+
+    workers: Sequence[WorkerState]
+    failures: FailureCollector
+    loop: EventLoop
+    send: Callable[[WorkerState, Kind, bytes], None]
+    grace_period_s: float
+    saving_timeout_s: float | None
+    has_begun: bool = False
+    _began_s: float = 0.0
+    _has_reported_saving: bool = False
+
+    def begin(self, job: int) -> None:
+        """Send STOP, once; kill the ranks that are still there after the grace period.
+
+        Args:
+            job: the number of the job; its ranks that are not done yet are recorded as stopped.
+        """
+        if self.has_begun:
+            return
+        self.has_begun = True
+        self._began_s = time.monotonic()
+        reason = self.failures.reason().encode(errors="backslashreplace")
+        for worker in self.workers:
+            if not worker.has_failed and not worker.has_ended and worker.jobs_done < max(1, job):
+                self.failures.stopped.append(worker.ranks.global_rank)
+            self.send(worker, Kind.STOP, reason)
+            if worker.process is not None and worker.process.is_stopped():
+                worker.process.kill()  # it would not react
+        self.loop.call_later(self.grace_period_s, self._end_grace)
+
+    def kill(self) -> None:
+        """Kill all that are left."""
+        self.has_begun = True
+        self._kill_but(())
+        self.loop.call_later(self.grace_period_s, self._report_busy_main)
+
+    def _end_grace(self) -> None:
+        saving = self._saving()
+        if not saving:
+            self.kill()
+            return
+        self._kill_but(saving)
+        if not self._has_reported_saving:
+            self._has_reported_saving = True
+            ranks = ", ".join(str(worker.ranks.global_rank) for worker in saving)
+            write_stderr(f"rankwise: the job ends when global_rank={ranks} has written its checkpoint.\n")
+        self.loop.call_later(max(_SHORTEST_PAUSE_S, self.grace_period_s), self._end_grace)
+
+    def _saving(self) -> list[WorkerState]:
+        limit_s = self.saving_timeout_s
+        if limit_s is not None and time.monotonic() - self._began_s > limit_s:
+            return []
+        return [
+            worker
+            for worker in self.workers
+            if worker.process is not None and not worker.has_ended and worker.heartbeat.is_saving()
+        ]
+
+    def _kill_but(self, spared: Sequence[WorkerState]) -> None:
+        for worker in self.workers:
+            if worker.process is not None and not worker.has_ended and worker not in spared:
+                worker.process.kill()
+
+    def _report_busy_main(self) -> None:
+        # Only rank 0 in the main process itself can still be at work, in a C call that nothing interrupts.
+        if error := self.failures.error():
+            write_stderr(f"rankwise: {error}\n  (raised when rank 0's present call returns)\n")
 
 
 @final
@@ -43,7 +191,7 @@ class Supervisor:
     use `call_soon`.
 
     Args:
-        grace_period_s, stop_signals, stall_warning_s, teardown_timeout_s: see `SupervisedLauncher`.
+        options: when to warn, to stop and to kill.
         on_failure: called in the supervisor's thread with each failure, for other nodes.
 
     Attributes:
@@ -52,25 +200,25 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        grace_period_s: float,
-        stop_signals: Iterable[int] = (signal.SIGTERM,),
-        stall_warning_s: float = 60.0,
-        teardown_timeout_s: float | None = None,
-        on_failure: Callable[[FailureRecord], None] | None = None,
+        self, options: SupervisionOptions, on_failure: Callable[[FailureRecord], None] | None = None
     ) -> None:
         self.was_interrupted = False
         self.ended_by: int | None = None
-        self._stop_signals = frozenset(stop_signals)
+        self._stop_signals = frozenset(options.stop_signals)
         self._ending_signals = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
         self._workers: list[WorkerState] = []
         self._table = StoreTable()
         self._failures = FailureCollector(self._workers, on_failure)
-        self._stalls = LocalStragglerMonitor(self._workers, stall_warning_s)
-        self._teardown_timeout_s = teardown_timeout_s
+        self._stalls = LocalStragglerMonitor(self._workers, options.stall_warning_s)
+        self._teardown_timeout_s = options.teardown_timeout_s
         self._loop = EventLoop()
         self._shutdown = ShutdownSequence(
-            self._workers, self._failures, self._loop, self._send, grace_period_s, teardown_timeout_s
+            self._workers,
+            self._failures,
+            self._loop,
+            self._send,
+            options.grace_period_s,
+            options.teardown_timeout_s,
         )
         self._stopped_by: int | None = None  # the signal for which training has stopped
         self._last_signal: int | None = None

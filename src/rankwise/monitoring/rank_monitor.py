@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rankwise.errors import RankwiseError
 from rankwise.monitoring.heartbeat import FailureTime, own_heartbeat
-from rankwise.processes.stderr import write_stderr
+from rankwise.processes.exit_codes import write_stderr
 from rankwise.stores.private import pack_fields
 from rankwise.stores.rendezvous import RankIdentity
 

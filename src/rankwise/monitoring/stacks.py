@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from rankwise.monitoring.heartbeat import MonitoredRank
-from rankwise.processes.stderr import write_stderr
+from rankwise.processes.exit_codes import write_stderr
 
 STACKS_SIGNAL = signal.SIGUSR2
 _STDERR = 2

@@ -10,7 +10,7 @@ from typing import final
 import torch.distributed as dist
 
 from rankwise.monitoring.heartbeat import Heartbeat, MonitoredRank, own_heartbeat
-from rankwise.processes.stderr import write_stderr
+from rankwise.processes.exit_codes import write_stderr
 from rankwise.stores.rendezvous import RankIdentity
 
 # How many times the ranks are looked at in the time after which one is reported.

@@ -1,4 +1,4 @@
-"""Exit codes, and how a process exits."""
+"""How a process exits: its exit code, its pools, its last lines on stderr."""
 
 from __future__ import annotations
 
@@ -14,7 +14,43 @@ from typing import Any, NoReturn, final
 
 from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError
 
-__all__ = ["exit_now"]
+__all__ = ["exit_now", "write_stderr"]
+
+_STDERR_TIMEOUT_S = 0.2
+
+_writing: threading.Thread | None = None
+
+
+def write_stderr(text: str, timeout_s: float = _STDERR_TIMEOUT_S) -> None:
+    """Write a text to stderr, in a thread of its own.
+
+    Does nothing where stderr is closed or has no reader. Where the reader is slow, the text is written later,
+    and other texts are dropped until then.
+
+    Args:
+        text: what to write, with its line breaks.
+        timeout_s: how long to wait until it is written.
+    """
+    global _writing
+    if _writing is not None and _writing.is_alive():
+        _writing.join(timeout_s)
+        if _writing.is_alive():
+            return
+    _writing = thread = threading.Thread(target=_write, args=(text,), name="rankwise-stderr", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12 starts none while exit hooks run
+        _write(text)
+    else:
+        thread.join(timeout_s)
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except Exception:  # noqa: BLE001  no stderr, a closed one, one without a reader, one that is anybody's code
+        return
 
 
 def exit_now(code: int) -> NoReturn:

@@ -21,6 +21,7 @@ from rankwise.gradient_sync.parameters import check_parameters, trained_paramete
 from rankwise.launchers import Launcher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
 from rankwise.launchers.script import ScriptLauncher, script_ranks
+from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.process_group import default_backend, gloo_on_interface, process_group
 from rankwise.ranks import RankInfo
@@ -202,17 +203,17 @@ class DDPStrategy(Strategy):
         if placement.environment.creates_processes_externally or (is_alone_here and start_method == "popen"):
             return inline_launcher(placement)
         requeue_signal = placement.environment.requeue_signal
-        options: dict[str, Any] = {
-            "grace_period_s": self.grace_period_s,
-            "init_timeout": self.init_timeout,
-            "stall_warning_s": self.stall_warning.total_seconds(),
-            "teardown_timeout_s": self.timeout.total_seconds(),
-            "stop_signals": [signal.SIGTERM, *filter(None, [requeue_signal])],
-            "endpoint": rendezvous_endpoint(placement),
-        }
+        options = SupervisionOptions(
+            self.grace_period_s,
+            self.init_timeout,
+            stop_signals=[signal.SIGTERM, *filter(None, [requeue_signal])],
+            stall_warning_s=self.stall_warning.total_seconds(),
+            teardown_timeout_s=self.timeout.total_seconds(),
+            endpoint=rendezvous_endpoint(placement),
+        )
         if start_method == "popen" or script_ranks() is not None:
-            return ScriptLauncher(ranks_on_node(ranks), command=self.process_config.command, **options)
-        return MultiprocessLauncher(start_method, ranks_on_node(ranks), **options)
+            return ScriptLauncher(ranks_on_node(ranks), options, self.process_config.command)
+        return MultiprocessLauncher(start_method, ranks_on_node(ranks), options)
 
     def _choose_start_method(self) -> str:
         return self.start_method
