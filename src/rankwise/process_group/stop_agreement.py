@@ -7,6 +7,7 @@ answered. The highest answer is the last step of all of them. Without a request 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import final
 
@@ -24,6 +25,7 @@ _ENDED = 1 << 60
 
 
 @final
+@dataclass
 class StopAgreement:
     """One rank's part in stopping together: one per job. `begin_step` is the boundary between steps.
 
@@ -39,25 +41,24 @@ class StopAgreement:
         reason: why all ranks stop, once they do; the same on every rank.
     """
 
-    def __init__(self, ranks: RankInfo, monitor: RankMonitor | None, timeout: timedelta) -> None:
-        self.reason: str | None = None
-        self._ranks = ranks
-        self._monitor = monitor
-        self._timeout = timeout
-        self._begun = 0  # a multiple of _PARTS for each step, and one more for each of its parts
-        self._own_reason: str | None = None
-        self._is_pending = False  # a rank, this one or another, has requested to stop
-        self._limit: int | None = None  # what the ranks have agreed on
+    ranks: RankInfo
+    monitor: RankMonitor | None
+    timeout: timedelta
+    reason: str | None = field(default=None, init=False)
+    _begun: int = field(default=0, init=False)  # _PARTS for each step, and one more for each of its parts
+    _own_reason: str | None = field(default=None, init=False)
+    _is_pending: bool = field(default=False, init=False)  # a rank, this one or another, requests to stop
+    _limit: int | None = field(default=None, init=False)  # what the ranks have agreed on
 
     def start(self) -> None:
         """Answer the requests of other ranks from here on."""
-        if self._monitor is not None:
-            self._monitor.subscribe(_KIND, self._on_request)
+        if self.monitor is not None:
+            self.monitor.subscribe(_KIND, self._on_request)
 
     def close(self) -> None:
         """Answer no more requests."""
-        if self._monitor is not None:
-            self._monitor.unsubscribe(_KIND)
+        if self.monitor is not None:
+            self.monitor.unsubscribe(_KIND)
 
     def request(self, reason: str) -> None:
         """Request that all ranks stop; acted upon at this rank's next boundary.
@@ -91,10 +92,10 @@ class StopAgreement:
             StopAgreementError: when a rank did not answer in time.
         """
         self._begun = _ENDED
-        if self._monitor is None:
+        if self.monitor is None:
             return False
         with blocked_in("end of training"):
-            return self._agreed_limit(self._monitor) != _ENDED
+            return self._agreed_limit(self.monitor) != _ENDED
 
     def _begin(self, number: int) -> bool:
         # A rank that has a request answers with the step before: a step after which all request is the last.
@@ -111,32 +112,32 @@ class StopAgreement:
     def _on_request(self, _: str) -> None:
         """Answer. Runs on: the monitor's thread."""
         self._is_pending = True
-        if self._monitor is not None:
-            self._monitor.set_once(_answer_key(self._ranks.global_rank), str(self._begun))
+        if self.monitor is not None:
+            self.monitor.set_once(_answer_key(self.ranks.global_rank), str(self._begun))
 
     def _wait_for_limit(self) -> int:
         """Return the step after which all ranks stop; wait until all have answered."""
-        if self._monitor is None:
+        if self.monitor is None:
             self.reason = self._own_reason
             return self._begun
         if self._own_reason is not None and self._limit is None:
-            self._monitor.store.compare_set(_REASON, "", self._own_reason)  # the first reason counts
-            send_message(self._monitor.store, range(self._ranks.world_size), _KIND)
-        return self._agreed_limit(self._monitor)
+            self.monitor.store.compare_set(_REASON, "", self._own_reason)  # the first reason counts
+            send_message(self.monitor.store, range(self.ranks.world_size), _KIND)
+        return self._agreed_limit(self.monitor)
 
     def _agreed_limit(self, monitor: RankMonitor) -> int:
         if self._limit is None:
-            own = monitor.store.compare_set(_answer_key(self._ranks.global_rank), "", str(self._begun))
+            own = monitor.store.compare_set(_answer_key(self.ranks.global_rank), "", str(self._begun))
             self._limit = _ENDED if int(own) == _ENDED else self._highest_answer(monitor)
             if self._limit != _ENDED:
                 self.reason = monitor.store.get(_REASON).decode()
         return self._limit
 
     def _highest_answer(self, monitor: RankMonitor) -> int:
-        keys = [_answer_key(rank) for rank in range(self._ranks.world_size)]
-        if not wait_for_keys(monitor.store, keys, self._timeout):
+        keys = [_answer_key(rank) for rank in range(self.ranks.world_size)]
+        if not wait_for_keys(monitor.store, keys, self.timeout):
             missing = tuple(rank for rank, key in enumerate(keys) if not monitor.store.check([key]))
-            raise StopAgreementError(missing=missing, timeout_s=self._timeout.total_seconds())
+            raise StopAgreementError(missing=missing, timeout_s=self.timeout.total_seconds())
         return max(int(monitor.store.get(key)) for key in keys)
 
 

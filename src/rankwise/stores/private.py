@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, final
 
@@ -79,7 +80,10 @@ class StoreTable:
             case b"get", [key]:
                 return bytes(store.get(key)) if store.check([key]) else b""
             case b"add", [key, amount]:
-                return self._add(key, int(amount))
+                number = int(amount)
+                with suppress(RuntimeError, ValueError):
+                    return b"%d" % store.add(key.decode(), number)
+                return b""  # the rank raises
             case b"check", keys:
                 return b"1" if store.check(keys) else b"0"
             case b"compare_set", [key, expected, desired]:
@@ -89,12 +93,6 @@ class StoreTable:
             case b"count", []:
                 return b"%d" % store.num_keys()
         raise ValueError(f"not a request of the store: {operation!r} with {len(fields)} fields")
-
-    def _add(self, key: bytes, amount: int) -> bytes:
-        try:
-            return b"%d" % self._store.add(key.decode(), amount)
-        except (RuntimeError, ValueError):
-            return b""  # the rank raises
 
     def _release(self) -> None:
         ready = [waiter for waiter in self._waiting if self._store.check(waiter[0])]

@@ -28,11 +28,7 @@ _MOST_NAMED = 10
 
 @final
 class RemoteFailure(Exception):
-    """A rank of another node has failed, before this one needed it or after this one was done.
-
-    Attributes:
-        record: the failure record.
-    """
+    """A rank of another node has failed, before this one needed it or after this one was done."""
 
     def __init__(self, record: bytes) -> None:
         super().__init__("a rank of another node has failed")
@@ -63,15 +59,8 @@ class RankIdentity:
 
 def identity_of(ranks: RankInfo, device: str = "") -> RankIdentity:
     """Return this process's identity."""
-    return RankIdentity(
-        ranks.global_rank,
-        ranks.local_rank,
-        ranks.node_rank,
-        ranks.world_size,
-        socket.gethostname(),
-        os.getpid(),
-        device,
-    )
+    place = (ranks.global_rank, ranks.local_rank, ranks.node_rank, ranks.world_size)
+    return RankIdentity(*place, socket.gethostname(), os.getpid(), device)
 
 
 def exclusive_device(backend: str, device: torch.device) -> str:
@@ -154,10 +143,9 @@ def _identity_key(number: int) -> str:
 
 def _wait_for_the_last(store: dist.Store, own: RankIdentity, timeout: timedelta) -> None:
     if is_private(store):
-        is_complete = wait_for_keys(store, ["met"], timeout)
-    else:
-        is_complete = poll_until(lambda: _is_complete(store, own), timeout)
-    if is_complete:
+        if wait_for_keys(store, ["met"], timeout):
+            return
+    elif poll_until(lambda: _is_complete(store, own), timeout):
         return
     if not _is_set_soon(store, "arrived"):
         waiting_for = "an answer of the process that hosts the store: it hangs, or is suspended"
@@ -202,7 +190,7 @@ def missing_ranks_error(
     """Return the error that names the ranks which did not come."""
     missing = sorted(set(range(world_size)) - {each.global_rank for each in here})
     more = ", ..." if len(missing) > _MOST_NAMED else ""
-    names = ", ".join(map(str, missing[:_MOST_NAMED])) + more
+    names = ", ".join(map(str, missing[:_MOST_NAMED]))
     came = ", ".join(map(str, here[:_MOST_NAMED]))
-    waiting_for = f"global_rank {names} to come to the process group (here are {came})"
+    waiting_for = f"global_rank {names}{more} to come to the process group (here are {came})"
     return RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds())

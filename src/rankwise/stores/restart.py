@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -63,26 +64,18 @@ def current_agent_worker() -> AgentWorker | None:
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if count is None:
         return None
-    file = os.environ.get(_ERROR_FILE, "")
     # Without error files only the agent's own count is left, which misses restarts when nodes come or go.
-    created = _creation_time(Path(file).parent.parent) if file else 0
-    return AgentWorker(f"{socket.gethostname()}/{count}/{file}/{created}", not _parent_has(file))
-
-
-def _creation_time(folder: Path) -> int:
-    try:
-        return folder.stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _parent_has(file: str) -> bool:
-    """Return whether the parent process has that error file too; True where that is unknown."""
+    file = os.environ.get(_ERROR_FILE, "")
+    created = 0
+    if file:
+        with suppress(OSError):
+            created = Path(file).parent.parent.stat().st_mtime_ns
     try:
         variables = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        is_itself = os.fsencode(f"{_ERROR_FILE}={file}") not in variables
     except OSError:
-        return True
-    return os.fsencode(f"{_ERROR_FILE}={file}") in variables
+        is_itself = False  # unknown: the parent may be a process of the same worker
+    return AgentWorker(f"{socket.gethostname()}/{count}/{file}/{created}", is_itself)
 
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -130,9 +123,6 @@ def find_restart(
     """Return this process's restart, on which the ranks agree once in the agents' store; note it.
 
     Collective: every rank must call this.
-
-    Raises:
-        RendezvousTimeoutError, ProcessGroupError: as `agree_on_restart`.
     """
     key = (address, os.getpid() if ranks.world_size == 1 else 0)
     if key not in _agreed:
@@ -173,9 +163,9 @@ def agree_on_restart(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> 
 def _lead_once(worker: AgentWorker, store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
     """Return the number of a worker's restart, which the first of its processes takes."""
     of_worker = dist.PrefixStore(worker.name, store)
-    if of_worker.check(["number"]):
-        return int(of_worker.get("number"))
-    return int(of_worker.compare_set("number", "", str(_lead(store, own, timeout))))
+    if not of_worker.check(["number"]):
+        of_worker.compare_set("number", "", str(_lead(store, own, timeout)))
+    return int(of_worker.get("number"))
 
 
 def _is_only_one(worker: AgentWorker, store: dist.Store) -> bool:
@@ -207,7 +197,9 @@ def _follow(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
         nonlocal number, arrival
         current = int(store.get("start")) if store.check(["start"]) else 0
         if current != number:
-            number, arrival = current, _arrive(dist.PrefixStore(f"start{current}", store), own)
+            number, restart = current, dist.PrefixStore(f"start{current}", store)
+            arrival = restart.add("arrived", 1)
+            write_identity(restart, arrival, own)
         return number > 0 and arrival <= _complete(dist.PrefixStore(f"start{number}", store))
 
     if not poll_until(is_counted, timeout):
@@ -217,12 +209,6 @@ def _follow(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
         here = _arrived(restart) if number else [own]
         raise missing_ranks_error(here, own.world_size, timeout)
     return number
-
-
-def _arrive(restart: dist.Store, own: RankIdentity) -> int:
-    arrival = restart.add("arrived", 1)
-    write_identity(restart, arrival, own)
-    return arrival
 
 
 def _complete(restart: dist.Store) -> int:

@@ -47,8 +47,7 @@ def host_store(
 ) -> tuple[dist.Store, tuple[str, int]]:
     """Host a TCP store; by default on loopback, at a port that the kernel chooses.
 
-    Returns:
-        The store, which listens until it is deleted, and its host and port.
+    Returns the store, which listens until it is deleted, and its host and port.
 
     Raises:
         ProcessGroupError: when the address is in use, or is no address of this host.
@@ -76,9 +75,6 @@ def hosted_store(timeout: timedelta, address: tuple[str, int]) -> dist.Store:
     """Host a TCP store at an address that other nodes know, as long as this process lives.
 
     The next job of several nodes uses it again, and another node may start that job before this one.
-
-    Raises:
-        ProcessGroupError: as `host_store`.
     """
     if address not in _hosted:
         _hosted[address] = host_store(timeout, address)[0]
@@ -86,11 +82,7 @@ def hosted_store(timeout: timedelta, address: tuple[str, int]) -> dist.Store:
 
 
 def hosted_here(address: tuple[str, int]) -> dist.Store:
-    """Return the store that `hosted_store` hosts at an address.
-
-    Raises:
-        KeyError: where it hosts none there.
-    """
+    """Return the store that `hosted_store` hosts at an address; raise `KeyError` where it hosts none."""
     return _hosted[address]
 
 
@@ -115,17 +107,9 @@ def open_store(
     """
     if address is not None:
         if address not in _joined:
-            _joined[address] = host_store(timeout, address)[0] if hosts else _connect(address, timeout)
+            _joined[address] = host_store(timeout, address)[0] if hosts else open_another(address, timeout)
         return _joined[address]
     return dist.HashStore() if ask is None else PrivateStore(ask, timeout)
-
-
-def _connect(address: tuple[str, int], timeout: timedelta) -> dist.Store:
-    try:
-        return dist.TCPStore(*address, None, False, timeout)
-    except dist.DistNetworkError as error:
-        waiting_for = f"the store at {address[0]}:{address[1]} ({error})"
-        raise RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds()) from None
 
 
 def open_another(address: tuple[str, int], timeout: timedelta) -> dist.Store:
@@ -134,7 +118,11 @@ def open_another(address: tuple[str, int], timeout: timedelta) -> dist.Store:
     Raises:
         RendezvousTimeoutError: when the host cannot be reached in time.
     """
-    return _connect(address, timeout)
+    try:
+        return dist.TCPStore(*address, None, False, timeout)
+    except dist.DistNetworkError as error:
+        waiting_for = f"the store at {address[0]}:{address[1]} ({error})"
+        raise RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds()) from None
 
 
 def forget_store(address: tuple[str, int]) -> None:
@@ -144,9 +132,5 @@ def forget_store(address: tuple[str, int]) -> None:
 
 
 def default_store() -> dist.Store:
-    """Return the default process group's store; torch has no public name for it.
-
-    Raises:
-        ValueError: when there is no process group.
-    """
+    """Return the default process group's store, for which torch has no public name."""
     return distributed_c10d._get_default_store()

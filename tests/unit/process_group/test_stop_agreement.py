@@ -31,8 +31,8 @@ def started(rank: int, world_size: int, store: dist.Store, timeout: timedelta = 
 def close(agreement: StopAgreement) -> None:
     """End a rank's agreement, and its monitor."""
     agreement.close()
-    assert agreement._monitor is not None
-    agreement._monitor.close()
+    assert agreement.monitor is not None
+    agreement.monitor.close()
 
 
 def train(agreement: StopAgreement, steps: int, act: Callable[[int], None]) -> tuple[int, bool]:
