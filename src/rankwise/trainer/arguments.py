@@ -105,11 +105,7 @@ def _by(check: Callable[..., None], *, is_optional: bool = False, **arguments: A
 @final
 @dataclass
 class TrainerOptions:
-    """The plain options of a Trainer, which documents them. Every assignment is checked.
-
-    Raises:
-        InvalidArgumentError, InvalidTypeError: for a wrong value, here or in an assignment.
-    """
+    """The plain options of a Trainer, which documents them. Every assignment is checked."""
 
     max_epochs: int | None = field(metadata=_by(_check_whole, minimum=0, is_endless=True, is_optional=True))
     max_steps: int = field(metadata=_by(_check_whole, minimum=0, is_endless=True))
@@ -164,12 +160,7 @@ class TrainerOptions:
 
 
 class Plugins:
-    """The content of `plugins=[...]`, by kind; at most one of each.
-
-    Raises:
-        InvalidTypeError: for something that is no plug-in, or a class instead of an instance.
-        ConfigurationError: for two of a kind.
-    """
+    """The content of `plugins=[...]`, by kind; at most one of each."""
 
     def __init__(self, plugins: Any) -> None:
         kinds = (str, ClusterEnvironment, Precision, CheckpointIO, Strategy)
@@ -203,10 +194,7 @@ class Plugins:
 def collect_strategy(
     strategy: Any, precision: Any, plugins: Plugins, *, sync_batchnorm: bool = False
 ) -> Strategy:
-    """Return the strategy: from a name, an instance, or among the plug-ins.
-
-    If an instance is bound, or would get another plug-in, another strategy is derived from it.
-    """
+    """Return the strategy, or one derived from it if it is bound already or gets other plug-ins."""
     check_is_a("strategy", strategy, (str, Strategy), "a name, or an instance of Strategy")
     plugins.check_not_contradicting("strategy", strategy, "auto", plugins.strategy)
     if plugins.strategy is not None:

@@ -44,9 +44,6 @@ _UNKNOWN_JOB = (
 )
 
 
-# ------------------------------------------------------------------ files
-
-
 @final
 class CheckpointFiles:
     """The checkpoint files of a Trainer's runs, in the folders of its callbacks and of its first logger."""
@@ -74,16 +71,18 @@ class CheckpointFiles:
         return [*chosen, *(Path(parent) / "checkpoints" for parent in parents)]
 
     def find(self, ckpt_path: str | os.PathLike[str] | None) -> str | None:
-        """Return the path that `"best"`, `"last"` or a path means; None for `"last"` if no file exists.
-
-        Raises:
-            ConfigurationError: for `"best"` where nothing was saved.
-        """
+        """Return the path that `"best"`, `"last"` or a path means; None for `"last"` if no file exists."""
         if ckpt_path == "last":
             return self._last()
-        if ckpt_path == "best":
-            return self._best()
-        return None if ckpt_path is None else os.fspath(ckpt_path)
+        if ckpt_path != "best":
+            return None if ckpt_path is None else os.fspath(ckpt_path)
+        if self._saving and self._saving[0].best_model_path:
+            return self._saving[0].best_model_path
+        raise ConfigurationError(
+            message='ckpt_path="best" finds no checkpoint.',
+            facts="no ModelCheckpoint of this trainer has saved any.",
+            remedy="call fit() first, with a ModelCheckpoint, or pass a path.",
+        )
 
     def find_after_restart(self) -> tuple[str, dict[str, Any]] | None:
         """Return path and contents of this job's newest checkpoint after a restart; None in the first start.
@@ -93,15 +92,6 @@ class CheckpointFiles:
         # Rank 0 decides: without a store that outlives the start, ranks may count the restarts differently.
         path = self._strategy.broadcast(self._newest_of_job() if self._strategy.is_global_zero else None)
         return None if path is None else (path, self._strategy.load_checkpoint(path))
-
-    def _best(self) -> str:
-        if self._saving and self._saving[0].best_model_path:
-            return self._saving[0].best_model_path
-        raise ConfigurationError(
-            message='ckpt_path="best" finds no checkpoint.',
-            facts="no ModelCheckpoint of this trainer has saved any.",
-            remedy="call fit() first, with a ModelCheckpoint, or pass a path.",
-        )
 
     def _last(self) -> str | None:
         """Return the newest `last.ckpt` of this trainer's runs, including one written on a signal."""
@@ -156,16 +146,10 @@ def _log_on_rank_zero(level: int, text: str) -> None:
     _log.log(level, text)
 
 
-# ------------------------------------------------------------------ contents
-
-
 def check_hyper_parameters(parts: TrainerParts) -> None:
     """Refuse hyper parameters that a checkpoint cannot hold, if a callback will save checkpoints.
 
     Nothing is checked if an `on_save_checkpoint` hook is overridden: it may change them before saving.
-
-    Raises:
-        CheckpointError: naming those that cannot be written, or could not be loaded.
     """
     saving = [callback for callback in parts.callbacks if isinstance(callback, ModelCheckpoint)]
     saving = [callback for callback in saving if callback.save_top_k or callback.save_last]
@@ -184,9 +168,6 @@ def save_checkpoint(parts: TrainerParts, path: str | os.PathLike[str]) -> None:
     """Write all that a fit needs to continue from here, as plain types and tensors, to `path`.
 
     Collective: every rank must call this, as sharded optimizers gather their state.
-
-    Raises:
-        CheckpointError: when it cannot be written, or contains itself.
     """
     checkpoint = _checkpoint(parts)
     parts.hooks.call_checkpoint_hooks("on_save_checkpoint", checkpoint)
@@ -229,11 +210,7 @@ def _checkpoint(parts: TrainerParts) -> dict[str, Any]:
 
 
 def restore_module(parts: TrainerParts, checkpoint: dict[str, Any], path: str) -> None:
-    """Load the weights of a checkpoint into the module.
-
-    Raises:
-        CheckpointError: when there are none, or they belong to another module.
-    """
+    """Load the weights of a checkpoint into the module."""
     if "state_dict" not in checkpoint:
         raise CheckpointError(path=path, problem=f"holds no 'state_dict', but {sorted(map(str, checkpoint))}")
     parts.hooks.call_checkpoint_hooks("on_load_checkpoint", checkpoint)
@@ -251,11 +228,7 @@ def restore_module(parts: TrainerParts, checkpoint: dict[str, Any], path: str) -
 def restore_training(parts: TrainerParts, checkpoint: dict[str, Any], path: str) -> RankState:
     """Restore progress, metrics, optimizers, schedulers and callbacks; the optimizers must exist.
 
-    Returns:
-        This rank's part of the checkpoint, which the fit loop restores last.
-
-    Raises:
-        CheckpointError: when something is missing, or does not fit the optimizers.
+    Returns this rank's part of the checkpoint, which the fit loop restores last.
     """
     if missing := [name for name in _NEEDED if name not in checkpoint]:
         raise CheckpointError(

@@ -39,9 +39,6 @@ def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
     """Make sure that all ranks have the same `facts`, which map a name to a description.
 
     Collective: every rank must call this. One small exchange; a second one only if something differs.
-
-    Raises:
-        RankMismatchError: on every rank, if a fact differs; it lists the ranks by value.
     """
     if strategy.world_size == 1:
         return
@@ -68,10 +65,8 @@ def differences(facts: list[dict[str, str]]) -> dict[str, dict[str, tuple[int, .
 def fingerprint_of(module: nn.Module, seed: int | None) -> dict[str, str]:
     """Return the facts that must be the same on every rank that trains a module.
 
-    Args:
-        module: the module, not wrapped yet.
-        seed: the argument of `seed_everything` in this process. None if it was not called: then each rank may
-            have another seed, because rank 0's weights and order of the data are used on all.
+    `seed` is the argument of `seed_everything`. None if it was not called: then each rank may have another
+    seed, because rank 0's weights and order of the data are used on all.
     """
     parameters = dict(module.named_parameters())
     return {

@@ -58,17 +58,10 @@ _END = object()
 @final
 @dataclass
 class LoaderShard:
-    """One rank's batches of a loader.
-
-    Attributes:
-        loader: this rank's part of it.
-        num_batches: how many of its batches run; `inf` if unknown.
-        is_certain: whether that number is exact; otherwise it is an upper limit.
-    """
+    """One rank's part of a loader, and how many of its batches run; `inf` if unknown."""
 
     loader: Iterable[Any]
     num_batches: float
-    is_certain: bool = True
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield each batch, and whether it is the last."""
@@ -98,11 +91,7 @@ def as_list(loaders: Any) -> list[Any]:
 
 
 def check_loaders(phase: str, loaders: Any, options: TrainerOptions, world_size: int) -> None:
-    """Make sure, before any process starts, that the loaders of a phase can be split over the ranks.
-
-    Raises:
-        UnshardableLoaderError: when one cannot.
-    """
+    """Make sure, before any process starts, that the loaders of a phase can be split over the ranks."""
     if loaders is not None and options.use_distributed_sampler and world_size > 1:
         for loader in as_list(loaders):
             check_shardable(loader, by_index=phase == "predict")
@@ -111,12 +100,7 @@ def check_loaders(phase: str, loaders: Any, options: TrainerOptions, world_size:
 def shard_for_phase(
     phase: str, loader: Any, seed: int, options: TrainerOptions, strategy: Strategy
 ) -> LoaderShard:
-    """Return this rank's batches of `loader` in a phase: `train`, `validate`, `test` or `predict`.
-
-    Raises:
-        UnshardableLoaderError: when the loader cannot be split over the ranks.
-        ConfigurationError: for a fraction of a loader without length.
-    """
+    """Return this rank's batches of `loader` in a phase: `train`, `validate`, `test` or `predict`."""
     limit = options.limit(phase)
     replica = strategy.distributed_sampler_kwargs
     if options.use_distributed_sampler and phase == "predict":
@@ -128,7 +112,7 @@ def shard_for_phase(
     uneven: dict[str, Any] = {"uneven": "keep"} if keeps_uneven else {}
     shard = _SHARDERS[phase](loader, **replica, seed=seed, **uneven) if is_split_here else loader
     if not is_split_here or phase != "predict":
-        return LoaderShard(shard, limited(length_of(shard), limit), has_certain_length(shard))
+        return LoaderShard(shard, limited(length_of(shard), limit))
     # Prediction splits by batches, so the limit applies to the whole loader, also if the user has split it.
     whole = limited(length_of(batches_before_split(loader)), limit)
     own = whole if math.isinf(whole) else len(range(replica["rank"], int(whole), replica["num_replicas"]))
@@ -147,11 +131,7 @@ def _is_split_for_one_rank(phase: str, loader: Any) -> bool:
 
 
 def check_can_be_gathered(shards: list[LoaderShard], world_size: int) -> None:
-    """Make sure that the ranks' predictions can be put in dataset order, also if the user splits the data.
-
-    Raises:
-        UnshardableLoaderError: when a loader is known to be split by samples.
-    """
+    """Make sure that the ranks' predictions can be put in dataset order, also if the user splits the data."""
     for loader in (shard.loader for shard in shards if world_size > 1):
         if isinstance(loader, DataLoader) and is_shardable(loader):
             check_interleaved_by_batches(loader)
@@ -172,11 +152,7 @@ def has_certain_length(loader: Any) -> bool:
 
 
 def limited(length: float, limit: float) -> float:
-    """Return how many of `length` batches run with a limit: a number (int) or a fraction (float).
-
-    Raises:
-        ConfigurationError: for a fraction of a loader without length.
-    """
+    """Return how many of `length` batches run with a limit: a number (int) or a fraction (float)."""
     if isinstance(limit, int):
         return min(length, limit)
     if limit in (0.0, 1.0):
@@ -196,12 +172,6 @@ class TrainDataShard:
     The batches depend only on the seed (of the user's generator, if there is one) and the epoch, not on other
     draws of random numbers; so do the numbers that a loader's workers draw. An iterable data set has no
     indices: to continue, its batches are read again from the start.
-
-    Args:
-        shard: this rank's part of the loader.
-        seed: of the training run.
-        limit: `limit_train_batches`.
-        strategy: this rank's.
 
     Attributes:
         num_batches: how many batches the epoch has on this rank, including those of an earlier run.

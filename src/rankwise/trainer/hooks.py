@@ -18,12 +18,7 @@ __all__ = ["Hooks", "ModuleHooks"]
 
 @final
 class Hooks:
-    """Call the hooks of a trainer's callbacks and of its module.
-
-    Args:
-        trainer: given to the callbacks' hooks.
-        module: the module of the stage.
-    """
+    """Call the hooks of a trainer's callbacks and of the module of a stage."""
 
     def __init__(self, trainer: Trainer, module: TrainingModule) -> None:
         self._trainer = trainer

@@ -63,12 +63,7 @@ _LOADER_HOOKS = {
 class StageSpec:
     """The arguments of a stage, beside the trainer's parts and the loaders.
 
-    Attributes:
-        stage: the stage.
-        seed: of this process; the trainer's is rank 0's, or that of the run that continues.
-        checkpoint: the checkpoint to continue from, or to evaluate.
-        checkpoint_path: where that was loaded from.
-        gather: which ranks get the predictions.
+    `seed` is this process's; the trainer's is rank 0's, or that of the run that continues.
     """
 
     stage: StageName
@@ -79,11 +74,7 @@ class StageSpec:
 
 
 def check_module(module: TrainingModule, stage: StageName, loaders: dict[str, Any]) -> None:
-    """Make sure, before anything starts, that the module has the step and a loader for a stage.
-
-    Raises:
-        ConfigurationError: when it has not.
-    """
+    """Raise ConfigurationError unless the module has the step and a loader for a stage."""
     phase = "train" if stage == "fit" else stage
     step = _STEPS.get(stage)
     if step is not None and not is_defined(module, step):
@@ -94,9 +85,6 @@ def check_module(module: TrainingModule, stage: StageName, loaders: dict[str, An
 
 def _has_loader(module: TrainingModule, phase: str, loaders: dict[str, Any]) -> bool:
     return loaders[phase] is not None or is_defined(module, _LOADER_HOOKS[phase])
-
-
-# ------------------------------------------------------------------ torch's flags
 
 
 @contextmanager
@@ -120,18 +108,10 @@ def torch_flags_set(deterministic: bool | str, benchmark: bool | None) -> Iterat
         yield
 
 
-# ------------------------------------------------------------------ on each rank
-
-
 def run_stage(parts: TrainerParts, loaders: dict[str, Any], spec: StageSpec) -> Any:
-    """Run a stage on this rank; return its value.
+    """Run a stage on this rank; return its value. Collective: every rank must call this.
 
-    Collective: every rank must call this.
-
-    Args:
-        parts: the trainer's, on this rank.
-        loaders: the user's, by phase; None for the module's own.
-        spec: what else the stage needs.
+    `loaders` has the user's loaders by phase; None for the module's own.
     """
     status = "failed"
     try:
@@ -197,8 +177,6 @@ class _Stage:
         for logger, state in zip(loggers, states, strict=True):
             logger.load_state_dict(state)
 
-    # ------------------------------------------------------------------ fit
-
     def _fit(self) -> None:
         check_ranks_agree(self._strategy, fingerprint_of(self._module, given_seed()))
         wrapped = self._strategy.setup_module(self._module)
@@ -246,8 +224,6 @@ class _Stage:
         self._state.num_val_batches = [shard.num_batches for shard in shards]
         return EvaluationLoop(context, shards, "validate") if any(self._state.num_val_batches) else None
 
-    # ------------------------------------------------------------------ evaluation and prediction
-
     def _evaluate(self) -> list[dict[str, float]]:
         stage: Any = self._spec.stage
         shards = self._shards(stage)
@@ -264,8 +240,6 @@ class _Stage:
             check_can_be_gathered(shards, self._strategy.world_size)
         self._state.num_predict_batches = [shard.num_batches for shard in shards]
         return predict(loop_context(self._parts, self._module), shards, self._spec.gather)
-
-    # ------------------------------------------------------------------ all stages
 
     def _shards(self, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
         """Return this rank's part of each loader of a phase; `order_seed` replaces the training loader's."""

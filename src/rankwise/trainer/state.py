@@ -121,24 +121,14 @@ class TrainerState:
 @final
 @dataclass
 class StageState:
-    """The stage that runs now: its phase, and where its metrics go. Outside of stages all is at its default.
-
-    Attributes:
-        state: gets the published metrics.
-        name: the stage.
-        loggers: get the logged metrics; empty on all ranks but global rank 0.
-        phase: `"train"`, `"validate"`, `"test"` or `"predict"`; None outside of the loops.
-        results: where the module logs to; None outside of the loops.
-        epoch_results: what was logged in the current training epoch so far.
-        manual_optimization: the `ManualOptimization` of a module with `automatic_optimization = False`.
-    """
+    """The stage that runs now: its phase, and where its metrics go; all defaults outside of stages."""
 
     state: TrainerState
     name: StageName | None = None
-    loggers: list[Logger] = field(default_factory=list)
-    phase: str | None = None
-    results: Results | None = None
-    epoch_results: Results | None = None
+    loggers: list[Logger] = field(default_factory=list)  # empty on all ranks but global rank 0
+    phase: str | None = None  # "train", "validate", "test" or "predict"; None outside of the loops
+    results: Results | None = None  # where the module logs to; None outside of the loops
+    epoch_results: Results | None = None  # what was logged in the current training epoch so far
     manual_optimization: Any = None
 
     @contextlib.contextmanager
@@ -212,10 +202,7 @@ class StopCondition:
 @final
 @dataclass(frozen=True)
 class TrainerParts:
-    """The parts of a Trainer that stages, checkpoints and the transfer of state use, for one module.
-
-    `hooks` calls the hooks of `callbacks` and `module`.
-    """
+    """The parts of a Trainer that stages, checkpoints and the transfer of state use, for one module."""
 
     strategy: Strategy
     module: TrainingModule

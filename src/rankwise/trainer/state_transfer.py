@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -36,17 +34,10 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 @final
 @dataclass
 class CallerState:
-    """What the calling process gets after a stage that ran in other processes; picklable, on the CPU.
+    """What the calling process gets after a stage that ran in other processes; picklable, on the CPU."""
 
-    Attributes:
-        tensors: every parameter and buffer of the module, by dotted name.
-        new_modules: submodules that the stage has added, by dotted name.
-        comm_hooks: the states of each rank's communication hooks.
-        is_sharded: whether the optimizers exist only where a process group does.
-    """
-
-    tensors: dict[str, Tensor]
-    new_modules: dict[str, nn.Module]
+    tensors: dict[str, Tensor]  # every parameter and buffer of the module, by dotted name
+    new_modules: dict[str, nn.Module]  # submodules that the stage has added, by dotted name
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     callbacks: list[dict[str, Any]]
@@ -54,18 +45,16 @@ class CallerState:
     precision: dict[str, Any]
     trainer: TrainerState
     hparams: dict[str, Any]
-    comm_hooks: list[list[dict[str, Any]]]
-    is_sharded: bool
+    comm_hooks: list[list[dict[str, Any]]]  # of each rank
+    is_sharded: bool  # whether the optimizers exist only where a process group does
 
 
 def capture(parts: TrainerParts, known_modules: set[str]) -> CallerState | None:
     """Return the state on each node's first rank, for the calling process there; None on the others.
 
-    Collective: every rank must call this, as sharded optimizers gather their state.
+    Moves the module to the CPU. The calling process has the submodules with the names `known_modules`.
 
-    Args:
-        parts: the worker's; its module is moved to the CPU.
-        known_modules: the dotted names of the submodules that the calling process has.
+    Collective: every rank must call this, as sharded optimizers gather their state.
     """
     strategy, module = parts.strategy, parts.module
     module.cpu()
@@ -76,8 +65,15 @@ def capture(parts: TrainerParts, known_modules: set[str]) -> CallerState | None:
     if strategy.local_rank != 0:
         return None
     return CallerState(
-        tensors=dict(_tensors(module)),
-        new_modules=_new_modules(module, known_modules),
+        tensors={
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        },
+        new_modules={
+            name: submodule  # with its own submodules
+            for name, submodule in module.named_modules(remove_duplicate=False)
+            if name not in known_modules and name.rpartition(".")[0] in known_modules
+        },
         optimizers=_on_cpu(optimizers),
         schedulers=_on_cpu(schedulers),
         callbacks=_on_cpu([callback.state_dict() for callback in parts.callbacks]),
@@ -119,22 +115,6 @@ def restore(parts: TrainerParts, state: CallerState) -> None:
     parts.strategy.precision.load_state_dict(state.precision)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    )
-
-
-def _new_modules(module: nn.Module, known: set[str]) -> dict[str, nn.Module]:
-    """Return the topmost submodules that are not `known`; each contains its own submodules."""
-    named = dict(module.named_modules(remove_duplicate=False))
-    return {
-        name: submodule
-        for name, submodule in named.items()
-        if name not in known and name.rpartition(".")[0] in known
-    }
-
-
 def _put(owner: nn.Module, name: str, value: Tensor) -> None:
     """Set a parameter or buffer, in place if its shape and dtype allow it."""
     is_parameter = isinstance(value, nn.Parameter)
@@ -155,10 +135,7 @@ def _put(owner: nn.Module, name: str, value: Tensor) -> None:
 
 
 def gather_rank_states(parts: TrainerParts) -> list[dict[str, Any]]:
-    """Return what each rank needs to continue from here, in the order of the ranks.
-
-    Collective: every rank must call this.
-    """
+    """Return what each rank needs to continue from here. Collective: every rank must call this."""
     results = parts.stage.epoch_results
     own = {
         "random": get_random_state(parts.strategy.root_device),
@@ -177,13 +154,9 @@ def seed_rank(seed: int, global_step: int, global_rank: int) -> None:
 class RankState:
     """This rank's part of a checkpoint.
 
-    If the number of ranks has changed, the parts are distributed over the ranks: metrics are merged, and each
-    rank gets a new stream of random numbers.
-
-    Args:
-        strategy: this rank's.
-        state: the trainer's; gets the metrics.
-        states: what `gather_rank_states` returned when the checkpoint was written.
+    `states` is what `gather_rank_states` returned when the checkpoint was written. If the number of ranks has
+    changed, the parts are distributed over the ranks: metrics are merged, and each rank gets a new stream of
+    random numbers.
     """
 
     def __init__(self, strategy: Strategy, state: TrainerState, states: list[dict[str, Any]]) -> None:
