@@ -123,8 +123,8 @@ class RankwiseError(Exception):
         return ""
 
     def fix(self) -> str:
-        """Return what to do: the field `remedy`, if it has a value, else the class's `ADVICE`."""
-        return getattr(self, "remedy", "") or self.ADVICE
+        """Return what to do: the field `remedy`, or `ADVICE` with the fields filled in."""
+        return getattr(self, "remedy", "") or self.ADVICE.format(**vars(self))
 
     def appendix(self) -> str:
         """Return text for the end, such as a traceback, or an empty string."""
@@ -231,16 +231,14 @@ class InvalidArgumentError(ConfigurationError):
 class InvalidTypeError(RankwiseError, TypeError):
     """`argument` has a `value` of the wrong type; `expected` describes valid ones."""
 
+    SUMMARY: ClassVar[str] = (
+        "{argument}={value!r} is of type {value.__class__.__name__}: expected {expected}."
+    )
+
     argument: str
     value: object
     expected: str
     remedy: str = ""
-
-    def summary(self) -> str:
-        return (
-            f"{self.argument}={self.value!r} is of type {type(self.value).__name__}: "
-            f"expected {self.expected}."
-        )
 
 
 @dataclass(eq=False, repr=False)
@@ -265,13 +263,11 @@ class DuplicateNameError(ConfigurationError):
     """`name` is registered already in `registry`; `kind` says what it names."""
 
     SUMMARY: ClassVar[str] = "{kind} {name!r} is registered already."
+    ADVICE: ClassVar[str] = '{registry}.register("{name}", ..., override=True), or choose another name.'
 
     name: str = ""
     kind: str = "Strategy"
     registry: str = "StrategyRegistry"
-
-    def fix(self) -> str:
-        return f'{self.registry}.register("{self.name}", ..., override=True), or choose another name.'
 
 
 @dataclass(eq=False, repr=False)
@@ -311,6 +307,10 @@ class EnvironmentVariableError(ConfigurationError):
     """The variables of a cluster environment are incomplete or contradictory; `problem` says how."""
 
     SUMMARY: ClassVar[str] = "The variables of {environment} cannot be right: {problem}."
+    ADVICE: ClassVar[str] = (
+        "start the job with {environment} itself, unset these variables, or name the environment: "
+        "RANKWISE_ENVIRONMENT=local."
+    )
 
     environment: str = ""
     problem: str = ""
@@ -318,12 +318,6 @@ class EnvironmentVariableError(ConfigurationError):
 
     def seen(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.variables.items())
-
-    def fix(self) -> str:
-        return self.remedy or (
-            f"start the job with {self.environment} itself, unset these variables, or name the environment: "
-            "RANKWISE_ENVIRONMENT=local."
-        )
 
 
 @dataclass(eq=False, repr=False)
@@ -351,13 +345,11 @@ class MissingExtraError(ConfigurationError, ImportError):
     """`purpose` needs the optional `package`, which the extra `extra` installs."""
 
     SUMMARY: ClassVar[str] = "{purpose} needs the package {package!r}, which is not installed."
+    ADVICE: ClassVar[str] = 'pip install "rankwise[{extra}]"'
 
     package: str = ""
     extra: str = ""
     purpose: str = ""
-
-    def fix(self) -> str:
-        return f'pip install "rankwise[{self.extra}]"'
 
 
 @dataclass(eq=False, repr=False)
@@ -441,17 +433,14 @@ class WorkerError(RankwiseError, RuntimeError):
 class WorkerRaisedError(WorkerError):
     """A worker raised an exception of `exception_type` with `exception_message`."""
 
+    ADVICE: ClassVar[str] = "start from the traceback of global_rank={global_rank} below."
+
     exception_type: str = ""
     exception_message: str = ""
 
     def what(self) -> str:
         first_line = self.exception_message.partition("\n")[0].rstrip(".")
-        return (
-            f"raised {self.exception_type}: {first_line}" if first_line else f"raised {self.exception_type}"
-        )
-
-    def fix(self) -> str:
-        return f"start from the traceback of global_rank={self.global_rank} below."
+        return f"raised {self.exception_type}{first_line and ': '}{first_line}"
 
 
 @dataclass(eq=False, repr=False)
@@ -463,6 +452,11 @@ class WorkerTimedOutError(WorkerRaisedError):
         last_seen: the last step and phase of each other rank, one line each.
     """
 
+    ADVICE: ClassVar[str] = (
+        "see above what the other ranks were doing, and their stacks on stderr; if they only needed more "
+        "time, raise timeout (for the rendezvous: init_timeout)."
+    )
+
     missing: tuple[int, ...] = ()
     last_seen: tuple[str, ...] = ()
 
@@ -472,12 +466,6 @@ class WorkerTimedOutError(WorkerRaisedError):
 
     def seen(self) -> str:
         return "".join([super().seen(), *(f"\n        {line}" for line in self.last_seen)])
-
-    def fix(self) -> str:
-        return (
-            "see above what the other ranks were doing, and their stacks on stderr; if they only needed more "
-            "time, raise timeout (for the rendezvous: init_timeout)."
-        )
 
 
 @dataclass(eq=False, repr=False)
@@ -588,12 +576,10 @@ class RankZeroFailedError(RankwiseError, RuntimeError):
     """The block of `rank_zero_first()` failed on `global_rank` with the exception `failure`."""
 
     SUMMARY: ClassVar[str] = "The block of rank_zero_first() failed on global_rank {global_rank}: {failure}."
+    ADVICE: ClassVar[str] = "start from the traceback of global_rank {global_rank}."
 
     global_rank: int
     failure: str
-
-    def fix(self) -> str:
-        return f"start from the traceback of global_rank {self.global_rank}."
 
 
 @dataclass(eq=False, repr=False)
@@ -752,6 +738,3 @@ class CheckpointError(RankwiseError, RuntimeError):
     path: str
     problem: str
     remedy: str = ""
-
-    def fix(self) -> str:
-        return self.remedy

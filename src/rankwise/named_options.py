@@ -65,18 +65,7 @@ class NameTable(ABC, Generic[Entry]):
 
 
 def check_name(argument: str, value: object, names: tuple[str, ...], expected: str = "") -> str:
-    """Return a name in lower case.
-
-    Args:
-        argument: the argument that `value` was passed as, for errors.
-        value: the user's, in any case.
-        names: the valid names.
-        expected: for errors; by default the names.
-
-    Raises:
-        InvalidTypeError: when `value` is not a string.
-        UnknownNameError: when it is none of the names.
-    """
+    """Return the user's value of an argument in lower case; raise if it is none of the names."""
     if not isinstance(value, str):
         expected = expected or f"one of {', '.join(map(repr, names))}"
         raise InvalidTypeError(argument=argument, value=value, expected=expected)
@@ -88,16 +77,10 @@ def check_name(argument: str, value: object, names: tuple[str, ...], expected: s
 _WORDS = {"true": True, "false": False, "none": None}
 
 
-def split_options(argument: str, given: str) -> tuple[str, dict[str, Any]]:
-    """Return a name and its options; their values are numbers, True, False, None or strings.
-
-    Args:
-        argument: the argument that `given` was passed as, for the error.
-        given: a name, with options or without.
-
-    Raises:
-        InvalidTypeError: when an option has no name or no value.
-    """
+def split_options(argument: str, given: object) -> tuple[str, dict[str, Any]]:
+    """Return a name and its options; their values are numbers, True, False, None or strings."""
+    if not isinstance(given, str):
+        raise InvalidTypeError(argument=argument, value=given, expected="a name")
     name, _, rest = given.partition(":")
     options: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in rest.split(","))):

@@ -124,8 +124,6 @@ class _Registry(NameTable[RegisteredStrategy]):
             UnknownStrategyError: when it is neither registered nor an installed entry point.
             UnknownArgumentError: when the strategy has no such option.
         """
-        if not isinstance(name, str):
-            raise InvalidTypeError(argument="strategy", value=name, expected="a name")
         plain, options = split_options("strategy", name)
         entry = self.entry(plain)
         return entry.strategy(**{**entry.init_params, **options, **overrides})

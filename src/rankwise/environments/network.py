@@ -70,7 +70,7 @@ def interface_toward(host: str) -> str | None:
     return interfaces_by_address().get(address)
 
 
-def listening_address(main_address: str, other_node: str | None) -> str:
+def listening_address(main_address: str, other_node: str | None = None) -> str:
     """Return the address at which rank 0's node listens for the other nodes; never the wildcard address.
 
     Hosts often resolve their own name to loopback, where no other host can reach them. Then it is the address

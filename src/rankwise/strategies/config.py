@@ -131,16 +131,8 @@ def _normalize(config: Any, **values: Any) -> None:
         object.__setattr__(config, name, value)  # the dataclass is frozen
 
 
-# ------------------------------------------------------------------------------------- processes
-
-
 def device_type(accelerator: object) -> str:
-    """Return `"cpu"` or `"cuda"`.
-
-    Raises:
-        UnknownNameError: for an unknown accelerator.
-        ConfigurationError: when this machine does not have it.
-    """
+    """Return `"cpu"` or `"cuda"`."""
     if accelerator in _NOT_ACCELERATORS:
         raise UnknownNameError(
             kind="accelerator",
@@ -162,12 +154,7 @@ def device_type(accelerator: object) -> str:
 
 
 def check_devices(devices: object) -> int | tuple[int, ...] | None:
-    """Return a number of devices, their indices, or None for all that are available.
-
-    Raises:
-        InvalidTypeError: for a value of another type, such as a float.
-        InvalidArgumentError: for an impossible number or index.
-    """
+    """Return a number of devices, their indices, or None for all that are available."""
     if isinstance(devices, str):
         return _parse_devices(devices)
     if isinstance(devices, bool) or not isinstance(devices, (int, list, tuple)):
@@ -204,11 +191,7 @@ def _check_indices(given: Sequence[object]) -> tuple[int, ...]:
 
 
 def check_num_nodes(num_nodes: object) -> int | None:
-    """Return the number of nodes, or None for as many as the environment has.
-
-    Raises:
-        InvalidTypeError, InvalidArgumentError: as `check_devices`.
-    """
+    """Return the number of nodes, or None for as many as the environment has."""
     if num_nodes == "auto":
         return None
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int):
@@ -219,11 +202,7 @@ def check_num_nodes(num_nodes: object) -> int | None:
 
 
 def check_environment(given: object) -> ClusterEnvironment | str | None:
-    """Return an environment, its name, or None.
-
-    Raises:
-        InvalidTypeError: for anything else.
-    """
+    """Return an environment, its name, or None."""
     if given is None or isinstance(given, (str, ClusterEnvironment)):
         return given
     raise InvalidTypeError(
@@ -232,11 +211,7 @@ def check_environment(given: object) -> ClusterEnvironment | str | None:
 
 
 def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
-    """Return the accelerator and devices that a list of devices stands for.
-
-    Raises:
-        InvalidTypeError: when it is not a list of devices of one type.
-    """
+    """Return the accelerator and devices that a list of devices stands for."""
     is_list = isinstance(given, (list, tuple))
     if not is_list or not given or not all(isinstance(device, torch.device) for device in given):
         raise InvalidTypeError(argument="parallel_devices", value=given, expected="a list of torch.device")
@@ -270,9 +245,6 @@ def _check_command(value: object) -> tuple[str, ...] | None:
             remedy='command=[sys.executable, "train.py"]',
         )
     return words
-
-
-# ------------------------------------------------------------------------------------- group
 
 
 def _check_timeout(name: str, value: object) -> timedelta:
@@ -314,15 +286,8 @@ def _check_collectives(value: object) -> bool:
     return _CHECK_VALUES[given]
 
 
-# ------------------------------------------------------------------------------------- others
-
-
 def check_instance(name: str, value: Any, kind: type) -> Any:
-    """Return a plug-in if it is an instance of `kind`.
-
-    Raises:
-        InvalidTypeError: when it is not, as when it is the class itself.
-    """
+    """Return a plug-in if it is an instance of `kind`."""
     if not isinstance(value, kind):
         raise InvalidTypeError(
             argument=name,
@@ -336,11 +301,7 @@ def check_instance(name: str, value: Any, kind: type) -> Any:
 def check_ddp_arguments(
     strategy: str, constructor: Callable[..., Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keywords for `DistributedDataParallel`, as this version of torch takes them.
-
-    Raises:
-        UnknownArgumentError: for a keyword that neither the wrapper nor the strategy's constructor takes.
-    """
+    """Return the keywords for `DistributedDataParallel`, as this version of torch takes them."""
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     known = tuple(name for name in parameters if name not in _PASSED_BY_STRATEGY)
     for name in given:

@@ -148,8 +148,6 @@ class DDPStrategy(Strategy):
         )
         self.ddp_kwargs = {**self.gradients.ddp_defaults, **ddp_options}
 
-    # ------------------------------------------------------------------ arguments
-
     @property
     def process_group_backend(self) -> str:
         """The back end of the collectives."""
@@ -184,8 +182,6 @@ class DDPStrategy(Strategy):
     def stall_warning(self) -> timedelta:
         """After how long in one phase a rank that others wait for is reported."""
         return self.process_config.stall_warning
-
-    # ------------------------------------------------------------------ placement
 
     def _place_locally(
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
@@ -229,8 +225,6 @@ class DDPStrategy(Strategy):
             is_private = init_process_group and self.process_group_backend == "gloo"
             return "private" if is_private else "tcp"
         return self.rendezvous
-
-    # ------------------------------------------------------------------ job
 
     def setup_environment(self) -> None:
         """Prepare this process and connect it to the others.
@@ -276,8 +270,6 @@ class DDPStrategy(Strategy):
             self.gradients.detach()
 
         job.cleanup.callback(release)
-
-    # ------------------------------------------------------------------ module
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and wrap it; one with nothing to train is not wrapped.
@@ -365,8 +357,6 @@ class DDPStrategy(Strategy):
             expected="the module that setup_module() returned, which DDP has wrapped",
             remedy="module = strategy.setup_module(module)",
         )
-
-    # ------------------------------------------------------------------ optimizers
 
     def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Refuse optimizers that cannot work with averaged models; an override should call this."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from rankwise.environments.network import listening_address
 from rankwise.errors import ConfigurationError, InvalidArgumentError, LaunchRefusedError
 from rankwise.launchers import Launcher
 from rankwise.launchers.elastic import ElasticLauncher, Nodes
 from rankwise.launchers.script import script_ranks
 from rankwise.strategies.ddp import DDPStrategy
-from rankwise.strategies.placement import Placement, own_address
+from rankwise.strategies.placement import Placement
 
 __all__ = ["DDPElasticStrategy"]
 
@@ -65,7 +66,7 @@ class DDPElasticStrategy(DDPStrategy):
                 remedy='DDPElasticStrategy(endpoint="first-node:29400", run_id="a name for the job", ...)',
             )
         self.max_restarts = max_restarts
-        self._nodes = Nodes(fewest, most, endpoint, run_id, own_address)
+        self._nodes = Nodes(fewest, most, endpoint, run_id, listening_address)
 
     def _create_launcher(self, placement: Placement) -> Launcher:
         if placement.environment.creates_processes_externally:

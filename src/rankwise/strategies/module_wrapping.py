@@ -21,18 +21,6 @@ if TYPE_CHECKING:
 
     from rankwise.process_group.collective_check import CollectiveCheck
 
-__all__ = [
-    "SyncedBatchNorms",
-    "WrappedModules",
-    "averages_everywhere",
-    "check_collectives_of",
-    "check_sync_batchnorm",
-    "checked_wrapper",
-    "compile_within",
-    "forward_redirect",
-    "uncompiled",
-]
-
 # Where torch keeps what module.compile() made.
 _COMPILED = "_compiled_call_impl"
 
@@ -63,17 +51,7 @@ class WrappedModules:
 
 
 def checked_wrapper(wrapped: object, strategy: str, group: ProcessGroup | None) -> DistributedDataParallel:
-    """Return `wrapped`, if it averages gradients over the ranks of `group` (None for all).
-
-    Args:
-        wrapped: what `configure_ddp` returned.
-        strategy: the name of the strategy's class.
-        group: the strategy's `data_parallel_group`.
-
-    Raises:
-        InvalidTypeError: when it is not a `DistributedDataParallel`.
-        ConfigurationError: when it averages over other ranks than those that share the data.
-    """
+    """Return `wrapped`, if it averages gradients over the ranks of `group` (None for all)."""
     if not isinstance(wrapped, DistributedDataParallel):
         raise InvalidTypeError(
             argument=f"{strategy}.configure_ddp()",
@@ -200,11 +178,7 @@ class SyncedBatchNorms:
 
 
 def check_sync_batchnorm(device: torch.device) -> None:
-    """Make sure that torch has `SyncBatchNorm` for a device.
-
-    Raises:
-        ConfigurationError: when it does not.
-    """
+    """Make sure that torch has `SyncBatchNorm` for a device."""
     if device.type == "cpu":
         raise ConfigurationError(
             message="sync_batchnorm=True is not possible on the CPU: torch has no SyncBatchNorm there.",

@@ -27,6 +27,7 @@ from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies.config import ProcessConfig, check_devices, check_num_nodes, device_type
 
+# Takes the environment, the number of local ranks and the number of nodes, None if it was not given.
 PlaceLocally = Callable[[ClusterEnvironment, int, int | None], RankInfo]
 
 # The address of a job on one node, whatever address the environment has, unless a launcher hosts the store.
@@ -61,18 +62,7 @@ class Placement:
 
 
 def find_placement(config: ProcessConfig, place_locally: PlaceLocally) -> Placement:
-    """Return the placement that a config has in this process, without a launcher.
-
-    Args:
-        config: the processes that are asked for.
-        place_locally: returns this process's ranks where no outer launcher gives it any, from the
-            environment, the number of local ranks and the number of nodes (None if not given).
-
-    Raises:
-        InvalidArgumentError, InvalidTypeError, UnknownNameError: for an impossible config.
-        EnvironmentVariableError: when a launcher's variables are wrong.
-        WorldSizeMismatchError: when the outer launcher has started other processes than the config has.
-    """
+    """Return the placement that a config has in this process, without a launcher."""
     kind = device_type(config.accelerator)
     devices, num_nodes = check_devices(config.devices), check_num_nodes(config.num_nodes)
     environment, reason = _find_environment(config.cluster_environment)
@@ -116,16 +106,7 @@ def _check_world(
 def local_devices(
     kind: str, devices: int | tuple[int, ...] | None, started: int | None
 ) -> list[torch.device]:
-    """Return the device of each local rank, in order.
-
-    Args:
-        kind: `"cpu"` or `"cuda"`.
-        devices: what `check_devices` returned.
-        started: how many local ranks an outer launcher has started; None without one.
-
-    Raises:
-        InvalidArgumentError: when there are fewer devices than that.
-    """
+    """Return the device of each local rank; an outer launcher may have `started` some."""
     if kind == "cpu":
         count = len(devices) if isinstance(devices, tuple) else devices
         return [torch.device("cpu")] * (count or started or 1)
@@ -143,17 +124,7 @@ def local_devices(
 
 
 def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None) -> RankInfo:
-    """Return the ranks of this node's first process, in an environment whose processes the strategy starts.
-
-    Args:
-        environment: the environment.
-        local_world_size: the number of processes on each node.
-        num_nodes: the number of nodes that the user gave, if any.
-
-    Raises:
-        ConfigurationError: for several nodes, when their number or this node's rank is unknown.
-        WorldSizeMismatchError: when the environment has another number of nodes, or of processes on each.
-    """
+    """Return the ranks of this node's first process, where the strategy starts the processes."""
     running = script_place()
     if running is not None:
         node_rank, nodes = running.node_rank, running.num_nodes
@@ -176,11 +147,7 @@ def ranks_on_node(first: RankInfo) -> tuple[RankInfo, ...]:
 
 
 def rendezvous_endpoint(placement: Placement) -> RendezvousEndpoint | None:
-    """Return the address of the store of several nodes; None on one node, where the launcher chooses it.
-
-    Raises:
-        EnvironmentVariableError, ConfigurationError: when the address is unknown or cannot be reached.
-    """
+    """Return the address of the store of several nodes; None on one node, where the launcher chooses it."""
     if placement.ranks.is_one_node or script_place() is not None:
         return None
     environment, hosts = placement.environment, placement.ranks.node_rank == 0
@@ -188,11 +155,7 @@ def rendezvous_endpoint(placement: Placement) -> RendezvousEndpoint | None:
 
 
 def check_private_rendezvous(placement: Placement) -> None:
-    """Make sure that this process starts all ranks: others have no channel to a private store.
-
-    Raises:
-        ConfigurationError: when it does not.
-    """
+    """Make sure that this process starts all ranks: others have no channel to a private store."""
     environment, ranks = placement.environment, placement.ranks
     is_external = environment.creates_processes_externally
     if ranks.world_size > 1 and (is_external or not ranks.is_one_node):
@@ -223,15 +186,6 @@ def inline_launcher(placement: Placement) -> InlineLauncher:
 def _store_address(environment: ClusterEnvironment, hosts: bool) -> str:
     find_address = listening_address if hosts else rendezvous_address
     return find_address(environment.main_address, environment.other_node)
-
-
-def own_address(endpoint_host: str) -> str:
-    """Return the address at which this node listens if the nodes meet at `endpoint_host`.
-
-    Raises:
-        ConfigurationError: when it is unknown or cannot be reached.
-    """
-    return listening_address(endpoint_host, None)
 
 
 def interface_of(ranks: RankInfo, address: tuple[str, int] | None) -> str | None:
