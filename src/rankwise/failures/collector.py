@@ -19,9 +19,7 @@ _AT_ONCE_S = 0.2
 class FailureCollector:
     """The failures that ranks have reported, and the ends of processes that the supervisor has seen.
 
-    Args:
-        workers: all local ranks; the list is the supervisor's.
-        on_failure: called with each record.
+    `workers` is the supervisor's list of all local ranks; `on_failure` is called with each record.
 
     Attributes:
         stopped: the global ranks that the supervisor stopped after the first failure.

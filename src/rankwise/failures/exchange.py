@@ -64,13 +64,7 @@ class StatusReport:
 @final
 @dataclass
 class FailureExchange:
-    """Publish why this rank ends, and find out why another one ended.
-
-    Args:
-        store: the job's own.
-        identities: all ranks, by global rank.
-        own: this rank's identity.
-    """
+    """Publish why this rank ends, and find out why another one ended; `identities` are by global rank."""
 
     store: dist.Store
     identities: Sequence[RankIdentity]
@@ -114,9 +108,8 @@ class FailureExchange:
     def wait_for_other_ranks(self, timeout: timedelta = _LONGEST_WAIT) -> bytes | NodesLostError | None:
         """Report that this rank is done, and wait until all are.
 
-        Returns:
-            The record of a rank that failed instead; or which ranks do not reply after `timeout`; None where
-            all are done, are still at work, or are gone with the store.
+        Returns the record of a rank that failed instead; or which ranks do not reply after `timeout`; None
+        where all are done, are still at work, or are gone with the store.
         """
         if not _call_with_limit(self._count_as_done):
             return self._received
@@ -142,13 +135,8 @@ class FailureExchange:
     ) -> bytes | NodesLostError | StatusReport:
         """Find out why a collective failed here with `error`.
 
-        Args:
-            error: what was raised here.
-            is_timeout: whether it means that others did not come in time; the ranks then show their stacks.
-
-        Returns:
-            The record of the rank that failed first; or which ranks do not reply, if a whole node does not
-            or this is no timeout; or else what all have replied.
+        After a timeout the ranks also show their stacks. Returns the record of the rank that failed first; or
+        which ranks do not reply, if a whole node does not or this is no timeout; or else all replies.
         """
         if self._received is not None:
             return self._received
@@ -238,9 +226,8 @@ def wait_until_read(store: dist.Store, ranks: Iterable[int]) -> None:
 def wait_for_other_nodes(failure_exchange: FailureExchange | None) -> None:
     """Wait until the ranks of all nodes are done, so that a failure on one node fails the job on all.
 
-    Raises:
-        RemoteFailure: where a rank has failed; `resolve_cause` turns it into that failure.
-        NodesLostError: where a rank does not reply any more.
+    Raises `RemoteFailure` where a rank has failed, which `resolve_cause` turns into that failure, and
+    `NodesLostError` where a rank does not reply any more.
     """
     if failure_exchange is None or failure_exchange.is_one_node:
         return  # the process that started the ranks sees all of them
@@ -306,10 +293,8 @@ class CrossNodeFailures:
 
     Runs on: the launching process.
 
-    Args:
-        endpoint: where the nodes of the job meet; None for a job on one node, which publishes nothing.
-        ranks: those of this node's first process.
-        job: the number of the job, as in the worker contexts.
+    `endpoint` is None for a job on one node, which publishes nothing; `ranks` are those of this node's first
+    process; `job` is the number of the job, as in the worker contexts.
     """
 
     endpoint: RendezvousEndpoint | None

@@ -86,9 +86,6 @@ def blocked_in(phase: str) -> Iterator[None]:
 
     After a `RuntimeError`, which torch raises when others do not come, this phase stays.
     """
-    if _page is None:
-        yield
-        return
     step, waits, before = _current
     report_phase(phase, waits=True)
     try:
@@ -149,11 +146,7 @@ class Heartbeat:
 
 @final
 class HeartbeatReader:
-    """Read a rank's page; in the launching process.
-
-    Args:
-        descriptor: an anonymous file, which is given its size.
-    """
+    """Read a rank's page, in the launching process: an anonymous file, which is given its size."""
 
     def __init__(self, descriptor: int) -> None:
         os.ftruncate(descriptor, mmap.PAGESIZE)
@@ -177,8 +170,7 @@ def _read(page: mmap.mmap) -> Heartbeat:
 class MonitoredRank:
     """A local rank: its process, its heartbeat, and whether it still runs.
 
-    Attributes:
-        process: None for the rank that runs in the supervising process.
+    The process is None for the rank that runs in the supervising process.
     """
 
     ranks: RankInfo

@@ -56,9 +56,7 @@ class RankMonitor(ABC):
 
     It starts with its first subscription; a job in which nobody subscribes needs no thread.
 
-    Args:
-        rank: this process's global rank.
-        store: the store with the mailboxes; for other threads than the monitor's.
+    `store` has the mailboxes; it is for other threads than the monitor's.
     """
 
     def __init__(self, rank: int, store: dist.Store) -> None:
@@ -122,11 +120,8 @@ class RankMonitor(ABC):
 class PollingMonitor(RankMonitor):
     """Read the mailbox, and run timers, in a thread with its own client of the store.
 
-    Args:
-        rank, store: as for `RankMonitor`.
-        world_size: the number of ranks that poll the same store.
-        open_store: opens another client of the store, as calls to one client wait for each other; called in
-            the thread.
+    `world_size` ranks poll the same store. `open_store` is called in the thread and opens another client of
+    the store, as calls to one client wait for each other.
     """
 
     def __init__(
@@ -185,10 +180,7 @@ class PollingMonitor(RankMonitor):
 class ChannelMonitor(RankMonitor):
     """Read the mailbox in the private store by requests whose replies the channel's thread delivers.
 
-    Args:
-        rank, store: as for `RankMonitor`.
-        prefix: what `store` puts before its keys.
-        post: sends a request over the channel.
+    `prefix` is what `store` puts before its keys; `post` sends a request over the channel.
     """
 
     def __init__(self, rank: int, store: dist.Store, prefix: str, post: Post) -> None:
@@ -228,9 +220,7 @@ class ChannelMonitor(RankMonitor):
 def own_status(own: RankIdentity, gave_up: FailureTime | None = None) -> str:
     """Return this rank's reply: whether it waits for other ranks, and a line with its phase, as JSON.
 
-    Args:
-        own: this rank's identity.
-        gave_up: when a wait of this rank for others timed out, if one did.
+    `gave_up` is when a wait of this rank for others timed out, if one did.
     """
     heartbeat = own_heartbeat() if gave_up is None else gave_up.heartbeat
     waits = gave_up is not None or (heartbeat is not None and heartbeat.waits)

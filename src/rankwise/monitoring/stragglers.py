@@ -22,8 +22,7 @@ _MOST_NAMED = 8
 class _Reporter:
     """Write a line about each straggler, and again when it has been one for as long again.
 
-    Args:
-        warn_after_s: after how long in one phase a rank is reported that others wait for.
+    A rank is reported after `warn_after_s` in one phase, if others wait for it.
 
     Attributes:
         interval_s: how often to look at the ranks.
@@ -39,9 +38,7 @@ class _Reporter:
     ) -> None:
         """Report stragglers, but not those for which `supervised` ranks wait: their supervisor does that.
 
-        Args:
-            statuses: heartbeats and status lines by global rank.
-            supervised: heartbeats by global rank.
+        `statuses` are heartbeats and status lines by global rank.
         """
         heartbeats = [heartbeat for heartbeat, _ in statuses.values()]
         stragglers = {
@@ -71,12 +68,7 @@ def _is_waited_for(heartbeat: Heartbeat, others: Iterable[Heartbeat]) -> bool:
 
 @final
 class LocalStragglerMonitor(_Reporter):
-    """Report stragglers among the ranks of one supervisor.
-
-    Args:
-        workers: all local ranks; the list is the supervisor's, and grows.
-        warn_after_s: after how long in one phase a rank is reported that others wait for.
-    """
+    """Report stragglers among the ranks of one supervisor, whose list of workers grows."""
 
     def __init__(self, workers: Sequence[MonitoredRank], warn_after_s: float) -> None:
         super().__init__(warn_after_s)
@@ -107,12 +99,8 @@ class StragglerMonitor(_Reporter):
 
     Each rank writes its heartbeat into the store at intervals; rank zero reads and reports.
 
-    Args:
-        identities: all ranks, by global rank.
-        own: this rank's identity.
-        warn_after_s: after how long in one phase a rank is reported that others wait for.
-        is_supervised: whether a supervisor reports the stragglers of this node for which other ranks of it
-            wait.
+    `identities` are those of all ranks, by global rank. With `is_supervised` a supervisor reports the
+    stragglers of this node for which other ranks of it wait.
     """
 
     def __init__(

@@ -22,10 +22,8 @@ class TeardownTimeout:
     What a rank does before its teardown has no limit, also when the others have finished; nor has what a
     re-run script does after its jobs.
 
-    Args:
-        workers: all local ranks; the list is the supervisor's, and grows.
-        timeout_s: how long a teardown may take.
-        on_timeout: called once, with a rank that waits for the one that hangs, and the error.
+    `workers` is the supervisor's list of all local ranks, and grows. `on_timeout` is called once, with a rank
+    that waits for the one that hangs, and the error.
 
     Attributes:
         interval_s: how often to call `look`.

@@ -32,10 +32,7 @@ class StopAgreement:
     A step may have parts, of which ranks may have different numbers: `begin_part` is a boundary as well, and
     so is `end_parts`, after a rank's last one; from there on the whole step counts as begun.
 
-    Args:
-        ranks: who this process is.
-        monitor: this rank's; None where it is the only rank.
-        timeout: how long to wait for the other ranks' answers.
+    `monitor` is None where this is the only rank; `timeout` is how long to wait for other ranks' answers.
 
     Attributes:
         reason: why all ranks stop, once they do; the same on every rank.

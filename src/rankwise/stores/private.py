@@ -25,11 +25,7 @@ def pack_fields(fields: Iterable[bytes]) -> bytes:
 
 
 def unpack_fields(data: bytes) -> list[bytes]:
-    """Return the byte strings in a message.
-
-    Raises:
-        ValueError: when it is no message of `pack_fields`.
-    """
+    """Return the byte strings in a message; raise `ValueError` when it is none of `pack_fields`."""
     try:
         (count,) = _COUNT.unpack_from(data)
         offset, fields = _COUNT.size, []
@@ -58,11 +54,7 @@ class StoreTable:
         self._waiting: list[tuple[list[str], Reply]] = []
 
     def handle(self, request: bytes, reply: Reply) -> None:
-        """Reply to a request of a `PrivateStore`, now or later.
-
-        Raises:
-            ValueError: when it is no such request.
-        """
+        """Reply to a request of a `PrivateStore`, now or later; raise `ValueError` when it is none."""
         operation, *fields = unpack_fields(request)
         if operation == b"wait":
             self._waiting.append(([key.decode() for key in fields], reply))
@@ -105,9 +97,8 @@ class StoreTable:
 class PrivateStore(dist.Store):
     """A rank's store. Only processes with a channel of this job can use it.
 
-    Args:
-        request: sends a request over the channel and returns the reply; raises `TimeoutError`.
-        timeout: how long `wait` and `get` wait for a key.
+    `request` sends a request over the channel and returns the reply, or raises `TimeoutError`. `wait` and
+    `get` wait for a key as long as `timeout`.
     """
 
     def __init__(self, request: Request, timeout: timedelta) -> None:
@@ -124,11 +115,7 @@ class PrivateStore(dist.Store):
         return self._ask("get", key)
 
     def add(self, key: str, value: int) -> int:
-        """Add to a key's number, 0 where it is not set; return the sum.
-
-        Raises:
-            ValueError: when the key's value is no number.
-        """
+        """Add to a key's number, 0 where it is not set; return the sum. Any other value is a `ValueError`."""
         total = self._ask("add", key, str(operator.index(value)))
         if not total:
             raise ValueError(f"cannot add {value} to {key!r}, whose value is no number")
@@ -164,11 +151,7 @@ class PrivateStore(dist.Store):
         return self
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set.
-
-        Raises:
-            torch.distributed.DistStoreError: when they are not set in time.
-        """
+        """Wait until all keys are set; raise torch's `DistStoreError` when they are not set in time."""
         limit = self._timeout if timeout is None else timeout
         self._ask("wait", *keys, timeout_s=limit.total_seconds())
 

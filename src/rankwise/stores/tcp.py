@@ -95,12 +95,9 @@ def open_store(
 ) -> dist.Store:
     """Return this rank's store. Keep a reference while a process group uses it: C++ keeps none.
 
-    Args:
-        ask: sends a request to the private store; used where there is no address. Without either, this is the
-            only rank.
-        address: host and port of a TCP store.
-        hosts: whether this rank has to host it.
-        timeout: how long to wait for the host, and for keys.
+    It is the TCP store at `address`, which this rank has to host if `hosts`; or else the private store, to
+    which `ask` sends requests. Without either, this is the only rank. `timeout` is how long to wait for the
+    host, and for keys.
 
     Raises:
         RendezvousTimeoutError: when the host cannot be reached in time.

@@ -1,23 +1,26 @@
-"""Wait for what other ranks put into a store, so that signals are handled meanwhile."""
+"""Wait through a store for other ranks: for keys that they set, and for votes that they cast."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import final
 
 import torch.distributed as dist
 
 from rankwise.stores.private import is_private
+from rankwise.stores.tcp import default_store
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+_FOR = 1 << 32  # votes for count in the upper half, all votes in the lower
 
 
 def poll_until(is_done: Callable[[], bool], timeout: timedelta) -> bool:
     """Call `is_done` until it returns True, with growing pauses; return False after `timeout`.
 
     `TCPStore.wait` blocks in C++, where Python runs no signal handler, and writes a warning to stderr when it
-    times out. Its `check` returns at once.
+    times out. Its `check` returns at once, so signals are handled meanwhile.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     pause_s = _FIRST_PAUSE_S
@@ -45,3 +48,42 @@ def wait_for_keys(store: dist.Store, keys: Sequence[str], timeout: timedelta) ->
             raise
         return False
     return True
+
+
+@final
+class StoreCounter:
+    """Count, without a collective, how many ranks of a process group vote for something, again and again.
+
+    Collective: every rank must make one, and then hold the same votes.
+
+    `group` is None for all ranks; `timeout` is how long to wait for their votes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        self._store = default_store()
+        self._timeout = timeout
+        self._size = len(ranks)
+        scope = f"votes/{ranks[0]}"
+        series = self._store.add(f"{scope}/series of {dist.get_rank()}", 1)  # the same number on every rank
+        self._prefix = f"{scope}/{series}"
+
+    def count(self, number: int, *, is_for: bool) -> int:
+        """Vote, and return how many ranks voted for it.
+
+        Collective: every rank must call this.
+
+        Raises:
+            torch.distributed.DistStoreError: when a rank has not voted in time.
+        """
+        votes, result = self._keys(number)
+        total = self._store.add(votes, 1 + (_FOR if is_for else 0))
+        if total % _FOR == self._size:
+            self._store.set(result, str(total // _FOR))
+            for key in self._keys(number - 2):  # all ranks have voted since, and so have read that result
+                self._store.delete_key(key)
+        self._store.wait([result], self._timeout)
+        return int(self._store.get(result))
+
+    def _keys(self, number: int) -> tuple[str, str]:
+        return f"{self._prefix}/{number}/votes", f"{self._prefix}/{number}/result"

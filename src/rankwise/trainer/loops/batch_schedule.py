@@ -11,7 +11,7 @@ from torch import nn
 
 from rankwise.data import sharded_sampler_of
 from rankwise.errors import UnevenInputsError
-from rankwise.stores.voting import StoreCounter
+from rankwise.stores.waiting import StoreCounter
 from rankwise.trainer.data_loaders import ended_early
 from rankwise.trainer.loops.join import preserve_state
 
