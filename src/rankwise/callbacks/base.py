@@ -32,8 +32,6 @@ class Callback:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
 
-    # ------------------------------------------------------------------ any stage
-
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         """Called when a stage begins: the process group exists, the module is not wrapped yet."""
 
@@ -52,8 +50,6 @@ class Callback:
         self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]
     ) -> None:
         """Called after a checkpoint was read, before its state is loaded."""
-
-    # ------------------------------------------------------------------ training
 
     def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
         """Called when model, optimizers and loaders are ready."""
@@ -82,8 +78,6 @@ class Callback:
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Called after a training batch; `outputs` is the result of `training_step`."""
-
-    # ------------------------------------------------------------------ validation, testing, prediction
 
     def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
         """Called before the first batch of an evaluation (or prediction)."""

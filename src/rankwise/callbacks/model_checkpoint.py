@@ -93,8 +93,6 @@ class ModelCheckpoint(MonitoringCallback):
         self.current_score: Tensor | None = None
         self._last_step_saved = 0
 
-    # ------------------------------------------------------------------ state
-
     @property
     def state_key(self) -> str:
         """The class name with metric and interval, so that a trainer can have several."""
@@ -112,8 +110,6 @@ class ModelCheckpoint(MonitoringCallback):
             self.dirpath = state_dict["dirpath"]
             for name in _STATE:
                 setattr(self, name, state_dict[name])
-
-    # ------------------------------------------------------------------ when to save
 
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         if stage == "fit":
@@ -135,8 +131,6 @@ class ModelCheckpoint(MonitoringCallback):
         if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             self._save(trainer)
 
-    # ------------------------------------------------------------------ saving
-
     def _save(self, trainer: Trainer) -> None:
         self._last_step_saved = trainer.global_step
         if self.save_top_k:
@@ -155,7 +149,8 @@ class ModelCheckpoint(MonitoringCallback):
 
     def _save_ranked(self, trainer: Trainer) -> None:
         score = self._agreed_score(trainer)
-        if not self._is_among_the_best(score):
+        is_full = 0 <= self.save_top_k <= len(self.best_k_models)
+        if is_full and not self.is_better(score, float(self.best_k_models[self.kth_best_model_path])):
             return
         path = trainer.strategy.broadcast(self._new_path(trainer))
         superseded = self._rank(path, score)
@@ -172,11 +167,6 @@ class ModelCheckpoint(MonitoringCallback):
             raise self.missing_metric(trainer)
         self.current_score = torch.tensor(score)
         return self.worst if math.isnan(score) else score
-
-    def _is_among_the_best(self, score: float) -> bool:
-        if len(self.best_k_models) < self.save_top_k or self.save_top_k == -1:
-            return True
-        return self.is_better(score, float(self.best_k_models[self.kth_best_model_path]))
 
     def _rank(self, path: str, score: float) -> str | None:
         """Add the new file to the kept ones; return the file that it replaces, if any."""

@@ -115,7 +115,7 @@ class Precision:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned; an empty dictionary stands for the initial state."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out `agree`, which belongs to a job."""

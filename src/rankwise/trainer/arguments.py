@@ -27,7 +27,6 @@ from rankwise.registry import StrategyRegistry
 from rankwise.strategies import DDPStrategy, Strategy
 
 __all__ = [
-    "Limit",
     "Plugins",
     "TrainerOptions",
     "check_choice",
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
-Limit = int | float
+_Limit = int | float
 _DEFAULT_MAX_EPOCHS = 1000
 _LIMITS = {
     "train": "limit_train_batches",
@@ -110,11 +109,11 @@ class TrainerOptions:
     max_epochs: int | None = field(metadata=_by(_check_whole, minimum=0, is_endless=True, is_optional=True))
     max_steps: int = field(metadata=_by(_check_whole, minimum=0, is_endless=True))
     min_epochs: int = field(metadata=_by(_check_whole, minimum=0, is_optional=True))
-    limit_train_batches: Limit = field(metadata=_by(_check_limit))
-    limit_val_batches: Limit = field(metadata=_by(_check_limit))
-    limit_test_batches: Limit = field(metadata=_by(_check_limit))
-    limit_predict_batches: Limit = field(metadata=_by(_check_limit))
-    val_check_interval: Limit = field(metadata=_by(_check_limit, is_zero_allowed=False))
+    limit_train_batches: _Limit = field(metadata=_by(_check_limit))
+    limit_val_batches: _Limit = field(metadata=_by(_check_limit))
+    limit_test_batches: _Limit = field(metadata=_by(_check_limit))
+    limit_predict_batches: _Limit = field(metadata=_by(_check_limit))
+    val_check_interval: _Limit = field(metadata=_by(_check_limit, is_zero_allowed=False))
     check_val_every_n_epoch: int = field(metadata=_by(_check_whole, minimum=1))
     num_sanity_val_steps: int = field(metadata=_by(_check_no_sanity_steps))
     accumulate_grad_batches: int = field(metadata=_by(_check_whole, minimum=1))
@@ -146,9 +145,9 @@ class TrainerOptions:
             metadata["check"](name, value)
         super().__setattr__(name, value)
 
-    def limit(self, phase: str) -> Limit:
+    def limit(self, phase: str) -> _Limit:
         """Return how many batches of a phase run (int), or which fraction of them (float)."""
-        limit: Limit = getattr(self, _LIMITS[phase])
+        limit: _Limit = getattr(self, _LIMITS[phase])
         return limit
 
     @property

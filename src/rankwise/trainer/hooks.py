@@ -71,8 +71,6 @@ class ModuleHooks:
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called when a checkpoint was read, before it is used."""
 
-    # ------------------------------------------------------------------ training
-
     def on_fit_start(self) -> None:
         """Called when model, optimizers and loaders are ready."""
 
@@ -108,8 +106,6 @@ class ModuleHooks:
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before the optimizer steps; gradients are not clipped yet."""
-
-    # ------------------------------------------------------------------ validation, testing, prediction
 
     def on_validation_start(self) -> None:
         """Called before an evaluation (or prediction)."""

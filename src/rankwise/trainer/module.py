@@ -64,8 +64,6 @@ class TrainingModule(ModuleHooks, nn.Module):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
         return {**state, "_trainer": None}
 
-    # ------------------------------------------------------------------ to define
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
         """Return the loss of a batch, or a mapping with `"loss"` in it.
 
@@ -114,8 +112,6 @@ class TrainingModule(ModuleHooks, nn.Module):
     def predict_dataloader(self) -> Any:
         """Return the loader, or a list of loaders, of batches to predict."""
         raise undefined(self, "predict_dataloader")
-
-    # ------------------------------------------------------------------ logging
 
     def log(
         self,
@@ -175,8 +171,6 @@ class TrainingModule(ModuleHooks, nn.Module):
         """Return the last argument of `log_weight` since the last call of this; None for none."""
         weight, self._weight = self._weight, None
         return weight
-
-    # ------------------------------------------------------------------ manual optimisation
 
     def optimizers(self) -> Any:
         """Return the optimizer, or the list of them if there is not exactly one.
@@ -252,8 +246,6 @@ class TrainingModule(ModuleHooks, nn.Module):
             precision.clip_gradients_norm(_plain(optimizer), gradient_clip_val)
         else:
             precision.clip_gradients_value(_plain(optimizer), gradient_clip_val)
-
-    # ------------------------------------------------------------------ trainer and process
 
     @property
     def trainer(self) -> Trainer:

@@ -201,8 +201,6 @@ class Trainer:
         self._stage = StageState(self.state)
         self._optimizers = OptimizerSet()
 
-    # ------------------------------------------------------------------ stages
-
     def fit(
         self,
         model: TrainingModule,
@@ -366,17 +364,11 @@ class Trainer:
         for phase, given in loaders.items():
             check_loaders(phase, given, self.options, self.world_size)
 
-    # ------------------------------------------------------------------ within a stage, on every rank
-
     def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> None:
         """Use this rank's strategy and module, and start a stage."""
         self.strategy = strategy
         self._set_module(model, stage)
         self._stage = StageState(self.state, stage, self.loggers if self.is_global_zero else [])
-
-    def leave_stage(self) -> None:
-        """Drop what exists only during a stage."""
-        self._stage = StageState(self.state)
 
     def _set_module(self, model: TrainingModule, stage: StageName) -> None:
         self._module = model
@@ -401,8 +393,6 @@ class Trainer:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without strategy and modules, which the launcher sends with the trainer."""
         return {**self.__dict__, "strategy": None, "_module": None, "_fitted_module": None}
-
-    # ------------------------------------------------------------------ state
 
     max_epochs: int | None = _forwarded("options.max_epochs")
     max_steps: int = _forwarded("options.max_steps")
@@ -538,6 +528,6 @@ def _run_on_rank(
     try:
         value = run_stage(trainer.parts(model), loaders, spec)
     finally:
-        trainer.leave_stage()
+        trainer._stage = StageState(trainer.state)
         report_phase("running")
     return value, capture(trainer.parts(model), known_modules) if brings_state_back else None
