@@ -63,7 +63,7 @@ class FailureCollector:
 
     def reason(self) -> str:
         """Return in one line why the ranks are stopped."""
-        return self._records[0].line() if self._records else "the main process was told to end"
+        return self._records[0].line() if self._records else "the main process has to end"
 
     def error(self) -> WorkerError | None:
         """Return the first failure as an exception, or None."""

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar, final
@@ -41,6 +42,8 @@ _LONGEST_WAIT = timedelta(minutes=10)
 _CONNECT_TIMEOUT = timedelta(seconds=12)
 # How long a process has to leave a job before the store that it hosts is dropped.
 _LEAVE_S = 1.0
+# What a store raises that is gone, or was never there.
+_OUT_OF_REACH = (RuntimeError, ValueError, KeyError, RankwiseError)
 
 T = TypeVar("T")
 
@@ -182,22 +185,15 @@ class FailureExchange:
 def _call_with_limit(request: Callable[[], T]) -> list[T]:
     """Call what may block for ever, as over a cut cable; return its value, or nothing without an answer."""
     answers: list[T] = []
-    thread = threading.Thread(
-        target=lambda: _is_answered(lambda: answers.append(request())),
-        name="rankwise-failure-exchange",
-        daemon=True,
-    )
+
+    def run() -> None:
+        with suppress(*_OUT_OF_REACH):
+            answers.append(request())
+
+    thread = threading.Thread(target=run, name="rankwise-failure-exchange", daemon=True)
     thread.start()
     thread.join(_REQUESTS_S)
     return list(answers)
-
-
-def _is_answered(request: Callable[[], object]) -> bool:
-    try:
-        request()
-    except (RuntimeError, ValueError, KeyError, RankwiseError):  # the store is gone, or was never there
-        return False
-    return True
 
 
 def publish_failure(store: dist.Store, record: bytes, world_size: int) -> None:
@@ -272,7 +268,7 @@ def _look_up(
         record = dataclasses.replace(record, missing=cause.missing, last_seen=cause.last_seen)
         return record.to_error(failure_exchange.began_s, (), ()), record
     if record.is_of_user_code:
-        _log.warning("%s: a consequence of what ended the job.", record.line())  # which is raised instead
+        _log.warning("%s: a consequence of what ended the job.", record.line())  # the cause is raised instead
     if isinstance(cause, NodesLostError):
         return cause, FailureRecord.of_exception(ranks, cause)
     return _as_local(cause, record)
@@ -290,9 +286,6 @@ class CrossNodeFailures:
     """Publish the failures of this node's ranks that the ranks could not publish themselves.
 
     The ranks were killed, called `os._exit`, or failed in whatever way before they had met the other nodes.
-
-    Runs on: the launching process.
-
     `endpoint` is None for a job on one node, which publishes nothing; `ranks` are those of this node's first
     process; `job` is the number of the job, as in the worker contexts.
     """
@@ -311,7 +304,8 @@ class CrossNodeFailures:
             return
 
         def publish() -> None:
-            _is_answered(lambda: publish_failure(self._store(), record.to_json(), self.ranks.world_size))
+            with suppress(*_OUT_OF_REACH):
+                publish_failure(self._store(), record.to_json(), self.ranks.world_size)
 
         self._thread = threading.Thread(target=publish, name="rankwise-publish-failure", daemon=True)
         self._thread.start()
@@ -321,7 +315,8 @@ class CrossNodeFailures:
         if self._thread is not None:
             self._thread.join(_CONNECT_TIMEOUT.total_seconds())
         if self.endpoint is not None and self.endpoint.hosts:
-            _is_answered(self._wait_until_read)
+            with suppress(*_OUT_OF_REACH):
+                self._wait_until_read()
 
     def forget_store_soon(self, is_in_job: Callable[[], bool]) -> None:
         """Drop the store where this process hosts it and is still in its job then; a wait in it ends so.

@@ -54,9 +54,8 @@ def message_key(rank: int, number: int) -> str:
 class RankMonitor(ABC):
     """Deliver the messages that other ranks send to this one.
 
-    It starts with its first subscription; a job in which nobody subscribes needs no thread.
-
-    `store` has the mailboxes; it is for other threads than the monitor's.
+    It starts with its first subscription; a job in which nobody subscribes needs no thread. `store` has the
+    mailboxes; it is for other threads than the monitor's.
     """
 
     def __init__(self, rank: int, store: dist.Store) -> None:
@@ -102,6 +101,7 @@ class RankMonitor(ABC):
             self._has_started = True
             self._start()
 
+    @property
     def _next_key(self) -> str:
         return message_key(self._rank, self._next_number)
 
@@ -118,7 +118,7 @@ class RankMonitor(ABC):
 
 @final
 class PollingMonitor(RankMonitor):
-    """Read the mailbox, and run timers, in a thread with its own client of the store.
+    """Read the mailbox, and run a timer, in a thread with its own client of the store.
 
     `world_size` ranks poll the same store. `open_store` is called in the thread and opens another client of
     the store, as calls to one client wait for each other.
@@ -169,8 +169,8 @@ class PollingMonitor(RankMonitor):
             return  # the store's host is gone
 
     def _poll(self, store: dist.Store) -> None:
-        while store.check([self._next_key()]):
-            self._deliver(store.get(self._next_key()))
+        while store.check([self._next_key]):
+            self._deliver(store.get(self._next_key))
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + self._interval_s
             self._action(store)
@@ -196,14 +196,14 @@ class ChannelMonitor(RankMonitor):
         """Deliver nothing more; a last message ends the request that waits for one."""
         if self._has_started and not self._is_closed:
             self._is_closed = True
-            self.set_once(self._next_key(), "closed")
+            self.set_once(self._next_key, "closed")
 
     def _start(self) -> None:
-        self._request(self._on_set, "wait", self._next_key())
+        self._request(self._on_set, "wait", self._next_key)
 
     def _on_set(self, reply: bytes | None) -> None:
         if reply is not None and not self._is_closed:
-            self._request(self._on_value, "get", self._next_key())
+            self._request(self._on_value, "get", self._next_key)
 
     def _on_value(self, value: bytes | None) -> None:
         if value is not None and not self._is_closed:
@@ -243,8 +243,8 @@ def reply_to_status_queries(monitor: RankMonitor, own: RankIdentity, *, shows_st
     monitor.subscribe(_STATUS, reply)
 
 
-def query_status(store: dist.Store, world_size: int, reason: str = "") -> None:
-    """Ask every rank for its status; with a reason also for its stacks."""
+def query_status(store: dist.Store, world_size: int, reason: str) -> None:
+    """Query every rank's status; with a reason also its stacks."""
     send_message(store, range(world_size), _STATUS, reason)
 
 
