@@ -37,7 +37,3 @@ class Launcher(ABC):
             NotPicklableError: when a part cannot be pickled; nothing was started.
             WorkerError: when a rank failed; all others have ended by then.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what the launcher has started and keeps between launches."""

@@ -68,10 +68,11 @@ class Nodes:
 
 
 @final
+@dataclass(eq=False)
 class ElasticLauncher(Launcher):
     """Run torch's elastic agent of this node: it starts the ranks, and starts all again when one fails.
 
-    Args:
+    Attributes:
         start_method: `"spawn"`, `"fork"` or `"forkserver"`.
         local_world_size: how many ranks this node has.
         nodes: which agents belong together.
@@ -83,28 +84,20 @@ class ElasticLauncher(Launcher):
 
     runs_in_caller = False
 
-    def __init__(
-        self,
-        start_method: str,
-        local_world_size: int,
-        nodes: Nodes,
-        *,
-        max_restarts: int,
-        grace_period_s: float,
-        init_timeout: timedelta,
-    ) -> None:
-        self.pickles_entry = start_method != "fork"
-        self._start_method = start_method
-        self._local_world_size = local_world_size
-        self._nodes = nodes
-        self._max_restarts = max_restarts
-        self._grace_period_s = grace_period_s
-        self._init_timeout = init_timeout
+    start_method: str
+    local_world_size: int
+    nodes: Nodes
+    max_restarts: int
+    grace_period_s: float
+    init_timeout: timedelta
+
+    def __post_init__(self) -> None:
+        self.pickles_entry = self.start_method != "fork"
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, watch, restart, collect the values; see `Launcher.launch`."""
         count_launch()
-        refuse_where_impossible(self._start_method)
+        refuse_where_impossible(self.start_method)
         started_s = time.monotonic()
         with ExitStack() as cleanup:
             job = self._prepare(entry, described, cleanup)
@@ -115,20 +108,17 @@ class ElasticLauncher(Launcher):
                 raise _worker_error(failures, job, started_s)
             return dict(unpack(value.number, copy=False) for value in job.values)
 
-    def close(self) -> None:
-        """Keep nothing between launches."""
-
     def _prepare(self, entry: Entry, described: Mapping[str, object], cleanup: ExitStack) -> _Job:
-        spec = create_job(self._start_method, entry, described, cleanup)
+        spec = create_job(self.start_method, entry, described, cleanup)
         spec.copies_entry = True  # a restart reads it again
         parent_pipe = ParentDeathPipe()
         cleanup.callback(parent_pipe.close)
         return _Job(
             spec,
-            values=[owned_descriptor(cleanup) for _ in range(self._local_world_size)],
-            failures=[owned_descriptor(cleanup) for _ in range(self._local_world_size)],
+            values=[owned_descriptor(cleanup) for _ in range(self.local_world_size)],
+            failures=[owned_descriptor(cleanup) for _ in range(self.local_world_size)],
             parent_pipe=Descriptor(parent_pipe.worker_end),
-            is_alone=not self._nodes.endpoint,
+            is_alone=not self.nodes.endpoint,
         )
 
     def _run(self, job: _Job) -> Mapping[int, Any]:
@@ -147,27 +137,26 @@ class ElasticLauncher(Launcher):
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher.api import LaunchConfig
 
-        from rankwise.launchers.elastic_rendezvous import LOOPBACK, NODES, register_loopback, register_nodes
+        from rankwise.launchers.elastic_rendezvous import LOOPBACK, NODES, register
 
-        register_loopback()
-        register_nodes()
+        register()
         options: dict[str, Any] = {
-            "min_nodes": self._nodes.fewest,
-            "max_nodes": self._nodes.most,
-            "nproc_per_node": self._local_world_size,
-            "run_id": self._nodes.run_id or f"rankwise-{secrets.token_hex(8)}",
-            "rdzv_backend": NODES if self._nodes.endpoint else LOOPBACK,
-            "rdzv_endpoint": self._nodes.endpoint,
+            "min_nodes": self.nodes.fewest,
+            "max_nodes": self.nodes.most,
+            "nproc_per_node": self.local_world_size,
+            "run_id": self.nodes.run_id or f"rankwise-{secrets.token_hex(8)}",
+            "rdzv_backend": NODES if self.nodes.endpoint else LOOPBACK,
+            "rdzv_endpoint": self.nodes.endpoint,
             "rdzv_configs": {
-                "timeout": math.ceil(self._init_timeout.total_seconds()),
+                "timeout": math.ceil(self.init_timeout.total_seconds()),
                 "on_start": job.begin,
-                "own_address": self._nodes.own_address,
+                "own_address": self.nodes.own_address,
             },
-            "max_restarts": self._max_restarts,
+            "max_restarts": self.max_restarts,
             "monitor_interval": 0.1,
-            "start_method": self._start_method,
+            "start_method": self.start_method,
             "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),  # ranks print where this process does
-            "shutdown_timeout": max(_STOP_TIMEOUT_S, math.ceil(self._grace_period_s)),
+            "shutdown_timeout": max(_STOP_TIMEOUT_S, math.ceil(self.grace_period_s)),
             "signals_to_handle": _LEFT_TO_TORCH.name,
         }
         known = {field.name for field in dataclasses.fields(LaunchConfig)}  # older versions lack the last one

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
@@ -30,40 +30,61 @@ from rankwise.stores.tcp import host_store, open_another
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["LOOPBACK", "NODES", "register_loopback", "register_nodes"]
+__all__ = ["LOOPBACK", "NODES", "register"]
 
 LOOPBACK = "rankwise_loopback"
-"""The name of the rendezvous back end, for `LaunchConfig(rdzv_backend=...)`."""
+"""The name of the rendezvous of one node, for `LaunchConfig(rdzv_backend=...)`."""
+NODES = "rankwise_nodes"
+"""The name of the rendezvous between nodes."""
+
+_DEFAULT_PORT = 29400  # torch's
+_ANSWER = timedelta(seconds=60)  # torch's
+_MEETING = "rankwise/meeting"
 
 
-def register_loopback() -> None:
-    """Register the back end with torch; idempotent."""
+def register() -> None:
+    """Register both rendezvous handlers with torch; idempotent."""
     rendezvous_handler_registry.register(LOOPBACK, LoopbackRendezvous)
+    rendezvous_handler_registry.register(NODES, NodesRendezvous)
 
 
-@final
-class LoopbackRendezvous(RendezvousHandler):
-    """A rendezvous of one agent, on the loopback interface.
+class _AgentRendezvous(RendezvousHandler):
+    """A rendezvous whose ranks are clients of a store that an agent hosts, a new one for each start.
 
     Args:
         parameters: of the launcher; `on_start` in it is called with each start.
     """
 
+    use_agent_store = True
+    name: ClassVar[str]
+
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
         self._timeout = timedelta(seconds=parameters.get_as_int("timeout", 600) or 600)
-        self._on_start: Callable[[RestartInfo], None] = parameters.get("on_start", _nothing)
-        self._job = f"{self._run_id}/{secrets.token_hex(8)}"  # another job may have the same id
-        self._starts = 0
+        self._on_start: Callable[[RestartInfo], None] = parameters.config["on_start"]
         self._store: Store | None = None
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Every rank is a client of the store that this process hosts."""
+    def get_backend(self) -> str:
+        return self.name
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._store = None
         return True
 
-    def get_backend(self) -> str:
-        return LOOPBACK
+
+@final
+class LoopbackRendezvous(_AgentRendezvous):
+    """A rendezvous of one agent, on the loopback interface."""
+
+    name = LOOPBACK
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        super().__init__(parameters)
+        self._job = f"{self._run_id}/{secrets.token_hex(8)}"  # another job may have the same id
+        self._starts = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Host a new store, without the keys of the start before."""
@@ -81,33 +102,9 @@ class LoopbackRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         return 0
 
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        self._store = None
-        return True
-
-
-def _nothing(start: RestartInfo) -> None:
-    pass
-
-
-NODES = "rankwise_nodes"
-"""The name of the rendezvous back end, for `LaunchConfig(rdzv_backend=...)`."""
-
-_DEFAULT_PORT = 29400  # torch's
-_ANSWER = timedelta(seconds=60)  # torch's
-_MEETING = "rankwise/meeting"
-
-
-def register_nodes() -> None:
-    """Register the back end with torch; idempotent."""
-    rendezvous_handler_registry.register(NODES, NodesRendezvous)
-
 
 @final
-class NodesRendezvous(RendezvousHandler):
+class NodesRendezvous(_AgentRendezvous):
     """torch's handler, except that the node of rank 0 hosts a new store for each start.
 
     Args:
@@ -115,23 +112,15 @@ class NodesRendezvous(RendezvousHandler):
             `own_address` returns, given the endpoint's host, the address at which this node listens.
     """
 
+    name = NODES
+
     def __init__(self, parameters: RendezvousParameters) -> None:
+        super().__init__(parameters)
         host, port = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORT)
         self._own_address: Callable[[], str] = partial(parameters.config["own_address"], host)
-        self._timeout = timedelta(seconds=parameters.get_as_int("timeout", 600) or 600)
         store = self._agents_store(host, port, parameters.get_as_bool("is_host"))
         backend = C10dRendezvousBackend(store, parameters.run_id)
         self._inner: Any = create_handler(store, backend, parameters)
-        self._on_start: Callable[[RestartInfo], None] = parameters.config["on_start"]
-        self._store: Store | None = None
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Every rank is a client of the store that rank 0's agent hosts."""
-        return True
-
-    def get_backend(self) -> str:
-        return NODES
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents; take the store of this start, without the keys of the one before."""
@@ -146,9 +135,9 @@ class NodesRendezvous(RendezvousHandler):
     def _open(self, endpoint: Any) -> None:
         """Host the store of this start; publish its address in `endpoint`, the agents' own store."""
         self._store, (host, port) = host_store(self._timeout, (self._own_address(), 0))
-        agents = PrefixStore(f"rankwise/{self.get_run_id()}", endpoint.underlying_store)
+        agents = PrefixStore(f"rankwise/{self._run_id}", endpoint.underlying_store)
         token = agents.compare_set("job", "", secrets.token_hex(8)).decode()  # the first start's
-        job = f"{self.get_run_id()}/{token}"  # another job may have the same id, at another time
+        job = f"{self._run_id}/{token}"  # another job may have the same id, at another time
         endpoint.set(_MEETING, json.dumps([host, port, agents.add("starts", 1) - 1, job]))
         # torch's handler waits for these on a node that is new in this start.
         endpoint.set(RendezvousStoreInfo.MASTER_ADDR_KEY, host)
@@ -176,12 +165,8 @@ class NodesRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         return int(self._inner.num_nodes_waiting())
 
-    def get_run_id(self) -> str:
-        return str(self._inner.get_run_id())
-
     def shutdown(self) -> bool:
-        self._store = None
-        return bool(self._inner.shutdown())
+        return super().shutdown() and bool(self._inner.shutdown())
 
 
 def _is_this_host(host: str, port: int) -> bool:

@@ -55,7 +55,8 @@ class InlineLauncher(Launcher):
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Call `entry`; record a failure in torchrun's error file, if there is one, and raise it."""
         if self._agents_store is not None and self._address is None:
-            _find_start(self._agents_store, self._ranks)
+            store = open_store(None, self._agents_store, hosts=False, timeout=_ANSWER)
+            find_restart(self._agents_store, store, self._ranks, _ANSWER)
         worker = WorkerContext(
             self._ranks,
             address=self._address,
@@ -73,12 +74,3 @@ class InlineLauncher(Launcher):
         except Exception as error:
             get_error_handler().record_exception(error)  # to TORCHELASTIC_ERROR_FILE, if it is set
             raise
-
-    def close(self) -> None:
-        """Do nothing: nothing was started."""
-
-
-def _find_start(address: tuple[str, int], ranks: RankInfo) -> None:
-    """Read from the agent's store which start this is, for a rank that needs the store for nothing else."""
-    store = open_store(None, address, hosts=False, timeout=_ANSWER)
-    find_restart(address, store, ranks, _ANSWER)

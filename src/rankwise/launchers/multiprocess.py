@@ -22,7 +22,7 @@ import torch
 
 from rankwise.errors import LaunchRefusedError
 from rankwise.launchers.context import Entry, WorkerContext, torchrun_variables
-from rankwise.launchers.supervised import SupervisedLauncher, WorkerGroup, WorkerLinks
+from rankwise.launchers.supervised import SupervisedLauncher, WorkerGroup, WorkerLinks, WorkerStarter
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
@@ -79,15 +79,12 @@ class MultiprocessLauncher(SupervisedLauncher):
                 group = self._new_group(job=1 if self._options.endpoint is None else next(_jobs))
                 cleanup.callback(group.close)
                 group.open_rendezvous(self._options, rendezvous)
-                group.start(self._local_ranks, _STARTERS[self._start_method](job, group))
+                group.start(self._local_ranks, _starter(self._start_method, job, group))
             group.supervisor.start()
             group.supervisor.begin_job(until_exit=True)
             with group.supervisor.handle_signals(), _ended_with_the_program(group.supervisor):
                 group.supervisor.wait_job()
             return {rank: unpack(descriptor, copy=False) for rank, descriptor in group.values.items()}
-
-    def close(self) -> None:
-        """Keep nothing between launches; a forkserver, once warm, ends with this process."""
 
 
 def create_job(
@@ -95,19 +92,15 @@ def create_job(
 ) -> JobSpec:
     """Return what workers of a start method receive; prepare this process for starting them.
 
-    Args:
-        start_method: of multiprocessing.
-        entry: what to run.
-        described: see `Launcher.launch`.
-        cleanup: closes the memory file that the job may need.
-
     Raises:
         NotPicklableError: when the entry has to be pickled and cannot be.
         LaunchRefusedError: when workers could not import what they unpickle.
     """
     is_fork = start_method == "fork"
     packed = None
-    if not is_fork:
+    if is_fork:
+        import_dynamo()  # once here is less than once in every rank
+    else:
         packed = owned_descriptor(cleanup)
         pack_or_explain(entry, packed.number, start_method, described)
         _refuse_what_cannot_be_imported(packed.number, start_method)
@@ -119,14 +112,8 @@ def create_job(
         packed_entry=packed,
         start_method=default or multiprocessing.get_all_start_methods()[0],
         environ=dict(os.environ) if start_method == "forkserver" else None,
-        openmp_threads=_prepare_fork() if is_fork else None,
+        openmp_threads=None if not is_fork or pause_openmp() else 1,
     )
-
-
-def _prepare_fork() -> int | None:
-    """Make this process safe to fork; return the number of threads to fall back to, or None."""
-    import_dynamo()  # once here is less than once in every rank
-    return None if pause_openmp() else 1
 
 
 @contextmanager
@@ -152,33 +139,19 @@ def _ended_with_the_program(supervisor: Supervisor) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------- the starters
 
 
-class _SpawnStarter:
-    """Starts processes by multiprocessing; each runs a new interpreter."""
-
-    method = "spawn"
-
-    def __init__(self, job: JobSpec, group: WorkerGroup) -> None:
-        self._job = job
-        self._group = group
-        self._context: Any = multiprocessing.get_context(self.method)
-        self._prepare()
-
-    def _prepare(self) -> None:
+def _starter(start_method: str, job: JobSpec, group: WorkerGroup) -> WorkerStarter:
+    """Return what starts a rank's process by multiprocessing."""
+    context: Any = multiprocessing.get_context(start_method)
+    if start_method != "fork":
         resource_tracker.ensure_running()  # otherwise it starts later, and lets SIGINT through again
 
-    def start(self, ranks: RankInfo, links: WorkerLinks) -> MultiprocessingProcess:
-        """Start one rank's process."""
-        address, run_id = self._group.address, self._group.run_id
-        worker = WorkerContext(
-            ranks,
-            torchrun_variables(ranks, address, run_id),
-            address,
-            job=self._group.cross_node_failures.job,
-        )
+    def start(ranks: RankInfo, links: WorkerLinks) -> MultiprocessingProcess:
+        variables = torchrun_variables(ranks, group.address, group.run_id)
+        worker = WorkerContext(ranks, variables, group.address, job=group.cross_node_failures.job)
         descriptors = (links.values, links.heartbeat, links.parent_pipe.worker_end)
-        process = self._context.Process(
+        process = context.Process(
             target=_work,
-            args=(self._job, worker, links.channel, *map(Descriptor, descriptors)),
+            args=(job, worker, links.channel, *map(Descriptor, descriptors)),
             name=f"rankwise-{ranks.global_rank}",
         )
         try:
@@ -191,25 +164,7 @@ class _SpawnStarter:
                 process.close()
             raise
 
-
-@final
-class _ForkserverStarter(_SpawnStarter):
-    """Has the forkserver, which has imported torch, fork each process."""
-
-    method = "forkserver"
-
-
-@final
-class _ForkStarter(_SpawnStarter):
-    """Forks this process."""
-
-    method = "fork"
-
-    def _prepare(self) -> None:
-        """Nothing: a fork needs no resource tracker."""
-
-
-_STARTERS = {starter.method: starter for starter in (_SpawnStarter, _ForkserverStarter, _ForkStarter)}
+    return start
 
 
 # ---------------------------------------------------------------------------------------- in the worker

@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, final
 
@@ -70,14 +71,17 @@ class ScriptLauncher(SupervisedLauncher):
         self._check_fits(script.local_ranks[0], script.address, rendezvous)
         return script.run(entry)
 
-    def close(self) -> None:
-        """Keep the re-run scripts for the next job; they end with this process."""
-
     def _start_script(self, earlier: int, rendezvous: str) -> _Script:
         global _script
         command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
         if earlier and self._command is None:
-            raise _leads_elsewhere(earlier)
+            raise LaunchRefusedError(
+                message='strategy="ddp" cannot run the script again for this launch: '
+                "it would come to an earlier one first.",
+                facts=f"{earlier} of the script's launches came before, "
+                "of another strategy or ended by a failure.",
+                remedy='use strategy="ddp_spawn" or "ddp_fork" there: their processes run only the function.',
+            )
         script = _Script(self._local_ranks, self._new_group(job=1))
         try:
             script.group.open_rendezvous(self._options, rendezvous)
@@ -103,15 +107,6 @@ class ScriptLauncher(SupervisedLauncher):
                 facts="init_process_group=False and NCCL need one too.",
                 remedy='pass rendezvous="tcp" to the first strategy of the script.',
             )
-
-
-def _leads_elsewhere(earlier: int) -> LaunchRefusedError:
-    return LaunchRefusedError(
-        message='strategy="ddp" cannot run the script again for this launch: '
-        "it would come to an earlier one first.",
-        facts=f"{earlier} of the script's launches came before, of another strategy or ended by a failure.",
-        remedy='use strategy="ddp_spawn" or "ddp_fork" there: their processes run only the function.',
-    )
 
 
 def can_rerun() -> bool:
@@ -143,36 +138,25 @@ def script_place() -> RankInfo | None:
 # ---------------------------------------------------------------------------------------- the other ranks
 
 
-@final
-class _PopenStarter:
-    """Runs a command again, as one more rank."""
-
-    def __init__(self, command: list[str], directory: str, group: WorkerGroup) -> None:
-        self._command = command
-        self._directory = directory
-        self._group = group
-
-    def start(self, ranks: RankInfo, links: WorkerLinks) -> PopenProcess:
-        """Start the command for one rank."""
-        descriptors = {
-            "channel": links.channel.fileno(),
-            "values": links.values,
-            "heartbeat": links.heartbeat,
-        }
-        address, run_id = self._group.address, self._group.run_id
-        context = describe_context(ranks, address, run_id, **descriptors)
-        popen = subprocess.Popen(
-            self._command,
-            cwd=self._directory,
-            env={**os.environ, **torchrun_variables(ranks, address, run_id), CONTEXT_VARIABLE: context},
-            pass_fds=(*descriptors.values(), links.parent_pipe.worker_end),
-        )
-        try:
-            return PopenProcess(popen, links.parent_pipe)
-        except BaseException:
-            popen.kill()
-            popen.wait()
-            raise
+def _start_command(
+    command: list[str], directory: str, group: WorkerGroup, ranks: RankInfo, links: WorkerLinks
+) -> PopenProcess:
+    """Run a command as one more rank."""
+    descriptors = {"channel": links.channel.fileno(), "values": links.values, "heartbeat": links.heartbeat}
+    context = describe_context(ranks, group.address, group.run_id, **descriptors)
+    variables = torchrun_variables(ranks, group.address, group.run_id)
+    popen = subprocess.Popen(
+        command,
+        cwd=directory,
+        env={**os.environ, **variables, CONTEXT_VARIABLE: context},
+        pass_fds=(*descriptors.values(), links.parent_pipe.worker_end),
+    )
+    try:
+        return PopenProcess(popen, links.parent_pipe)
+    except BaseException:
+        popen.kill()
+        popen.wait()
+        raise
 
 
 # ---------------------------------------------------------------------------------------- the main process
@@ -191,7 +175,7 @@ class _Script:
         self._heartbeat = group.new_memory_file()
         ours, self._mine = socket.socketpair()
         self._supervisor.add(local_ranks[0], ours, None, HeartbeatReader(self._heartbeat))
-        self._channel = RankChannel(self._mine, on_lost=_nothing)
+        self._channel = RankChannel(self._mine, on_lost=lambda: None)
         fork_safety.close_in_child(self._mine)
 
     @property
@@ -201,7 +185,7 @@ class _Script:
 
     def start(self, command: list[str], directory: str) -> None:
         """Start the other ranks, and supervise them until this process ends."""
-        self.group.start(self.local_ranks[1:], _PopenStarter(command, directory, self.group))
+        self.group.start(self.local_ranks[1:], partial(_start_command, command, directory, self.group))
         self._supervisor.start()
         atexit.register(self._finish_script)
 
@@ -223,7 +207,11 @@ class _Script:
         self._is_in_job = True
         try:
             self._supervisor.begin_job(until_exit=False)
-            with self._as_rank_zero():
+            with (
+                self._supervisor.handle_signals(),
+                heartbeat_written_to(self._heartbeat),
+                parent_death.children_end_with_parent(),
+            ):
                 value = worker.run(entry, finish=lambda _: self._channel.send(Kind.DONE))
                 self._supervisor.wait_job()
             values = {ranks.global_rank: value, **self._other_values()}
@@ -240,16 +228,6 @@ class _Script:
             self._is_in_job = False
         self._supervisor.release()
         return values
-
-    @contextmanager
-    def _as_rank_zero(self) -> Iterator[None]:
-        """Handle signals in the block, write a heartbeat, and end with this process what it starts."""
-        with (
-            self._supervisor.handle_signals(),
-            heartbeat_written_to(self._heartbeat),
-            parent_death.children_end_with_parent(),
-        ):
-            yield
 
     def _other_values(self) -> dict[int, Any]:
         values = {}
@@ -284,9 +262,8 @@ class _Script:
                 forget_store(self.address)
 
     def _end_waits(self) -> None:
-        self.group.store = (
-            None  # a wait in it, in C++, runs no signal handler, but ends with the store's host
-        )
+        # A wait in the store, in C++, runs no signal handler, but ends with the store's host.
+        self.group.store = None
         self.group.cross_node_failures.forget_store_soon(lambda: self._is_in_job)
 
     def _finish_script(self) -> None:
@@ -312,7 +289,3 @@ class _Script:
 
 
 _script: _Script | None = None
-
-
-def _nothing() -> None:
-    pass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
 
 from rankwise.failures.exchange import CrossNodeFailures
 from rankwise.launchers.base import Launcher
@@ -45,11 +45,8 @@ class WorkerLinks:
     parent_pipe: ParentDeathPipe
 
 
-class WorkerStarter(Protocol):
-    """Starts processes by one start method."""
-
-    def start(self, ranks: RankInfo, links: WorkerLinks) -> StartedProcess:
-        """Start one rank's process, which inherits `links`. Leaves no process behind when it raises."""
+WorkerStarter = Callable[[RankInfo, WorkerLinks], StartedProcess]
+"""Starts one rank's process, which inherits the links. Leaves no process behind when it raises."""
 
 
 class SupervisedLauncher(Launcher):
@@ -70,6 +67,7 @@ class SupervisedLauncher(Launcher):
 
 
 @final
+@dataclass(eq=False)
 class WorkerGroup:
     """The workers that one launching process has started, and what it shares with them.
 
@@ -82,14 +80,13 @@ class WorkerGroup:
         values: the memory files for what the workers return, by global rank.
     """
 
-    def __init__(self, supervisor: Supervisor, cross_node_failures: CrossNodeFailures) -> None:
-        self.supervisor = supervisor
-        self.cross_node_failures = cross_node_failures
-        self.address: tuple[str, int] | None = None
-        self.store: Store | None = None
-        self.run_id = f"rankwise-{os.getpid()}"
-        self.values: dict[int, int] = {}
-        self._memory_files = ExitStack()
+    supervisor: Supervisor
+    cross_node_failures: CrossNodeFailures
+    address: tuple[str, int] | None = None
+    store: Store | None = None
+    run_id: str = field(default_factory=lambda: f"rankwise-{os.getpid()}")
+    values: dict[int, int] = field(default_factory=dict)
+    _memory_files: ExitStack = field(default_factory=ExitStack)
 
     def open_rendezvous(self, options: SupervisionOptions, rendezvous: str) -> None:
         """Host the store through which the ranks meet, where this process has to."""
@@ -113,7 +110,7 @@ class WorkerGroup:
                 undo.callback(_close, ours)
                 with theirs:
                     links = WorkerLinks(theirs, self.values[ranks.global_rank], heartbeat, parent_pipe)
-                    process = starter.start(ranks, links)
+                    process = starter(ranks, links)
                 self.supervisor.add(ranks, ours, process, reader)
                 undo.pop_all()  # from here on the supervisor's
 
