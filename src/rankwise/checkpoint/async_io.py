@@ -50,12 +50,12 @@ class AsyncCheckpointIO(CheckpointIO):
         if max_pending < 1:
             raise InvalidArgumentError(argument="max_pending", value=max_pending, expected="1 or more")
         self.max_pending = max_pending
-        self._notify: Callable[[bool], None] = _ignore
+        self._notify: Callable[[bool], object] = lambda is_saving: None
         self._reset()
 
     def _reset(self) -> None:
         self._owner = os.getpid()
-        self._tasks: queue.Queue[Callable[[], None]] = queue.Queue(self.max_pending)
+        self._tasks: queue.Queue[Callable[[], object]] = queue.Queue(self.max_pending)
         self._error: BaseException | None = None
         self._failures = 0
         self._lock = threading.Lock()
@@ -86,12 +86,12 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.wrapped.load_checkpoint(path, map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at `path` in the thread, after the saves that are queued."""
+        """Remove the checkpoint at `path` in the thread, unless a queued save before it fails."""
         self._reset_after_fork()
         with self._lock:
             error, failures = self._error, self._failures
         if error is None:
-            self._enqueue(lambda: self._remove_unless_failed(path, failures))
+            self._enqueue(lambda: self._failures == failures and self.wrapped.remove_checkpoint(path))
 
     def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
         self.wrapped.check_checkpoint(part, path)
@@ -114,9 +114,7 @@ class AsyncCheckpointIO(CheckpointIO):
             raise error
         self.wrapped.teardown()
 
-    # ------------------------------------------------------------------ the thread
-
-    def _enqueue(self, task: Callable[[], None]) -> None:
+    def _enqueue(self, task: Callable[[], object]) -> None:
         self._notify(True)  # first: the process must not be killed before the thread gets the task
         self._tasks.put(task)
         with self._lock:
@@ -142,11 +140,6 @@ class AsyncCheckpointIO(CheckpointIO):
                     self._error = self._error or error
                     self._failures += 1
 
-    def _remove_unless_failed(self, path: str | os.PathLike[str], failures: int) -> None:
-        """Remove a checkpoint, unless a save has failed since the count was `failures`."""
-        if self._failures == failures:
-            self.wrapped.remove_checkpoint(path)
-
     def _take_error(self) -> BaseException | None:
         """Return the first error since the last call of this method."""
         with self._lock:
@@ -163,15 +156,11 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._notify = _ignore
+        self._notify = lambda is_saving: None
         self._reset()
 
     def __repr__(self) -> str:
         return f"AsyncCheckpointIO({type(self.wrapped).__name__}, {self._tasks.qsize()} pending)"
-
-
-def _ignore(is_saving: bool) -> None:
-    pass
 
 
 class _Snapshot:

@@ -79,9 +79,7 @@ def as_checkpoint_error(path: str | os.PathLike[str]) -> Iterator[None]:
 def reason_for(error: BaseException, handled: BaseException | None) -> str:
     """Return the first line of the deepest cause: torch's writer reports a full disk as another error.
 
-    Args:
-        error: the raised exception.
-        handled: the exception that the caller was handling before; it is not a cause.
+    `handled`, the exception that the caller was handling before, is not a cause.
     """
     while error.__context__ not in (None, handled):
         error = error.__context__

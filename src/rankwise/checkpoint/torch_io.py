@@ -72,9 +72,10 @@ class TorchCheckpointIO(CheckpointIO):
         except CheckpointError:
             raise
         except pickle.UnpicklingError as error:
+            found = re.search(r"(?:GLOBAL|global|class) ([\w.]+)", str(error))
             raise CheckpointError(
                 path=os.fspath(path),
-                problem=f"holds {_refused_name(error)}, which weights_only=True does not load: "
+                problem=f"holds {found[1] if found else 'something'}, which weights_only=True does not load: "
                 "it could run code",
                 remedy="keep plain types and tensors in a checkpoint; load untrusted files in no other way.",
             ) from error
@@ -95,9 +96,6 @@ class TorchCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the file at `path`, if it exists."""
         Path(path).unlink(missing_ok=True)
-
-
-# ------------------------------------------------------------------------------------- writing
 
 
 def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[str]) -> None:
@@ -126,14 +124,18 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush_folder(target.parent)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # not supported by some network file systems
+            os.fsync(folder)  # flushes the rename to the disk
+    finally:
+        os.close(folder)
 
 
 def _open_unnamed(folder: Path) -> IO[bytes] | None:
     """Open a file without a name in `folder`, which a killed process does not leave behind.
 
-    Returns:
-        None if the platform or the file system does not support it; Linux has `O_TMPFILE`.
+    None if the platform or the file system does not support it; Linux has `O_TMPFILE`.
     """
     flag = getattr(os, "O_TMPFILE", None)
     if flag is None or not Path(_OPEN_FILES).exists():
@@ -163,23 +165,10 @@ def _remove_abandoned(target: Path) -> None:
                 temporary.unlink()
 
 
-def _flush_folder(folder: Path) -> None:
-    """Flush a rename in `folder` to the disk, if the file system supports it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # not supported by some network file systems
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def check_loadable(checkpoint: dict[str, Any], file: IO[bytes], path: str) -> None:
     """Raise if `file`, which contains `checkpoint`, cannot be loaded with `weights_only=True`.
 
     torch reads the names in the pickle, not the data of tensors.
-
-    Raises:
-        CheckpointError: naming the offending values of the checkpoint for `path`.
     """
     file.seek(0)
     refused = set(get_unsafe_globals_in_checkpoint(file))
@@ -227,9 +216,6 @@ class _PicklerWithoutData(pickle.Pickler):
         return "" if torch.is_storage(value) else None
 
 
-# ------------------------------------------------------------------------------------- reading
-
-
 def _check_file(path: Path) -> None:
     """Raise unless `path` is an intact archive; torch itself does not detect changed bytes in a tensor."""
     problem, remedy = "", _USE_ANOTHER
@@ -260,8 +246,3 @@ def _damaged_record(path: Path) -> str | None:
             return archive.testzip()
     except zipfile.BadZipFile:
         return "table of contents"
-
-
-def _refused_name(error: pickle.UnpicklingError) -> str:
-    match = re.search(r"(?:GLOBAL|global|class) ([\w.]+)", str(error))
-    return match[1] if match else "something"

@@ -119,8 +119,6 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         self._values = Variables(self.name, dict(os.environ if environ is None else environ))
         self._table = self.table(self._values.environ)
 
-    # ------------------------------------------------------------------ detection
-
     @classmethod
     def table(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
         """Return fact to variable name; override it for a launcher with several sets of names."""
@@ -163,8 +161,6 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
             EnvironmentVariableError: as `rejection`.
         """
         return cls.rejection(os.environ if environ is None else environ) is None
-
-    # ------------------------------------------------------------------ facts
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -274,9 +270,6 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     def validate_settings(self, devices: int, num_nodes: int) -> None:
         """Check the user's settings against this environment; override to raise for invalid ones."""
-
-    def teardown(self) -> None:
-        """Release resources of the environment; override it if there are any."""
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in self.seen().items())

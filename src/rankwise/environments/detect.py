@@ -93,21 +93,15 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
     for number, cls in enumerate(_ORDER):
         reason = cls.rejection(environ)
         if reason is None:
-            others = {other.name: _later_rejection(other, cls, environ) for other in _ORDER[number + 1 : -1]}
-            why = _LAST_REASON if cls is _ORDER[-1] else _REASON
-            return Detection(cls(environ), why, {**rejected, **others})
+            for other in _ORDER[number + 1 : -1]:
+                try:
+                    why_not = other.rejection(environ) or f"{cls.name} is nearer to this process"
+                except EnvironmentVariableError as error:
+                    why_not = error.problem
+                rejected[other.name] = why_not
+            return Detection(cls(environ), _LAST_REASON if cls is _ORDER[-1] else _REASON, rejected)
         rejected[cls.name] = reason
     raise LookupError("the last environment must accept every process")
-
-
-def _later_rejection(
-    other: type[ClusterEnvironment], found: type[ClusterEnvironment], environ: Mapping[str, str]
-) -> str:
-    """Return why an environment was rejected that comes after the one that was found."""
-    try:
-        return other.rejection(environ) or f"{found.name} is nearer to this process"
-    except EnvironmentVariableError as error:
-        return error.problem
 
 
 def _class_named(name: str) -> type[ClusterEnvironment]:

@@ -35,11 +35,7 @@ _STEPS = 31
 
 
 def address_toward(host: str) -> str:
-    """Return the local address that the route to `host` uses. Sends nothing.
-
-    Raises:
-        ConfigurationError: when the name cannot be resolved, or there is no route.
-    """
+    """Return the local address that the route to `host` uses, or raise. Sends nothing."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -57,9 +53,6 @@ def interface_toward(host: str) -> str | None:
 
     For a name that this host resolves to loopback, it is the interface at which other hosts reach this host;
     None if that is unknown.
-
-    Raises:
-        ConfigurationError: as `address_toward`.
     """
     address = address_toward(host)
     if _is_loopback(address) and _is_name(host):
@@ -75,9 +68,6 @@ def listening_address(main_address: str, other_node: str | None = None) -> str:
 
     Hosts often resolve their own name to loopback, where no other host can reach them. Then it is the address
     of the route to another node, or this host's only external address.
-
-    Raises:
-        ConfigurationError: as `address_toward`; and when this host has several external addresses.
     """
     address = address_toward(main_address)
     if not (_is_name(main_address) and _is_loopback(address)):
@@ -87,7 +77,15 @@ def listening_address(main_address: str, other_node: str | None = None) -> str:
         return toward_other
     addresses = _external_addresses()
     if len(addresses) > 1:
-        raise _ambiguous_address_error(main_address, address, addresses)
+        names = interfaces_by_address()
+        listed = ", ".join(f"{each} ({names.get(each, 'unknown')})" for each in addresses)
+        raise ConfigurationError(
+            message=f"Other nodes cannot reach {main_address!r}: {socket.gethostname()!r} resolves that name "
+            f"to {address}, which is loopback.",
+            facts=f"it has several other addresses: {listed}.",
+            remedy="set MASTER_ADDR to the one that the other nodes reach, on every node; or correct the "
+            "name in /etc/hosts.",
+        )
     return addresses[0] if addresses else address  # without any, all nodes are this machine
 
 
@@ -95,10 +93,7 @@ def rendezvous_address(main_address: str, other_node: str | None) -> str:
     """Return the address at which this rank connects to rank 0's node.
 
     It is `main_address`, except on a host that resolves that name to loopback: this is rank 0's node itself,
-    which connects to its listening address.
-
-    Raises:
-        ConfigurationError: as `listening_address`, but not for names that cannot be resolved (yet).
+    which connects to its listening address. A name that cannot be resolved (yet) is not an error.
     """
     is_here = is_own_loopback_name(main_address)
     return listening_address(main_address, other_node) if is_here else main_address
@@ -120,18 +115,6 @@ def _external_addresses() -> list[str]:
         return [address_toward(_DOCUMENTATION_ADDRESS)]
     except ConfigurationError:
         return []
-
-
-def _ambiguous_address_error(main_address: str, address: str, addresses: Sequence[str]) -> ConfigurationError:
-    names = interfaces_by_address()
-    listed = ", ".join(f"{each} ({names.get(each, 'unknown')})" for each in addresses)
-    return ConfigurationError(
-        message=f"Other nodes cannot reach {main_address!r}: {socket.gethostname()!r} resolves that name to "
-        f"{address}, which is loopback.",
-        facts=f"it has several other addresses: {listed}.",
-        remedy="set MASTER_ADDR to the one that the other nodes reach, on every node; or correct the name in "
-        "/etc/hosts.",
-    )
 
 
 def _is_name(host: str) -> bool:
@@ -176,10 +159,7 @@ def port_of_job(ids: Sequence[str]) -> int:
     """
     number = 0
     for text in ids:
-        number = number * _STEPS + _as_number(text)
+        is_number = text.isascii() and text.isdecimal()
+        added = int(text[-18:]) if is_number else zlib.crc32(text.encode("utf-8", "replace"))
+        number = number * _STEPS + added
     return _FIRST_PORT + number % _PORT_COUNT
-
-
-def _as_number(text: str) -> int:
-    is_plain = text.isascii() and text.isdecimal()
-    return int(text[-18:]) if is_plain else zlib.crc32(text.encode("utf-8", "replace"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, final
 
@@ -89,11 +89,7 @@ def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
 
 
 def require_dense(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters that require a gradient.
-
-    Raises:
-        ConfigurationError: for sparse gradients.
-    """
+    """Return the parameters that require a gradient; raise for sparse gradients."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -170,6 +166,7 @@ class _Bucket:
 
 
 @final
+@dataclass(eq=False)
 class FlatGradients:
     """The gradients of some parameters, as one tensor for each storage that only they occupy.
 
@@ -177,14 +174,13 @@ class FlatGradients:
     takes one kernel for each bucket.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._known_gradients: list[Tensor] = []
-        self._pieces: list[Tensor] = []
+    parameters: Sequence[Tensor]
+    _known_gradients: list[Tensor] = field(default_factory=list, init=False)
+    _pieces: list[Tensor] = field(default_factory=list, init=False)
 
     def pieces(self) -> list[Tensor]:
         """Return tensors that cover all gradients, each element once."""
-        gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
+        gradients = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
         known = self._known_gradients
         if len(gradients) != len(known) or not all(map(is_, gradients, known)):
             self._find_pieces(gradients)
@@ -198,7 +194,10 @@ class FlatGradients:
             by_storage[gradient.untyped_storage().data_ptr()].append(gradient)
         if len(by_storage) < len(gradients) and all(map(_fill_storage, by_storage.values())):
             self._known_gradients = gradients
-            self._pieces = [_whole_storage(first) for first, *_ in by_storage.values()]
+            self._pieces = [
+                torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
+                for first, *_ in by_storage.values()
+            ]
 
 
 def _fill_storage(tensors: list[Tensor]) -> bool:
@@ -211,7 +210,3 @@ def _fill_storage(tensors: list[Tensor]) -> bool:
             return False
         end += tensor.numel()
     return end * tensors[0].element_size() == tensors[0].untyped_storage().nbytes()
-
-
-def _whole_storage(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())

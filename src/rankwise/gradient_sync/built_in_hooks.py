@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -55,7 +55,7 @@ def _noop_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def powersgd_hook(memory: PowerSGDMemory, bucket: Any) -> Any:
-    """Reduce a bucket with torch's `powerSGD_hook`."""
+    """Call torch's `powerSGD_hook`."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
     memory.fit(bucket)
@@ -63,6 +63,7 @@ def powersgd_hook(memory: PowerSGDMemory, bucket: Any) -> Any:
 
 
 @final
+@dataclass(eq=False)
 class PowerSGDMemory:
     """torch's `PowerSGDState`, and the parameter names of each of its buckets.
 
@@ -71,13 +72,12 @@ class PowerSGDMemory:
     name and assigns them to the new buckets.
     """
 
-    def __init__(self, state: PowerSGDState) -> None:
-        self.state = state
-        self._names: dict[int, str] = {}
-        self._sizes: dict[str, int] = {}
-        self._layouts: dict[int, Layout] = {}
-        self._errors: dict[str, Tensor] = {}  # not yet assigned to a bucket
-        self._bases: dict[Layout, Tensor] = {}
+    state: PowerSGDState
+    _names: dict[int, str] = field(default_factory=dict, init=False)
+    _sizes: dict[str, int] = field(default_factory=dict, init=False)
+    _layouts: dict[int, Layout] = field(default_factory=dict, init=False)
+    _errors: dict[str, Tensor] = field(default_factory=dict, init=False)  # not yet assigned to a bucket
+    _bases: dict[Layout, Tensor] = field(default_factory=dict, init=False)
 
     def name_parameters(self, module: nn.Module) -> None:
         """Register the names of the parameters in the buckets."""
@@ -126,7 +126,7 @@ class PowerSGDMemory:
                 del memory[index]
         self._layouts = {index: layout for index, layout in self._layouts.items() if index < first}
 
-    def _errors_by_name(self, first: int = 0) -> dict[str, Tensor]:
+    def _errors_by_name(self, first: int) -> dict[str, Tensor]:
         errors = dict(self._errors)
         for index, flat in self.state.error_dict.items():
             if index >= first:
@@ -134,7 +134,7 @@ class PowerSGDMemory:
                 errors.update(zip(layout, flat.split([self._sizes[name] for name in layout]), strict=True))
         return errors
 
-    def _bases_by_layout(self, first: int = 0) -> dict[Layout, Tensor]:
+    def _bases_by_layout(self, first: int) -> dict[Layout, Tensor]:
         kept = {
             self._layouts[index]: basis for index, basis in self.state.q_memory_dict.items() if index >= first
         }
@@ -146,10 +146,10 @@ class PowerSGDMemory:
         kind, keys, position, has_gauss, gauss = random_state
         return {
             "iter": self.state.iter,
-            "errors": {name: error.detach().clone() for name, error in self._errors_by_name().items()},
+            "errors": {name: error.detach().clone() for name, error in self._errors_by_name(0).items()},
             "bases": [
                 {"parameters": list(layout), "basis": basis.detach().clone()}
-                for layout, basis in self._bases_by_layout().items()
+                for layout, basis in self._bases_by_layout(0).items()
             ],
             "random": [kind, keys.tolist(), position, has_gauss, gauss],
         }
@@ -162,8 +162,7 @@ class PowerSGDMemory:
             name: error for name, error in state["errors"].items() if self._sizes.get(name) == error.numel()
         }
         self._bases = {tuple(entry["parameters"]): entry["basis"] for entry in state["bases"]}
-        kind, keys, position, has_gauss, gauss = state["random"]
-        self.state.rng.set_state((kind, keys, position, has_gauss, gauss))
+        self.state.rng.set_state(tuple(state["random"]))
 
 
 def _make_powersgd_state(

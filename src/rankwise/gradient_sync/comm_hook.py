@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -61,30 +61,17 @@ _STATEFUL = ("PowerSGDMemory", "PowerSGDState", "PostLocalSGDState")
 @final
 @dataclass
 class CommHook:
-    """A communication hook with its options, state and wrapper; creates the state on each rank.
-
-    Attributes:
-        name: for error texts.
-        named: the hook and how its state is created.
-        options: arguments of `named.make_state`.
-        state: the user's own state; None: `named.make_state` creates it.
-        wrapper: a function from a hook to a hook, or None.
-    """
+    """A communication hook with its options, state and wrapper; creates the state on each rank."""
 
     name: str
     named: NamedHook
-    options: dict[str, Any] = field(default_factory=dict)
-    state: Any = None
-    wrapper: Wrapper | None = None
+    options: dict[str, Any]  # of `named.make_state`
+    state: Any  # the user's own; None: `named.make_state` creates it
+    wrapper: Wrapper | None
 
     @classmethod
     def checked(cls, hook: object, state: Any = None, wrapper: object = None) -> CommHook | None:
-        """Return the hook for `comm_hook=`, `comm_state=` and `comm_wrapper=`; None for no hook.
-
-        Raises:
-            UnknownNameError, UnknownArgumentError, InvalidArgumentError, InvalidTypeError,
-            ConfigurationError: for arguments that are invalid, alone or together.
-        """
+        """Validate `comm_hook=`, `comm_state=` and `comm_wrapper=`; return the hook, None for no hook."""
         if hook is None:
             if state is not None or wrapper is not None:
                 given = "comm_state" if state is not None else "comm_wrapper"
@@ -224,9 +211,6 @@ def _check_wrapper(wrapper: object) -> Wrapper | None:
     return wrapper
 
 
-# ------------------------------------------------------------------------------------- with DDP
-
-
 def register_ddp_comm_hook(
     model: nn.Module, state: Any = None, hook: Hook | str | None = None, wrapper: Wrapper | str | None = None
 ) -> None:
@@ -290,9 +274,6 @@ def _name_of(hook: object) -> str:
     return name.lower() if "localSGD" in name else name
 
 
-# ------------------------------------------------------------------------------------- without DDP
-
-
 @final
 class HookBucket:
     """The gradients of some parameters in one tensor, with the methods of torch's `GradBucket`."""
@@ -330,26 +311,12 @@ class HookBucket:
 
 
 @final
+@dataclass
 class ManualHookRunner:
-    """Runs the communication hook of a wrapped module on buckets that DDP has not made.
+    """Runs the communication hook of a wrapped module on buckets that DDP has not made."""
 
-    Args:
-        hook: a function `hook(state, bucket)`.
-        state: its state.
-
-    Raises:
-        ConfigurationError: for a hook that keeps gradients from step to step.
-    """
-
-    def __init__(self, hook: Any, state: Any) -> None:
-        self._hook, self._state = hook, state
-        if type(state).__name__ in _STATEFUL:
-            raise ConfigurationError(
-                message=f"A hook with a {type(state).__name__} cannot be used in manual optimisation.",
-                facts="it keeps gradients from step to step, and there a step may have any number of "
-                "backward passes, each over other parameters.",
-                remedy='comm_hook="bf16_compress", or automatic_optimization = True.',
-            )
+    hook: Hook
+    state: Any
 
     @classmethod
     def of(cls, wrapped: nn.Module) -> ManualHookRunner | None:
@@ -359,16 +326,19 @@ class ManualHookRunner:
             ConfigurationError: for a hook that keeps gradients from step to step.
         """
         hooks: list[Any] = wrapped._comm_hooks if isinstance(wrapped, DistributedDataParallel) else []
-        is_weighting = bool(hooks) and isinstance(getattr(hooks[-1][0], "hook", None), WeightedReduction)
-        return None if not hooks or is_weighting else cls(*hooks[-1])
+        if not hooks or isinstance(getattr(hooks[-1][0], "hook", None), WeightedReduction):
+            return None
+        hook, state = hooks[-1]
+        if type(state).__name__ in _STATEFUL:
+            raise ConfigurationError(
+                message=f"A hook with a {type(state).__name__} cannot be used in manual optimisation.",
+                facts="it keeps gradients from step to step, and there a step may have any number of "
+                "backward passes, each over other parameters.",
+                remedy='comm_hook="bf16_compress", or automatic_optimization = True.',
+            )
+        return cls(hook, state)
 
-    def reduce(
-        self,
-        parameters: Iterable[Tensor],
-        group: dist.ProcessGroup | None = None,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
+    def reduce(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
         """Average the gradients of `parameters` over the ranks with the hook, in place.
 
         A separate all-reduce says which gradients exist, because a hook may round or drop the flags. A
@@ -376,11 +346,11 @@ class ManualHookRunner:
 
         Collective: every rank must call this, with the same parameters in the same order.
         """
-        buckets = list(buckets_of(require_dense(parameters), bucket_bytes))
+        buckets = list(buckets_of(require_dense(parameters), BUCKET_BYTES))
         works = []
         for index, members in enumerate(buckets):
             bucket = HookBucket(members, index, index + 1 == len(buckets))
-            works.append((members, self._hook(self._state, bucket)))
+            works.append((members, self.hook(self.state, bucket)))
         flags = [float(member.grad is not None) for members in buckets for member in members]
         if not flags:
             return
@@ -388,12 +358,9 @@ class ManualHookRunner:
         dist.all_reduce(exist, group=group)
         exists = iter(exist.tolist())
         for members, future in works:
-            reduced = future.wait()
+            reduced: Any = future.wait()
             flat = reduced if isinstance(reduced, Tensor) else reduced[0]
             write_means(members, flat, list(itertools.islice(exists, len(members))))
-
-
-# ------------------------------------------------------------------------------------- states
 
 
 def read_state(state: Any) -> dict[str, Any]:
@@ -403,7 +370,7 @@ def read_state(state: Any) -> dict[str, Any]:
     """
     if callable(own := getattr(state, "state_dict", None)):
         return dict(own())
-    return {"iter": state.iter} if _counts_steps(state) else {}
+    return {"iter": state.iter} if isinstance(getattr(state, "iter", None), int) else {}  # torch's local SGD
 
 
 def write_state(state: Any, saved: Mapping[str, Any]) -> None:
@@ -412,13 +379,8 @@ def write_state(state: Any, saved: Mapping[str, Any]) -> None:
         return
     if callable(own := getattr(state, "load_state_dict", None)):
         own(saved)
-    elif _counts_steps(state):
+    elif "iter" in saved and isinstance(getattr(state, "iter", None), int):
         state.iter = saved["iter"]
-
-
-def _counts_steps(state: Any) -> bool:
-    """Return whether this is torch's `PostLocalSGDState`, or a similar one."""
-    return isinstance(getattr(state, "iter", None), int)
 
 
 def state_for_rank(saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
@@ -431,11 +393,9 @@ def state_for_rank(saved: Sequence[Mapping[str, Any]], rank: int, world_size: in
         return dict(saved[rank])
     first = dict(saved[0])
     if errors := first.get("errors"):
+        first["errors"] = {}
         others = [state["errors"] for state in saved]
-        first["errors"] = {name: _mean([other.get(name) for other in others]) for name in errors}
+        for name in errors:
+            parts = [other[name] for other in others if name in other]
+            first["errors"][name] = torch.stack(parts).sum(dim=0) / len(others)
     return first
-
-
-def _mean(parts: Sequence[Tensor | None]) -> Tensor:
-    present = [part for part in parts if part is not None]
-    return torch.stack(present).sum(dim=0) / len(parts)

@@ -53,11 +53,7 @@ class NamedHook:
     averages: bool = False
 
     def check_options(self, name: str, options: Mapping[str, Any]) -> None:
-        """Check the options.
-
-        Raises:
-            UnknownArgumentError: for an option that `make_state` does not take.
-        """
+        """Raise for options that `make_state` does not take, or `check` refuses."""
         known = self._options()
         for option in options:
             if known is not None and option not in known:
@@ -124,17 +120,11 @@ class _Registry(NameTable[NamedHook]):
             )
         return self._entries[name.lower()]
 
-    def get(self, name: str) -> NamedHook:
-        """Return the hook of that name; see `entry`."""
-        return self.entry(name)
+    get = entry
 
 
 def check_hook(hook: object) -> Hook:
-    """Return the hook if it can be called with a state and a bucket.
-
-    Raises:
-        InvalidTypeError: for anything else.
-    """
+    """Return the hook if it can be called with a state and a bucket, or raise."""
     if callable(hook) and not isinstance(hook, type):
         try:
             inspect.signature(hook).bind(None, None)

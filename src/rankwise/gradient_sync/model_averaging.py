@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.errors import ConfigurationError
@@ -17,29 +18,20 @@ _DISTRIBUTED = ("ZeroRedundancyOptimizer", "DistributedOptimizer", "_NamedOptimi
 
 
 @final
+@dataclass(eq=False)
 class ModelAveraging:
-    """Runs one `PeriodicModelAverager` of torch for each optimizer.
+    """Runs one `PeriodicModelAverager` of torch for each optimizer."""
 
-    Args:
-        period: number of optimizer steps between two averages.
-        warmup_steps: number of optimizer steps before the first average.
-        group: the ranks to average over; all of them by default.
-    """
-
-    def __init__(self, period: int, warmup_steps: int, group: ProcessGroup | None) -> None:
-        self._period = period
-        self._warmup_steps = warmup_steps
-        self._group = group
-        self._averagers: list[tuple[Optimizer, Any]] = []
-        self._steps: list[int] = []  # restored counts, for optimizers that have not stepped yet
+    period: int  # number of optimizer steps between two averages
+    warmup_steps: int  # before the first average
+    group: ProcessGroup | None
+    _averagers: list[tuple[Optimizer, Any]] = field(default_factory=list, init=False)
+    _steps: list[int] = field(default_factory=list, init=False)  # restored, for optimizers yet to step
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Average the optimizer's parameters if the period is over.
 
         Collective: every rank must call this, after each optimizer step.
-
-        Raises:
-            ConfigurationError: for a distributed optimizer.
         """
         self._averager(optimizer).average_parameters(parameters_of(optimizer))
 
@@ -51,8 +43,8 @@ class ModelAveraging:
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
         for optimizer, averager in self._averagers:
-            since = averager.step - 1 - self._warmup_steps  # torch averages, then counts
-            if averager.step > self._warmup_steps and since % self._period:
+            since = averager.step - 1 - self.warmup_steps  # torch averages, then counts
+            if averager.step > self.warmup_steps and since % self.period:
                 parameters: Any = iter(parameters_of(optimizer))
                 average_parameters(parameters, averager.process_group)
 
@@ -74,7 +66,7 @@ class ModelAveraging:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
         refuse_distributed_optimizer(optimizer)
-        averager = PeriodicModelAverager(self._period, self._warmup_steps, self._group)
+        averager = PeriodicModelAverager(self.period, self.warmup_steps, self.group)
         number = len(self._averagers)
         averager.step = self._steps[number] if number < len(self._steps) else 0
         self._averagers.append((optimizer, averager))
@@ -82,11 +74,7 @@ class ModelAveraging:
 
 
 def refuse_distributed_optimizer(optimizer: Optimizer) -> None:
-    """Raise for a distributed optimizer.
-
-    Raises:
-        ConfigurationError: when the optimizer updates a part of the parameters, or averages models itself.
-    """
+    """Raise for an optimizer that updates a part of the parameters, or averages models itself."""
     kind = type(optimizer)
     is_distributed = any(
         base.__name__ in _DISTRIBUTED and base.__module__.startswith("torch.distributed.")

@@ -26,25 +26,15 @@ class GradientSyncMode(Enum):
     FORCED_SYNC = "forced_sync"
 
 
-_AUTO = "auto"
-_NAMES = tuple(mode.value for mode in GradientSyncMode)
+def resolve_sync_mode(mode: object = "auto", *, finds_unused_parameters: bool = False) -> GradientSyncMode:
+    """Return a mode, or the mode of that name, in any case.
 
-
-def resolve_sync_mode(mode: object = _AUTO, *, finds_unused_parameters: bool = False) -> GradientSyncMode:
-    """Return the mode of that name, in any case.
-
-    Args:
-        mode: a `GradientSyncMode`, its name, or `"auto"`: `multi_auto_sync` where DDP looks for unused
-            parameters, `single_auto_sync` otherwise.
-        finds_unused_parameters: whether DDP looks for unused parameters.
-
-    Raises:
-        InvalidTypeError: when `mode` is neither a mode nor a string.
-        UnknownNameError: for an unknown name.
+    `"auto"` is `multi_auto_sync` where DDP looks for unused parameters, `single_auto_sync` otherwise.
     """
     if isinstance(mode, GradientSyncMode):
         return mode
-    name = check_name("sync_mode", mode, (_AUTO, *_NAMES), "a GradientSyncMode or its name")
-    if name == _AUTO:
+    names = ("auto", *(mode.value for mode in GradientSyncMode))
+    name = check_name("sync_mode", mode, names, "a GradientSyncMode or its name")
+    if name == "auto":
         name = "multi_auto_sync" if finds_unused_parameters else "single_auto_sync"
     return GradientSyncMode(name)

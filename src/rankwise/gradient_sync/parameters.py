@@ -59,11 +59,7 @@ def trained_parameters(
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Check that DDP can average the gradients of a module.
-
-    Raises:
-        ConfigurationError: for parameters that are sharded over several ranks already.
-    """
+    """Raise for parameters that are sharded over several ranks, which DDP cannot average."""
     tensors = sys.modules.get("torch.distributed.tensor")  # without it no such parameter exists
     if tensors is None:
         return

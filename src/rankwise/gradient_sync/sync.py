@@ -72,7 +72,9 @@ class GradientSync:
             self.weighting = check_name("gradient_weighting", gradient_weighting, WEIGHTINGS, expected)
         self.period = _check_period(model_averaging_period, self.hook)
         self._check_combination(ddp_kwargs)
-        self._has_carrier = self._can_carry_weights() and not ddp_kwargs.get("mixed_precision")
+        is_plain = self.mode is not GradientSyncMode.FORCED_SYNC if self.hook is None else self.hook.is_plain
+        is_carried = self.weighting == "logged" and is_plain and not ddp_kwargs.get("mixed_precision")
+        self._has_carrier = is_carried  # whether a `WeightCarrier` averages the weights in DDP's buckets
         self._saved: States = []  # hook states of a checkpoint or an earlier job, by rank and wrapped module
         self._own: list[dict[str, Any]] = []  # this rank's, by wrapped module
         self._clear()
@@ -119,14 +121,6 @@ class GradientSync:
                 remedy='gradient_weighting="samples", which works with every hook; or '
                 'comm_hook="fp16_compress" or "bf16_compress".',
             )
-
-    def _can_carry_weights(self) -> bool:
-        """Return whether logged weights can be averaged in DDP's buckets by a `WeightCarrier`."""
-        if self.weighting != "logged":
-            return False
-        return self.mode is not GradientSyncMode.FORCED_SYNC if self.hook is None else self.hook.is_plain
-
-    # ------------------------------------------------------------------ a job
 
     @property
     def ddp_defaults(self) -> dict[str, Any]:
@@ -236,11 +230,7 @@ class GradientSync:
         return loss if carrier is None else carrier.weighted(loss, 0.0, is_first=True)
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Check that the optimizers work with model averaging.
-
-        Raises:
-            ConfigurationError: for a distributed optimizer.
-        """
+        """Raise for optimizers that do not work with model averaging, where it is used."""
         for optimizer in optimizers if self.period is not None else ():
             refuse_distributed_optimizer(optimizer)
 
@@ -253,8 +243,6 @@ class GradientSync:
         """End training: average the model, so that all ranks have the same one."""
         if self._averaging is not None:
             self._averaging.finish()
-
-    # ------------------------------------------------------------------ states of hooks
 
     def own_states(self) -> list[dict[str, Any]]:
         """Return the states of this rank's hooks, by wrapped module; [] if all are empty."""

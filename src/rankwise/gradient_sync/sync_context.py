@@ -31,9 +31,8 @@ __all__ = ["gradient_sync_context", "synchronised"]
 NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
 
-_recorded_graphs: weakref.WeakSet[nn.Module] = (
-    weakref.WeakSet()
-)  # modules whose static graph DDP has recorded
+# Modules whose static graph DDP has recorded.
+_recorded_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def gradient_sync_context(

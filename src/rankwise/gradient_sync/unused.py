@@ -41,9 +41,6 @@ def check_finished(wrapped: DistributedDataParallel) -> None:
     """Check that the last backward pass has averaged every gradient.
 
     torch checks this in the next forward pass, which does not exist after the last step.
-
-    Raises:
-        UnusedParametersError: when a gradient was not averaged.
     """
     try:
         wrapped._check_reducer_finalized()
@@ -56,9 +53,7 @@ def explain_unused(
 ) -> UnusedParametersError | None:
     """Return DDP's error about unfinished reductions with the parameters' names; None for any other error.
 
-    Args:
-        error: the raised exception.
-        wrapped: the wrapped module; found in the error's traceback by default.
+    The wrapped module is found in the error's traceback by default.
     """
     if not isinstance(error, RuntimeError) or _MESSAGE not in text_of(error):
         return None
@@ -89,9 +84,7 @@ def _exchange_names(own: tuple[str, ...]) -> Mapping[int, tuple[str, ...]]:
         store: Any = default_store()
         store.set(f"unused/{rank}", json.dumps(own))
         keys = {other: f"unused/{other}" for other in range(world_size)}
-        with suppress(
-            Exception
-        ):  # after the timeout some ranks are missing; each kind of store raises its own
+        with suppress(Exception):  # a timeout, for which each kind of store has its own class
             store.wait(list(keys.values()), _NAMES_TIMEOUT)
         present = [other for other, key in keys.items() if store.check([key])]
         return {other: tuple(json.loads(store.get(keys[other]))) for other in present}

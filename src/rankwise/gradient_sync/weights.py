@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -36,12 +37,9 @@ class WeightAccumulator:
 
     Every loss is multiplied by its weight. The average over the ranks is then a sum of weighted gradients;
     dividing it by the mean of the ranks' weights gives the weighted average over all microbatches of all
-    ranks.
-
-    Args:
-        is_bounded: whether weighted gradients are to stay about as large as gradients. Weights are then
-            divided by a unit, the same on all ranks: about the mean of the last window, rounded to a power
-            of two so that dividing by it is exact.
+    ranks. Bounded weights keep weighted gradients about as large as gradients: they are divided by a unit,
+    the same on all ranks: about the mean of the last window, rounded to a power of two so that dividing by
+    it is exact.
 
     Attributes:
         unit: the current unit; None until the first bounded weight that is not 0.
@@ -119,11 +117,7 @@ class WeightCarrier:
     The gradient is written before the backward pass, which adds zero to it, so loss scaling does not change
     it. DDP averages it in the first bucket, without a hook; after the window the other gradients are
     divided by it. The parameter is part of the user's module only while DDP collects the parameters.
-
-    Args:
-        weights: this rank's weights.
-        averaged: the parameters whose gradients are averaged.
-        like: one of them, with a dtype that can sum weights.
+    `like` is one of the averaged parameters, with a dtype that can sum weights.
     """
 
     def __init__(self, weights: WeightAccumulator, averaged: list[Tensor], like: Tensor) -> None:
@@ -159,10 +153,7 @@ class WeightCarrier:
         return is_there and not wrapped.find_unused_parameters
 
     def weighted(self, loss: Tensor, weight: float, *, is_first: bool) -> Tensor:
-        """Return the loss times its weight, and add the weight to those to average.
-
-        `is_first`: no other loss of the window had a weight before.
-        """
+        """Return the loss times its weight; add the weight to the window's, which starts with the first."""
         weights: Any = self.total.grad
         if is_first:
             weights.fill_(weight)
@@ -172,19 +163,13 @@ class WeightCarrier:
         zero = torch.add(self._zero, self.total, alpha=0)
         return torch.add(zero if zero.device == loss.device else zero.to(loss.device), loss, alpha=weight)
 
-    # ------------------------------------------------------------------ a reduction
-
     def before(self) -> Any:
         """Return the state that `check_after` compares with."""
         gradient = self._probe.grad
         return gradient, None if gradient is None else gradient._version
 
     def check_weighted(self) -> None:
-        """Check that a loss had a weight in this microbatch.
-
-        Raises:
-            ConfigurationError: when none had.
-        """
+        """Raise if no loss had a weight in this microbatch."""
         if not self._weights.is_weighted:
             raise ConfigurationError(
                 message='gradient_weighting="logged", but the loss that was reduced has no weight.',
@@ -193,11 +178,7 @@ class WeightCarrier:
             )
 
     def check_after(self, before: Any) -> None:
-        """Check that DDP has averaged the gradients, and the weight with them, since `before()`.
-
-        Raises:
-            ProcessGroupError: when it has not.
-        """
+        """Raise if DDP has not averaged the gradients, and the weight with them, since `before()`."""
         gradient, version = before
         current = self._probe.grad
         if current is not gradient or (current is not None and current._version != version):
@@ -216,31 +197,25 @@ class WeightCarrier:
 
 
 @final
+@dataclass(eq=False)
 class WeightedReduction:
     """A communication hook that averages buckets, and the ranks' weights with them.
 
     It serves wrappers that cannot use a `WeightCarrier`. The weight is one more element of the first bucket,
-    which is sent in full precision; another hook averages the other buckets.
-
-    Args:
-        weights: this rank's weights.
-        group: the ranks to average over.
-        others: the hook for the other buckets, with `group` as its state.
+    which is sent in full precision; another hook, with `group` as its state, averages the other buckets.
     """
 
-    def __init__(self, weights: WeightAccumulator, group: dist.ProcessGroup | None, others: Hook) -> None:
-        self._weights = weights
-        self._group = group
-        self._others = others
+    weights: WeightAccumulator
+    group: dist.ProcessGroup | None
+    others: Hook
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce a bucket of gradients."""
-        weights = self._weights
+        weights = self.weights
         buffer: Tensor = bucket.buffer()
         weights.num_reductions += 1
         if bucket.index() > 0:
-            others: torch.futures.Future[Tensor] = self._others(self._group, bucket)
-            return others
+            return self.others(self.group, bucket)
         length = buffer.numel()
         dtype = buffer.dtype if buffer.dtype in FULL_PRECISION else torch.float32
         sent = buffer.new_empty(length + 1, dtype=dtype)
@@ -251,7 +226,7 @@ class WeightedReduction:
             weights.averaged = weights.averaged + sent[length]
             return buffer.copy_(sent[:length])
 
-        return averaged(self._group, sent).then(finish)
+        return averaged(self.group, sent).then(finish)
 
 
 def divide(parameters: Iterable[Tensor], mean: float | Tensor) -> None:

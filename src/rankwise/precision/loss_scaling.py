@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LossScaler", "ScaledPrecision", "are_finite"]
 
-_DEFAULTS = {
-    "init_scale": 2.0**16,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 2000,
-}
 _BOUNDS = {
     "init_scale": (0.0, math.inf),
     "growth_factor": (1.0, math.inf),
@@ -43,17 +37,11 @@ class LossScaler:
     """torch's `GradScaler` for any number of optimizers, with the same skipped steps on all ranks.
 
     The scale is updated when the next loss is scaled. So all optimizers of a training step use one scale;
-    gradients whose optimizer has not stepped by then are converted to the new scale.
-
-    Args:
-        options: torch's `init_scale`, `growth_factor`, `backoff_factor` and `growth_interval`.
-
-    Raises:
-        UnknownArgumentError, InvalidArgumentError: for invalid options.
+    gradients whose optimizer has not stepped by then are converted to the new scale. The options are torch's.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self._options = {**_DEFAULTS, **_checked(options)}
+        self._options = _checked(options)
         self._scaler: torch.amp.GradScaler | None = None
         self._state: dict[str, Any] = {}
         self._optimizers: list[Optimizer] = []
@@ -76,17 +64,15 @@ class LossScaler:
         gradients = _gradients(optimizer)
         if id(optimizer) in self._unscaled or not gradients:
             return
-        if precision.agree is not None:
-            _share_overflow(gradients, precision)
+        if precision.agree is not None:  # all ranks skip the step if the gradients of one are not finite
+            is_finite = are_finite(gradients)
+            if precision.agree(not is_finite) and is_finite:
+                gradients[0].fill_(float("nan"))
         self._on(gradients[0].device.type).unscale_(optimizer)
         self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, precision: Precision, closure: object) -> Any:
-        """Step the optimizer, unless a gradient is not finite.
-
-        Raises:
-            ConfigurationError: with a closure.
-        """
+        """Step the optimizer, unless a gradient is not finite; raise for a closure."""
         if closure is not None:
             raise ConfigurationError(
                 message=f"precision={precision.name!r} cannot step with a closure, whose loss is not scaled.",
@@ -156,22 +142,9 @@ class LossScaler:
 
 
 class ScaledPrecision(Precision):
-    """A 16-bit precision that scales the loss if its dtype is float16.
+    """A 16-bit precision that scales the loss if its dtype is float16."""
 
-    Args:
-        name: one of `dtypes`.
-        scaler: options of `LossScaler`.
-
-    Attributes:
-        dtypes: the valid names and their dtypes.
-        scaler_defaults: the precision's own options of `LossScaler`.
-
-    Raises:
-        UnknownNameError: for an unknown name.
-        UnknownArgumentError, InvalidArgumentError: for invalid scaler options.
-    """
-
-    dtypes: ClassVar[Mapping[str, torch.dtype]] = {}
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # by name
     scaler_defaults: ClassVar[Mapping[str, float]] = {}
 
     def __init__(self, name: str, **scaler: Any) -> None:
@@ -208,13 +181,6 @@ class ScaledPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._scaler is not None:
             self._scaler.load_state_dict(state_dict.get("scaler", {}))
-
-
-def _share_overflow(gradients: list[Tensor], precision: Precision) -> None:
-    """Write a NaN into finite gradients if another rank's are not finite, so that all ranks skip the step."""
-    is_finite = are_finite(gradients)
-    if precision.agree is not None and precision.agree(not is_finite) and is_finite:
-        gradients[0].fill_(float("nan"))
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:

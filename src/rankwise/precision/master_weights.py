@@ -46,8 +46,6 @@ class MasterWeightsPrecision(ScaledPrecision):
         self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._pending: list[list[Tensor]] = []
 
-    # ------------------------------------------------------------------ the module
-
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert 32-bit parameters and buffers in place, except those of batch normalisation."""
         for submodule in module.modules():
@@ -109,8 +107,6 @@ class MasterWeightsPrecision(ScaledPrecision):
         pairs.append((half, masters[id(half)]))
         return masters[id(half)]
 
-    # ------------------------------------------------------------------ a step
-
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return a context in which new tensors have 16 bits."""
         return default_dtype(self.dtype)
@@ -161,8 +157,6 @@ class MasterWeightsPrecision(ScaledPrecision):
     def model_parameters(self, optimizer: Optimizer) -> list[Tensor]:
         halves = {id(master): half for half, master in self._pairs.get(id(optimizer), [])}
         return [halves.get(id(parameter), parameter) for parameter in self.main_parameters(optimizer)]
-
-    # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         masters = [[master.detach() for _, master in pairs] for pairs in self._pairs.values()]

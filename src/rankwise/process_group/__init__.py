@@ -1,10 +1,12 @@
 """The process group: creating it, its back end, and its collectives."""
 
-from rankwise.process_group.collectives import all_reduce, barrier, broadcast
-from rankwise.process_group.gathering import (
+from rankwise.process_group.collectives import (
     all_gather,
     all_gather_ddp_if_available,
     all_gather_object,
+    all_reduce,
+    barrier,
+    broadcast,
     gather_all_tensors,
     gather_object,
     sync_ddp,
@@ -14,7 +16,6 @@ from rankwise.process_group.group import (
     check_backend,
     default_backend,
     gloo_on_interface,
-    gloo_on_loopback,
     init_process_group,
     join_process_group,
     process_group,
@@ -35,7 +36,6 @@ __all__ = [
     "gather_all_tensors",
     "gather_object",
     "gloo_on_interface",
-    "gloo_on_loopback",
     "init_process_group",
     "join_process_group",
     "process_group",

@@ -57,12 +57,7 @@ class CollectiveCheck:
     """Compares this rank's collectives with those of the other ranks.
 
     A collective costs one addition in the store and one wait for the other ranks' additions. The ranks
-    exchange the texts of their calls only after a mismatch.
-
-    Args:
-        global_rank: this process's.
-        store: the job's; threads wait in it.
-        timeout: how long to wait for the other ranks.
+    exchange the texts of their calls only after a mismatch. Threads wait in `store`.
     """
 
     def __init__(self, global_rank: int, store: dist.Store, timeout: timedelta) -> None:
@@ -76,9 +71,7 @@ class CollectiveCheck:
     def checking(self) -> Iterator[None]:
         """Compare the collectives that this process calls in the block.
 
-        Raises, from these collectives:
-            CollectiveMismatchError: on every rank of the group, when calls differ or a rank makes none.
-            LifecycleError: where only one rank runs the code.
+        They raise `CollectiveMismatchError` on every rank of the group if calls differ or are missing.
         """
         with intercepted(self._compare):
             yield
@@ -87,9 +80,6 @@ class CollectiveCheck:
         """Check that all ranks are done, so that no rank waits for another one in a collective.
 
         Collective: every rank must call this.
-
-        Raises:
-            CollectiveMismatchError: when other ranks are in a collective.
         """
         world = dist.group.WORLD
         for group in list(distributed_c10d._world.pg_names):  # torch has no public list of groups
@@ -102,11 +92,7 @@ class CollectiveCheck:
                 self._wait_for_same_call(self._next_slot(world), _END, _END, _END_TIMEOUT)
 
     def compare(self, group: dist.ProcessGroup, name: str) -> None:
-        """Compare a call in which C++ runs collectives that cannot be intercepted.
-
-        Raises:
-            The errors of collectives in `checking`.
-        """
+        """Compare a call in which C++ runs collectives that cannot be intercepted."""
         self._compare(call_from_here(group, name))
 
     def _compare(self, call: Call) -> None:
@@ -163,7 +149,9 @@ class CollectiveCheck:
         here: dict[int, str] = {}
         elsewhere: dict[int, str] = {}
         for rank in slot.ranks:
-            key, _, call = self._last_call(rank).partition(" ")
+            has_called = self._store.check([f"last/{rank}"])
+            last = self._store.get(f"last/{rank}").decode() if has_called else "none no collective yet"
+            key, _, call = last.partition(" ")
             (here if key == slot.key else elsewhere)[rank] = call
         return CollectiveMismatchError(
             group=str(slot),
@@ -172,10 +160,6 @@ class CollectiveCheck:
             missing=_ranks_by_call(elsewhere),
             timeout_s=timeout.total_seconds(),
         )
-
-    def _last_call(self, rank: int) -> str:
-        key = f"last/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else "none no collective yet"
 
 
 def _ranks_by_call(calls: Mapping[int, str]) -> dict[str, tuple[int, ...]]:

@@ -8,9 +8,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,39 +21,29 @@ from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_
 from rankwise.stores.restart import find_restart
 from rankwise.stores.tcp import open_store
 
+if TYPE_CHECKING:
+    from rankwise.environments import ClusterEnvironment
+
 __all__ = [
     "check_backend",
     "default_backend",
     "destroy_groups",
     "gloo_on_interface",
-    "gloo_on_loopback",
     "init_process_group",
     "join_process_group",
     "process_group",
 ]
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 # Numbers the groups that this process creates one after another, so that each has its own keys in the store.
 _group_numbers = itertools.count()
 
 
-class EnvironmentLike(Protocol):
-    """The part of a cluster environment that creating a group needs; see `rankwise.ClusterEnvironment`."""
-
-    @property
-    def ranks(self) -> RankInfo: ...
-
-    @property
-    def main_address(self) -> str: ...
-
-    @property
-    def main_port(self) -> int: ...
-
-
 def init_process_group(
-    environment: EnvironmentLike,
+    environment: ClusterEnvironment,
     backend: str | None = None,
     *,
     device: torch.device | None = None,
@@ -84,7 +74,9 @@ def init_process_group(
     """
     _check_distributed_available()
     ranks = environment.ranks
-    device = _default_device(ranks) if device is None else device
+    if device is None:
+        count = torch.cuda.device_count()
+        device = torch.device("cuda", ranks.local_rank % count) if count else torch.device("cpu")
     backend = default_backend(device.type) if backend is None else check_backend(backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -92,7 +84,7 @@ def init_process_group(
         _check_existing(ranks, backend)
         return ranks
     store = _open_environment_store(environment, ranks, init_timeout)
-    with gloo_on_loopback() if ranks.is_one_node else nullcontext():
+    with gloo_on_interface(_LOOPBACK if ranks.is_one_node else None):
         join_process_group(store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout)
     return ranks
 
@@ -173,7 +165,10 @@ def join_process_group(
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-        _wait_until_connected(store, ranks, timeout)
+        # Otherwise a rank with little to do could exit while another one still connects to it.
+        if store.add("connected", 1) == ranks.world_size:
+            store.set("all_connected", "1")
+        store.wait(["all_connected"], timeout)
     return identities
 
 
@@ -203,13 +198,6 @@ def _torch_state_kept() -> Iterator[None]:
         sys.excepthook = hook
 
 
-def _wait_until_connected(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> None:
-    # Otherwise a rank with little to do could exit while another one still connects to it.
-    if store.add("connected", 1) == ranks.world_size:
-        store.set("all_connected", "1")
-    store.wait(["all_connected"], timeout)
-
-
 def _check_distributed_available() -> None:
     if not dist.is_available():
         raise ProcessGroupError("This build of torch has no torch.distributed.", "install one that has.")
@@ -230,7 +218,9 @@ def _check_existing(ranks: RankInfo, backend: str) -> None:
         )
 
 
-def _open_environment_store(environment: EnvironmentLike, ranks: RankInfo, timeout: timedelta) -> dist.Store:
+def _open_environment_store(
+    environment: ClusterEnvironment, ranks: RankInfo, timeout: timedelta
+) -> dist.Store:
     if ranks.world_size == 1:
         return dist.HashStore()
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then torchrun's agent hosts it
@@ -240,11 +230,6 @@ def _open_environment_store(environment: EnvironmentLike, ranks: RankInfo, timeo
     store = open_store(None, address, hosts=ranks.is_global_zero and not is_agents, timeout=timeout)
     restart = find_restart(address, store, ranks, timeout).number if is_agents else 0
     return dist.PrefixStore(f"start{restart}/join{next(_group_numbers)}", store)
-
-
-def _default_device(ranks: RankInfo) -> torch.device:
-    count = torch.cuda.device_count()
-    return torch.device("cuda", ranks.local_rank % count) if count else torch.device("cpu")
 
 
 def check_backend(name: object) -> str:
@@ -279,11 +264,6 @@ def default_backend(device_type: str) -> str:
         return "nccl" if dist.is_nccl_available() else "gloo"
     defaults: dict[str, str] = dist.Backend.default_device_backend_map
     return defaults.get(device_type, "gloo")
-
-
-def gloo_on_loopback() -> AbstractContextManager[None]:
-    """Restrict gloo to the loopback interface; see `gloo_on_interface`."""
-    return gloo_on_interface("lo" if sys.platform == "linux" else "lo0")
 
 
 @contextmanager

@@ -65,33 +65,23 @@ _INNER_MODULES = (
     "rankwise.process_group",
     "rankwise.strategies",
 )
+_INNER_PREFIXES = tuple(f"{module}." for module in _INNER_MODULES)
 _MOST_TENSORS = 4
 
 
 @final
 @dataclass(frozen=True)
 class Call:
-    """A collective that is about to run.
-
-    Attributes:
-        group: its process group.
-        name: of torch's function that was called, or of the group's method.
-        tensors: dtypes and shapes that must be the same on all ranks; empty where none must.
-        details: the operation, or the root.
-        is_rooted: whether one rank has another part than the others, as in a broadcast.
-        location: file and line of the caller; empty where no Python code called.
-        function: the name of the calling function.
-        is_in_backward: whether the call is part of a backward pass that the caller runs.
-    """
+    """A collective that is about to run."""
 
     group: dist.ProcessGroup
-    name: str
-    tensors: str = ""
-    details: str = ""
-    is_rooted: bool = False
-    location: str = ""
-    function: str = ""
-    is_in_backward: bool = False
+    name: str  # of torch's function that was called, or of the group's method
+    tensors: str = ""  # dtypes and shapes that must be the same on all ranks; empty where none must
+    details: str = ""  # the operation, or the root
+    is_rooted: bool = False  # whether one rank has another part than the others, as in a broadcast
+    location: str = ""  # file and line of the caller; empty where no Python code called
+    function: str = ""  # that called
+    is_in_backward: bool = False  # whether the call is part of a backward pass that the caller runs
 
     @property
     def what(self) -> str:
@@ -229,7 +219,10 @@ def _details(name: str, args: tuple[Any, ...]) -> tuple[str, bool]:
 def _caller(name: str, frame: FrameType | None) -> dict[str, Any]:
     """Return the function of torch.distributed that was called, and where, as fields of a `Call`."""
     is_torch, is_in_backward = True, False
-    while frame is not None and _is_inner(module := str(frame.f_globals.get("__name__", ""))):
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not f"{module}.".startswith(_INNER_PREFIXES):
+            break
         is_torch = is_torch and module.startswith("torch.distributed")
         if is_torch and module != _WRAPPERS:
             name = frame.f_code.co_name
@@ -239,10 +232,6 @@ def _caller(name: str, frame: FrameType | None) -> dict[str, Any]:
     if frame is not None:
         fields |= {"location": f"{_file_of(frame)}:{frame.f_lineno}", "function": frame.f_code.co_name}
     return fields
-
-
-def _is_inner(module: str) -> bool:
-    return any(module == part or module.startswith(f"{part}.") for part in _INNER_MODULES)
 
 
 def _file_of(frame: FrameType) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rankwise.errors import InvalidArgumentError, LifecycleError, RankZeroFailedError
 from rankwise.failures.classify import text_of
 from rankwise.process_group.collectives import is_distributed
-from rankwise.process_group.interception import Call, intercepted
+from rankwise.process_group.interception import intercepted
 from rankwise.ranks import RankInfo, is_in_rank_zero_section
 from rankwise.stores.tcp import default_store
 
@@ -105,15 +105,10 @@ def _wait_for_outcome(store: dist.Store, key: str, timeout: timedelta) -> None:
 
 @final
 class _FirstBlock(threading.local):
-    """The block of `rank_zero_first()` that this thread runs first.
+    """The block of `rank_zero_first()` that this thread runs first."""
 
-    Attributes:
-        pid: the process that runs it; a forked process does not.
-        is_local: whether only the ranks of this node wait for it.
-    """
-
-    pid = 0
-    is_local = False
+    pid = 0  # of the process that runs it; a forked process does not
+    is_local = False  # whether only the ranks of this node wait for it
 
 
 _first_block = _FirstBlock()
@@ -125,27 +120,16 @@ def _refuse_collectives(*, is_local: bool) -> Iterator[None]:
     before = (_first_block.pid, _first_block.is_local)
     _first_block.pid, _first_block.is_local = os.getpid(), is_local
     try:
-        with intercepted(_refuse):
+        with intercepted(
+            lambda call: refuse_in_rank_zero_section(f"{call.what} {call.where}", call.group.size())
+        ):
             yield
     finally:
         _first_block.pid, _first_block.is_local = before
 
 
-def _refuse(call: Call) -> None:
-    refuse_in_rank_zero_section(f"{call.what} {call.where}", call.group.size())
-
-
 def refuse_in_rank_zero_section(call: str, group_size: int | None) -> None:
-    """Raise if the other ranks of a collective cannot call it too.
-
-    Args:
-        call: a description of the collective.
-        group_size: its number of ranks; None for all.
-
-    Raises:
-        LifecycleError: in a function that only rank zero runs, and in a block of `rank_zero_first` on the
-            rank that runs it first.
-    """
+    """Raise if only rank zero can call a collective of `group_size` ranks (None: of all) here."""
     if is_in_rank_zero_section():
         raise LifecycleError(
             call=call,

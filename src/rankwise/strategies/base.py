@@ -542,21 +542,21 @@ class Strategy(ABC):
 
     def all_gather(self, tensor: T, group: ProcessGroup | None = None, sync_grads: bool = False) -> T:
         """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
-        gathered: T = self._collectives.run(gathering.all_gather, tensor, group, sync_grads)
+        gathered: T = self._collectives.run(collectives.all_gather, tensor, group, sync_grads)
         return gathered
 
     def gather_all_tensors(self, tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
         """Gather tensors of different sizes; see `rankwise.process_group.gather_all_tensors`."""
-        return self._collectives.run(gathering.gather_all_tensors, tensor, group)
+        return self._collectives.run(collectives.gather_all_tensors, tensor, group)
 
     def all_gather_object(self, obj: T, group: ProcessGroup | None = None) -> list[T]:
         """Gather anything picklable from every rank, in rank order."""
-        return self._collectives.run(gathering.all_gather_object, obj, group)
+        return self._collectives.run(collectives.all_gather_object, obj, group)
 
     def gather_object(self, obj: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
         """Gather anything picklable from the group (by default all ranks) on rank `dst`; None elsewhere."""
         with self._collectives.guard("gather_object", group):
-            return gathering.gather_object(obj, dst, group)
+            return collectives.gather_object(obj, dst, group)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank of the job has called this; `name` is for error messages."""

@@ -21,7 +21,7 @@ from rankwise.process_group import (
     sync_ddp,
     sync_ddp_if_available,
 )
-from rankwise.process_group.gathering import Frame
+from rankwise.process_group.collectives import Frame
 
 
 def test_gathering_alone() -> None:
