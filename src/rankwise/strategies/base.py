@@ -28,7 +28,7 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import blocked_in, report_phase
 from rankwise.precision import Precision
-from rankwise.process_group import collectives, gathering, rank_zero_first
+from rankwise.process_group import collectives, rank_zero_first
 from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, set_rank_zero_only
 from rankwise.strategies.config import (
