@@ -101,15 +101,15 @@ class _Registry(NameTable[RegisteredStrategy]):
             DuplicateNameError: when the name is taken.
         """
         key = self._check_name(name, override)
-        if strategy is not _DECORATED:
-            self._entries[key] = RegisteredStrategy(_check_class(strategy), description, init_params)
-            return None
 
-        def decorate(cls: StrategyClass) -> StrategyClass:
-            self.register(name, _check_class(cls), description, override, **init_params)
+        def add(cls: StrategyClass) -> StrategyClass:
+            self._entries[key] = RegisteredStrategy(_check_class(cls), description, init_params)
             return cls
 
-        return decorate
+        if strategy is _DECORATED:
+            return add
+        add(strategy)
+        return None
 
     def create(self, name: str, **overrides: Any) -> Strategy:
         """Return a new strategy of that name.

@@ -98,10 +98,10 @@ class Strategy(ABC):
         )
         self.group_config = group_config or GroupConfig()
         self.gradients = GradientSync(**vars(gradient_config or GradientConfig()))
-        own_precision = Precision() if precision is None else precision
-        self.precision: Precision = check_instance("precision", own_precision, Precision)
-        own_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
-        self.checkpoint_io: CheckpointIO = check_instance("checkpoint_io", own_io, CheckpointIO)
+        self.precision: Precision = check_instance("precision", precision, Precision, Precision)
+        self.checkpoint_io: CheckpointIO = check_instance(
+            "checkpoint_io", checkpoint_io, CheckpointIO, TorchCheckpointIO
+        )
         self.results: dict[int, Any] = {}
         self._placement: Placement | None = None
         self._job: Job | None = None
@@ -312,12 +312,13 @@ class Strategy(ABC):
         """Return `"private"` or `"tcp"`, for a launch."""
         return "private"
 
-    def attach(self, worker: WorkerContext) -> None:
+    def attach(self, worker: WorkerContext) -> Job:
         """Start a job as the rank of `worker`; the launched entry calls this."""
         self._placement = dataclasses.replace(self.placement, ranks=worker.ranks)
         before, self._job = self._job, self._create_job(worker)
         if before is not None:  # modules that were prepared before the launch
             self._job.modules, self._job.cleanup = before.modules, before.cleanup
+        return self._job
 
     def _create_job(self, worker: WorkerContext, *, is_launched: bool = True) -> Job:
         own = Collectives(worker.ranks, lambda: self.data_parallel_group)
@@ -510,9 +511,6 @@ class Strategy(ABC):
         """Read a checkpoint, to the CPU."""
         return self.checkpoint_io.load_checkpoint(path, map_location="cpu")
 
-    # Every rank must call each of them, in the same order. Without a group, `data_parallel_group` is meant;
-    # `torch.distributed.group.WORLD` is all ranks.
-
     @property
     def timeout(self) -> timedelta:
         """How long a collective may take."""
@@ -534,6 +532,9 @@ class Strategy(ABC):
     @property
     def _collectives(self) -> Collectives:
         return self._current_job.collectives
+
+    # Every rank must call each collective, in the same order. A group of None is `data_parallel_group`;
+    # `torch.distributed.group.WORLD` is all ranks.
 
     def all_reduce(self, tensor: T, group: ProcessGroup | None = None, reduce_op: str = "mean") -> T:
         """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""

@@ -286,8 +286,10 @@ def _check_collectives(value: object) -> bool:
     return _CHECK_VALUES[given]
 
 
-def check_instance(name: str, value: Any, kind: type) -> Any:
-    """Return a plug-in if it is an instance of `kind`."""
+def check_instance(name: str, value: Any, kind: type, default: type | None = None) -> Any:
+    """Return a plug-in if it is an instance of `kind`; for None a new `default`, if there is one."""
+    if value is None and default is not None:
+        return default()
     if not isinstance(value, kind):
         raise InvalidTypeError(
             argument=name,
@@ -306,11 +308,6 @@ def check_ddp_arguments(
     known = tuple(name for name in parameters if name not in _PASSED_BY_STRATEGY)
     for name in given:
         if name not in known:
-            raise UnknownArgumentError(target=strategy, name=name, known=(*known, *keywords_of(constructor)))
+            own = inspect.getfullargspec(constructor).kwonlyargs
+            raise UnknownArgumentError(target=strategy, name=name, known=(*known, *own))
     return {"find_unused_parameters": False, **given}
-
-
-def keywords_of(constructor: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the keyword-only arguments of a constructor."""
-    parameters = inspect.signature(constructor).parameters.values()
-    return tuple(each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY)

@@ -161,17 +161,18 @@ class RankEntry:
     @start_exception_chain()
     def __call__(self, worker: WorkerContext) -> Any:
         """Run the launched function as the rank of `worker`; return its value."""
-        self.strategy.attach(worker)
-        self.strategy.job.has_group = self.init_process_group
+        job = self.strategy.attach(worker)
+        job.has_group = self.init_process_group
         with sigterm_deferred(self.strategy.checkpoint_io):
-            return self._run(worker)
+            return self._run(job)
 
     @job_entry
-    def _run(self, worker: WorkerContext) -> Any:
+    def _run(self, job: Job) -> Any:
+        worker = job.worker
         try:
             self.strategy.setup_environment()
             value = self.function(self.strategy, *self.args, **self.kwargs)
-            self.strategy.job.collectives.finish()
+            job.collectives.finish()
             self.strategy.checkpoint_io.teardown()
             wait_for_other_nodes(worker.failure_exchange)
             return value
