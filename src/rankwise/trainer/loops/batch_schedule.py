@@ -40,6 +40,7 @@ class BatchSchedule:
         policy: what happens where the numbers differ: the Trainer's `uneven_inputs`.
 
     Attributes:
+        loader: this rank's part of the loader.
         num_batches: the number of batches of the epoch on every rank, padding included; `inf` if unknown.
         is_padding: whether the last batch is a zero-weight padding step on this rank.
         has_padding: whether the last batch is a zero-weight padding step on any rank.
@@ -54,13 +55,9 @@ class BatchSchedule:
         self._is_certain = True
         self._num_real = 1
         self._counter: StoreCounter | None = None
+        self.loader = share.loader
         self.num_batches = share.num_batches
         self.is_padding = self.has_padding = False
-
-    @property
-    def loader(self) -> Any:
-        """This rank's part of the loader."""
-        return self._share.loader
 
     def ends_by_rank(self, end: int, num_replicas: int) -> list[int]:
         """Return for each rank the number after its last batch before batch `end`."""
