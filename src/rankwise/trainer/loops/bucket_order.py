@@ -48,9 +48,7 @@ def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[in
     """
     module = strategy.unwrap_module(wrapped)
     parameters = _trainable(module)
-    is_static = getattr(
-        wrapped, "static_graph", False
-    )  # DDP would expect later steps to use the graph of this pass
+    is_static = getattr(wrapped, "static_graph", False)  # later steps must have the graph of the first pass
     is_complete = sorted(order) == list(range(len(parameters)))
     if module is wrapped or is_static or not is_complete or _has_special_gradients(module):
         return
