@@ -164,16 +164,13 @@ class PollingMonitor(RankMonitor):
             while not self._is_closed.wait(self._pause_s):
                 if self._own_store is None:
                     self._own_store = self._open_store()
-                self._poll(self._own_store)
+                while self._own_store.check([self._next_key]):
+                    self._deliver(self._own_store.get(self._next_key))
+                if time.monotonic() >= self._due_s:
+                    self._due_s = time.monotonic() + self._interval_s
+                    self._action(self._own_store)
         except (RuntimeError, ValueError, RankwiseError):
             return  # the store's host is gone
-
-    def _poll(self, store: dist.Store) -> None:
-        while store.check([self._next_key]):
-            self._deliver(store.get(self._next_key))
-        if time.monotonic() >= self._due_s:
-            self._due_s = time.monotonic() + self._interval_s
-            self._action(store)
 
 
 @final
