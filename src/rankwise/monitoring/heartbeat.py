@@ -19,7 +19,6 @@ from rankwise.ranks import RankInfo
 
 # The step (-1 for none), the time on the node's monotonic clock, whether it waits for others, the phase.
 _RECORD = struct.Struct("=qd?47s")
-_LENGTH = 47
 # The phases of a training step, in order.
 _ORDER = ("data loading", "forward", "backward", "optimizer")
 # After the record, as another thread writes it: whether checkpoints are being written.
@@ -68,14 +67,11 @@ def report_phase(phase: str, *, step: int | None = None, waits: bool = False) ->
         return
     number = _current[0] if step is None else step
     _current = (number, waits, phase)
-    _RECORD.pack_into(_page, 0, number, time.monotonic(), waits, phase.encode("utf-8", "replace")[:_LENGTH])
+    _RECORD.pack_into(_page, 0, number, time.monotonic(), waits, phase.encode("utf-8", "replace"))
 
 
 def report_saving(is_saving: bool) -> None:
-    """Report whether a thread of this rank writes checkpoints; the supervisor waits for it.
-
-    Runs on: any thread.
-    """
+    """Report whether a thread of this rank writes checkpoints; the supervisor waits for it."""
     if _page is not None:
         _SAVING.pack_into(_page, _RECORD.size, is_saving)
 
