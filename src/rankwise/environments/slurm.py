@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import warnings
-from collections.abc import Mapping
-from typing import ClassVar, final
+from collections.abc import Callable, Mapping
+from typing import ClassVar, TypeVar, final
 
 from rankwise.environments.base import ClusterEnvironment, is_set
 from rankwise.environments.mpi import MPIEnvironment
@@ -15,6 +15,8 @@ from rankwise.errors import InvalidArgumentError
 from rankwise.ranks import RankInfo
 
 __all__ = ["SlurmEnvironment"]
+
+T = TypeVar("T")
 
 # Step ids from here on are not steps of srun, but a batch script, an allocation's own shell, ...
 # Source: SLURM_MAX_NORMAL_STEP_ID in slurm.h
@@ -122,16 +124,16 @@ class SlurmEnvironment(ClusterEnvironment):
             warnings.warn(f"scontrol requeue {job} failed: {message.strip() or error}", stacklevel=2)
 
     def _node_names(self) -> list[str]:
-        try:
-            return expand_node_list(self._values.text("SLURM_STEP_NODELIST"))
-        except InvalidArgumentError as error:
-            raise self._values.error(f"SLURM_STEP_NODELIST: {error.summary()}", self.seen()) from None
+        return self._expanded("SLURM_STEP_NODELIST", expand_node_list)
 
     def _tasks_per_node(self) -> list[int]:
+        return self._expanded("SLURM_STEP_TASKS_PER_NODE", expand_counts)
+
+    def _expanded(self, variable: str, expand: Callable[[str], list[T]]) -> list[T]:
         try:
-            return expand_counts(self._values.text("SLURM_STEP_TASKS_PER_NODE"))
+            return expand(self._values.text(variable))
         except InvalidArgumentError as error:
-            raise self._values.error(f"SLURM_STEP_TASKS_PER_NODE: {error.summary()}", self.seen()) from None
+            raise self._values.error(f"{variable}: {error.summary()}", self.seen()) from None
 
     @property
     def _is_special_step(self) -> bool:

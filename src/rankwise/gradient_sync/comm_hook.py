@@ -285,28 +285,22 @@ class HookBucket:
         self._buffer = concatenated_gradients(parameters)
 
     def index(self) -> int:
-        """Return the bucket's index."""
         return self._index
 
     def is_last(self) -> bool:
-        """Return whether this is the last bucket."""
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """Return the gradients as one flat tensor."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the flat tensor by one of the same number of elements."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients in their shapes, as views of the buffer."""
         views = _unflatten_dense_tensors(self._buffer, self._parameters)
         return [view.view(like.shape) for view, like in zip(views, self._parameters, strict=True)]
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters of these gradients."""
         return self._parameters
 
 
