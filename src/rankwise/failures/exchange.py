@@ -65,7 +65,7 @@ class StatusReport:
 
 
 @final
-@dataclass
+@dataclass(eq=False)
 class FailureExchange:
     """Publish why this rank ends, and find out why another one ended; `identities` are by global rank."""
 
@@ -281,7 +281,7 @@ def _as_local(cause: bytes, *others: FailureRecord) -> tuple[BaseException, Fail
 
 
 @final
-@dataclass
+@dataclass(eq=False)
 class CrossNodeFailures:
     """Publish the failures of this node's ranks that the ranks could not publish themselves.
 

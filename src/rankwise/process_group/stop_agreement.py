@@ -25,7 +25,7 @@ _ENDED = 1 << 60
 
 
 @final
-@dataclass
+@dataclass(eq=False)
 class StopAgreement:
     """One rank's part in stopping together: one per job. `begin_step` is the boundary between steps.
 
