@@ -19,6 +19,7 @@ class NameTable(ABC, Generic[Entry]):
 
     kind: str
     title: str
+    argument: str
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
@@ -32,7 +33,6 @@ class NameTable(ABC, Generic[Entry]):
             raise DuplicateNameError(name=name.lower(), kind=self.kind, registry=self.title)
         return name.lower()
 
-    @abstractmethod
     def entry(self, name: str) -> Entry:
         """Return the entry of a name.
 
@@ -40,6 +40,13 @@ class NameTable(ABC, Generic[Entry]):
             InvalidTypeError: when the name is not a string.
             UnknownNameError: when it is not registered.
         """
+        if not isinstance(name, str):
+            raise InvalidTypeError(argument=self.argument, value=name, expected="a name")
+        return self._entries[name.lower()] if name in self else self._find_unregistered(name)
+
+    @abstractmethod
+    def _find_unregistered(self, name: str) -> Entry:
+        """Return the entry of a name that is not in the table; raise an `UnknownNameError` without one."""
 
     def remove(self, name: str) -> None:
         """Remove a name. Raises as `entry` does."""

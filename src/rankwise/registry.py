@@ -63,6 +63,7 @@ class _Registry(NameTable[RegisteredStrategy]):
 
     kind = "Strategy"
     title = "StrategyRegistry"
+    argument = "strategy"
 
     @overload
     def register(
@@ -128,11 +129,7 @@ class _Registry(NameTable[RegisteredStrategy]):
         entry = self.entry(plain)
         return entry.strategy(**{**entry.init_params, **options, **overrides})
 
-    def entry(self, name: str) -> RegisteredStrategy:
-        if not isinstance(name, str):
-            raise InvalidTypeError(argument="strategy", value=name, expected="a name")
-        if name.lower() in self._entries:
-            return self._entries[name.lower()]
+    def _find_unregistered(self, name: str) -> RegisteredStrategy:
         for point in entry_points(group=_ENTRY_POINTS, name=name):
             return RegisteredStrategy(_check_class(point.load()), f"from {point.value}")
         other = _REPLACEMENTS.get(name.lower().partition("_stage")[0], "")

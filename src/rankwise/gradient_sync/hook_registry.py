@@ -77,6 +77,7 @@ class _Registry(NameTable[NamedHook]):
 
     kind = "Hook"
     title = "CommHookRegistry"
+    argument = "comm_hook"
 
     def register(
         self,
@@ -108,19 +109,15 @@ class _Registry(NameTable[NamedHook]):
         key = self._check_name(name, override)
         self._entries[key] = NamedHook(check_hook(hook), make_state, check, description, averages)
 
-    def entry(self, name: str) -> NamedHook:
-        if not isinstance(name, str):
-            raise InvalidTypeError(argument="comm_hook", value=name, expected="a name")
-        if name.lower() not in self._entries:
-            raise UnknownNameError(
-                kind="comm_hook",
-                name=name,
-                known=tuple(self),
-                remedy=f'use one of the names above, or CommHookRegistry.register("{name}", ...).',
-            )
-        return self._entries[name.lower()]
+    def _find_unregistered(self, name: str) -> NamedHook:
+        raise UnknownNameError(
+            kind="comm_hook",
+            name=name,
+            known=tuple(self),
+            remedy=f'use one of the names above, or CommHookRegistry.register("{name}", ...).',
+        )
 
-    get = entry
+    get = NameTable[NamedHook].entry
 
 
 def check_hook(hook: object) -> Hook:
