@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankwise.doctor.examination import Request, examine
@@ -68,8 +68,6 @@ def _doctor(chosen: argparse.Namespace) -> int:
     return 0 if report.is_healthy else 1
 
 
-# ------------------------------------------------------------------------------------- strategies
-
 _USE = 'Use a name: Trainer(strategy="{name}"). Arguments: StrategyRegistry.create("{name}", timeout=120).'
 
 
@@ -95,7 +93,12 @@ def _as_json(entries: dict[str, RegisteredStrategy]) -> str:
 
 def _as_text(entries: dict[str, RegisteredStrategy]) -> str:
     rows = [
-        (name, _expansion(entry), _start_method(entry) or "-", entry.description)
+        (
+            name,
+            f"{entry.strategy.__name__}({_arguments(entry.init_params)})",
+            _start_method(entry) or "-",
+            entry.description,
+        )
         for name, entry in entries.items()
     ]
     lines = [*table(("name", "stands for", "start method", "description"), rows), ""]
@@ -109,14 +112,12 @@ def _by_defaults(entries: dict[str, RegisteredStrategy]) -> dict[tuple[str, ...]
     """Return the arguments with their defaults as text, by the classes that share them."""
     found: dict[str, list[str]] = {}
     for cls in dict.fromkeys(entry.strategy for entry in entries.values()):
-        text = ", ".join(f"{key}={_word(value)}" for key, value in _defaults(cls).items())
-        found.setdefault(text, []).append(cls.__name__)
+        found.setdefault(_arguments(_defaults(cls)), []).append(cls.__name__)
     return {tuple(classes): text for text, classes in found.items()}
 
 
-def _expansion(entry: RegisteredStrategy) -> str:
-    arguments = ", ".join(f"{key}={_word(value)}" for key, value in entry.init_params.items())
-    return f"{entry.strategy.__name__}({arguments})"
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={_word(value)}" for key, value in values.items())
 
 
 def _start_method(entry: RegisteredStrategy) -> str | None:

@@ -97,9 +97,6 @@ def examine(request: Request, environ: Mapping[str, str]) -> tuple[Report, bool]
     return report, True
 
 
-# ------------------------------------------------------------------------------------- running the job
-
-
 def _bind(request: Request, detection: Detection) -> ExaminedJob:
     """Bind a strategy to the existing ranks, or to local ones if this process is alone.
 
@@ -133,9 +130,6 @@ def _run(job: ExaminedJob) -> ExaminedJob:
         return replace(job, problem=Finding(error.summary(), error.fix() or _CHECK_RANKS))
     except RuntimeError as error:  # torch's, in a rank that an outer launcher has started
         return replace(job, problem=Finding(f"The ranks failed: {error}", _CHECK_RANKS))
-
-
-# ------------------------------------------------------------------------------------- sections
 
 
 def _unknown_ranks(problem: Finding) -> Section:

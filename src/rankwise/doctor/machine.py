@@ -161,8 +161,6 @@ def _backend_findings(has: Mapping[str, bool], environ: Mapping[str, str]) -> li
     return findings
 
 
-# ------------------------------------------------------------------------------------- start methods
-
 _SCRIPT = f"from {__name__} import try_start_method; try_start_method('popen', {{timeout_s!r}})"
 _NAMES = {"popen": "ddp", "spawn": "ddp_spawn", "fork": "ddp_fork", "forkserver": "ddp_forkserver"}
 
@@ -204,11 +202,7 @@ def try_start_method(start_method: str, timeout_s: float) -> None:
         init_timeout=timeout_s,
         timeout=timeout_s,
     )
-    strategy.launch(_barrier)
-
-
-def _barrier(strategy: Strategy) -> None:
-    strategy.barrier()
+    strategy.launch(Strategy.barrier)
 
 
 def _try_script(timeout_s: float) -> None:

@@ -106,9 +106,6 @@ def _measure(size: int, strategy: Strategy) -> Measurement:
     return Measurement(size, seconds, carried / seconds, strategy.reduce_boolean_decision(is_right))
 
 
-# ---------------------------------------------------------------------------------------- sections
-
-
 def describe_ranks(job: JobFacts, how_started: str) -> Section:
     """Report the ranks, different versions, and devices that several ranks use."""
     rows = [

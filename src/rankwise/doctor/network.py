@@ -67,9 +67,12 @@ def examine_network(
         "host": socket.gethostname(),
         "interfaces": there,
         "main_address": main_address,
-        "interface": None if main_address is None else _interface(main_address),
+        "interface": None,
         "lookup_seconds": {host: round(seconds, 3) for host, seconds in slowest_lookups.items()},
     }
+    if main_address is not None:
+        with contextlib.suppress(ConfigurationError):
+            facts["interface"] = interface_toward(main_address)
     lines = [f"host name: {facts['host']}"]
     lines += [f"interface {name}: {address}" for name, address in there.items()]
     lines.append(_describe_main_address(main_address, facts["interface"]))
@@ -88,13 +91,6 @@ def _describe_main_address(main_address: str | None, interface: str | None) -> s
     if interface is None:
         return f"rank 0 is at {main_address}"
     return f"rank 0 is at {main_address}, reached through interface {interface}"
-
-
-def _interface(main_address: str) -> str | None:
-    try:
-        return interface_toward(main_address)
-    except ConfigurationError:
-        return None
 
 
 def _lookup_findings(slowest: Mapping[str, float]) -> list[Finding]:

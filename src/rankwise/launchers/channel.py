@@ -135,10 +135,8 @@ class RankChannel:
     def post_store(self, request: bytes, on_reply: Callable[[bytes | None], None]) -> int:
         """Send a request to the private store; return its number.
 
-        Args:
-            request: what to send.
-            on_reply: called from the channel's thread with the reply; with None when the job is stopped, or
-                its launching process is gone.
+        The channel's thread calls `on_reply` with the reply; with None when the job is stopped, or its
+        launching process is gone.
         """
         with self._lock:
             self._last_id += 1
@@ -173,8 +171,6 @@ class RankChannel:
         self._thread.join()
         self._loop.close()
         self._sock.close()
-
-    # ------------------------------------------------------------------ the channel's thread
 
     def _receive(self, events: int) -> None:
         try:

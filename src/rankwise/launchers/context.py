@@ -85,11 +85,7 @@ class WorkerContext:
             self._store.set_timeout(timeout)
 
     def agree_on_stopping(self, timeout: timedelta) -> StopAgreement:
-        """Return this rank's part in the agreement on when to stop; not started yet.
-
-        Args:
-            timeout: how long to wait for the other ranks' answers.
-        """
+        """Return this rank's part in the agreement on when to stop; `timeout` is for the answers."""
         from rankwise.process_group.stop_agreement import StopAgreement
 
         monitor = None if self.ranks.world_size == 1 else self._open_monitor(timeout)

@@ -220,9 +220,6 @@ class _Job:
         return f"{unknown}; {cause.line()}" if cause.is_consequence else cause.line()
 
 
-# ---------------------------------------------------------------------------------------- the agent's side
-
-
 @contextmanager
 def _agent_signals() -> Iterator[None]:
     """Let the agent end its ranks when a signal comes in the block; raise what the signal means.
@@ -314,8 +311,6 @@ def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> W
     cause = first_cause(records)
     return cause.to_error(started_s, (), [record for record in records if record is not cause])
 
-
-# ---------------------------------------------------------------------------------------- the worker's side
 
 # In the order of RankInfo's fields.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")

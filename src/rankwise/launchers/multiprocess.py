@@ -136,9 +136,6 @@ def _ended_with_the_program(supervisor: Supervisor) -> Iterator[None]:
         atexit.unregister(end)
 
 
-# ---------------------------------------------------------------------------------------- the starters
-
-
 def _starter(start_method: str, job: JobSpec, group: WorkerGroup) -> WorkerStarter:
     """Return what starts a rank's process by multiprocessing."""
     context: Any = multiprocessing.get_context(start_method)
@@ -165,9 +162,6 @@ def _starter(start_method: str, job: JobSpec, group: WorkerGroup) -> WorkerStart
             raise
 
     return start
-
-
-# ---------------------------------------------------------------------------------------- in the worker
 
 
 def _work(
@@ -202,15 +196,8 @@ def _exit_fork() -> None:
     exit_now(0)
 
 
-# ---------------------------------------------------------------------------------------- before the start
-
-
 def refuse_where_impossible(start_method: str) -> None:
-    """Refuse to start processes where that cannot work.
-
-    Raises:
-        LaunchRefusedError: says why.
-    """
+    """Raise `LaunchRefusedError` where starting processes cannot work."""
     if multiprocessing.process.current_process().daemon:
         raise LaunchRefusedError(
             message=f"start_method={start_method!r} cannot work in a daemon: it may start no processes.",

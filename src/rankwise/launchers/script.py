@@ -68,7 +68,7 @@ class ScriptLauncher(SupervisedLauncher):
             self._check_fits(worker.ranks, worker.address, rendezvous)
             return worker.run(entry, self._options.teardown_timeout_s)
         script = self._start_script(earlier, rendezvous) if _script is None else _script
-        self._check_fits(script.local_ranks[0], script.address, rendezvous)
+        self._check_fits(script.local_ranks[0], script.group.address, rendezvous)
         return script.run(entry)
 
     def _start_script(self, earlier: int, rendezvous: str) -> _Script:
@@ -135,15 +135,12 @@ def script_place() -> RankInfo | None:
     return None if _script is None else _script.local_ranks[0]
 
 
-# ---------------------------------------------------------------------------------------- the other ranks
-
-
 def _start_command(
     command: list[str], directory: str, group: WorkerGroup, ranks: RankInfo, links: WorkerLinks
 ) -> PopenProcess:
     """Run a command as one more rank."""
     descriptors = {"channel": links.channel.fileno(), "values": links.values, "heartbeat": links.heartbeat}
-    context = describe_context(ranks, group.address, group.run_id, **descriptors)
+    context = describe_context(ranks, group.address, group.run_id, descriptors)
     variables = torchrun_variables(ranks, group.address, group.run_id)
     popen = subprocess.Popen(
         command,
@@ -157,9 +154,6 @@ def _start_command(
         popen.kill()
         popen.wait()
         raise
-
-
-# ---------------------------------------------------------------------------------------- the main process
 
 
 @final
@@ -178,11 +172,6 @@ class _Script:
         self._channel = RankChannel(self._mine, on_lost=lambda: None)
         fork_safety.close_in_child(self._mine)
 
-    @property
-    def address(self) -> tuple[str, int] | None:
-        """Host and port of the store; None where it is private."""
-        return self.group.address
-
     def start(self, command: list[str], directory: str) -> None:
         """Start the other ranks, and supervise them until this process ends."""
         self.group.start(self.local_ranks[1:], partial(_start_command, command, directory, self.group))
@@ -198,8 +187,8 @@ class _Script:
         ranks = self.local_ranks[0]
         worker = WorkerContext(
             ranks,
-            torchrun_variables(ranks, self.address, self.group.run_id),
-            self.address,
+            torchrun_variables(ranks, self.group.address, self.group.run_id),
+            self.group.address,
             channel=self._channel,
             job=self._jobs,
             on_stop=self._end_waits,
@@ -258,8 +247,8 @@ class _Script:
         finally:
             fork_safety.forget(self._mine)
             self._channel.close()
-            if self.address is not None:
-                forget_store(self.address)
+            if self.group.address is not None:
+                forget_store(self.group.address)
 
     def _end_waits(self) -> None:
         # A wait in the store, in C++, runs no signal handler, but ends with the store's host.

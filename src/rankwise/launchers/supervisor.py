@@ -28,7 +28,7 @@ from rankwise.processes import fork_safety
 from rankwise.processes.event_loop import WRITE, EventLoop
 from rankwise.processes.exit_codes import write_stderr
 from rankwise.processes.signals import ROUTER, SignalRequest
-from rankwise.processes.started_process import StartedProcess
+from rankwise.processes.started_process import StartedProcess, is_suspended
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import StoreTable
 from rankwise.stores.tcp import RendezvousEndpoint
@@ -140,7 +140,7 @@ class ShutdownSequence:
             if not worker.has_failed and not worker.has_ended and worker.jobs_done < max(1, job):
                 self.failures.stopped.append(worker.ranks.global_rank)
             self.send(worker, Kind.STOP, reason)
-            if worker.process is not None and worker.process.is_stopped():
+            if worker.process is not None and is_suspended(worker.process.pid):
                 worker.process.kill()  # it would not react
         self.loop.call_later(self.grace_period_s, self._end_grace)
 
@@ -229,8 +229,6 @@ class Supervisor:
         self._has_to_exit = False
         self._settled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rankwise-supervisor", daemon=True)
-
-    # ------------------------------------------------------------------ for the launching thread
 
     def add(
         self, ranks: RankInfo, sock: socket.socket, process: StartedProcess | None, heartbeat: HeartbeatReader
@@ -361,8 +359,6 @@ class Supervisor:
                 worker.process.close()
         self._loop.close()
 
-    # ------------------------------------------------------------------ signals
-
     def _on_request(self, request: SignalRequest) -> None:
         self._last_signal = request.number
         if not request.is_repeat:
@@ -370,7 +366,8 @@ class Supervisor:
 
     def _on_observed(self, request: SignalRequest) -> None:
         is_interrupt = request.number == signal.SIGINT
-        self._loop.call_now(self._on_interrupt if is_interrupt else self._dump_stacks)
+        stacks = partial(dump_stacks, self._workers, "SIGUSR2 was sent to the main process")
+        self._loop.call_now(self._on_interrupt if is_interrupt else stacks)
 
     def _on_stop_signal(self, number: int) -> None:
         if number in self._stop_signals and not self._has_asked and self._ask_to_stop(number):
@@ -384,9 +381,6 @@ class Supervisor:
             self.was_interrupted = True
             self._stop_or_kill()
 
-    def _dump_stacks(self) -> None:
-        dump_stacks(self._workers, "SIGUSR2 was sent to the main process")
-
     def _ask_to_stop(self, number: int) -> bool:
         """Ask a rank that trains to stop with the others at a boundary; return whether there is one."""
         asked = next((worker for worker in self._workers if worker.is_in_loop and not worker.has_ended), None)
@@ -399,8 +393,6 @@ class Supervisor:
             self._kill_all()
         else:
             self._stop_all()
-
-    # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         try:
@@ -475,8 +467,6 @@ class Supervisor:
             worker.outgoing.clear()  # the rank is gone; the end of its process is reported
         self._loop.wait_writable(worker.sock, bool(worker.outgoing))
 
-    # ------------------------------------------------------------------ ends and failures
-
     def _on_process_end(self, worker: WorkerState, events: int) -> None:
         process = worker.process
         if process is None:
@@ -523,21 +513,17 @@ class Supervisor:
         self._check()
 
     def _check(self) -> None:
-        """Settle the job if it is over."""
+        """Settle the job if it is over. `TeardownTimeout` limits how long a process takes to exit then."""
         if self._settled.is_set():
             return
         if self._shutdown.has_begun:
             if all(worker.has_left(self._job) for worker in self._workers):
                 self._settle()
-        elif self._is_done():
+        elif self._job > 0 and all(worker.jobs_done >= self._job for worker in self._workers):
             if not self._has_to_exit or self.all_ended():
                 self._settle()
             else:
                 self._stalls.expect_exit()
-
-    def _is_done(self) -> bool:
-        """Whether the work is done. `TeardownTimeout` limits how long a process may then take to exit."""
-        return self._job > 0 and all(worker.jobs_done >= self._job for worker in self._workers)
 
     def _settle(self) -> None:
         self._loop.cancel_deadline()

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.errors import RendezvousTimeoutError
@@ -58,11 +59,7 @@ class JobSpec:
     openmp_threads: int | None = None
 
     def set_up_process(self, own_variables: Mapping[str, str]) -> None:
-        """Give this process what it does not inherit from the launching one.
-
-        Args:
-            own_variables: environment variables of this worker, which have precedence.
-        """
+        """Give this process what it does not inherit; `own_variables` of its environment have precedence."""
         multiprocessing.set_start_method(self.start_method, force=True)
         if self.environ is not None:
             os.environ.clear()
@@ -94,13 +91,9 @@ def open_channel(sock: socket.socket, heartbeat: int) -> RankChannel:
     bind_to_main_process()
     write_heartbeat_to(heartbeat)
     write_stacks_on_signal()
-    channel = RankChannel(sock, on_lost=_exit)
+    channel = RankChannel(sock, on_lost=partial(exit_now, 1))
     channel.send(Kind.HELLO)
     return channel
-
-
-def _exit() -> None:
-    exit_now(1)
 
 
 @start_exception_chain()
@@ -110,7 +103,7 @@ def run_worker(
     pack_value: Callable[[Any], None],
     on_failure: Callable[[BaseException], int],
 ) -> None:
-    """Run a job's function as a rank; return after success, and after a stop that the supervisor knows of.
+    """Run a job's function as a rank; return after success, and after a stop at the supervisor's request.
 
     Args:
         spec: the job.
@@ -127,9 +120,6 @@ def run_worker(
             exit_now(on_failure(error))
 
 
-# ---------------------------------------------------------------------------------------- a re-run script
-
-
 @final
 @dataclass
 class InheritedContext:
@@ -143,11 +133,7 @@ class InheritedContext:
     jobs: int = 0
 
     def run(self, entry: Entry, timeout_s: float | None) -> dict[int, Any]:
-        """Run one job as this rank, until it is over on every rank.
-
-        Args:
-            entry: what to run.
-            timeout_s: how long the main process may be suspended at the end; None for no limit.
+        """Run one job as this rank, until it is over on every rank; `timeout_s` is `_wait_until_over`'s.
 
         Raises:
             StoppedBySignal: when all ranks have stopped for a signal.
@@ -187,16 +173,9 @@ def inherited_context() -> InheritedContext | None:
 
 
 def describe_context(
-    ranks: RankInfo,
-    address: tuple[str, int] | None,
-    run_id: str,
-    *,
-    channel: int,
-    values: int,
-    heartbeat: int,
+    ranks: RankInfo, address: tuple[str, int] | None, run_id: str, descriptors: Mapping[str, int]
 ) -> str:
     """Return the text of the environment variable from which a re-run script reads its context."""
-    descriptors = {"channel": channel, "values": values, "heartbeat": heartbeat}
     return json.dumps([dataclasses.asdict(ranks), address, run_id, descriptors])
 
 

@@ -97,8 +97,6 @@ def _exit_at_end_of_file(read_end: int) -> None:
     os._exit(1)
 
 
-# ---------------------------------------------------------------------------------------- a rank's children
-
 _KEY = "rankwise"
 
 _pipe: tuple[int, int] | None = (

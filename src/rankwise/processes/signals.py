@@ -39,9 +39,6 @@ class StoppedBySignal(SystemExit):
         self.signal_number = signal_number
 
 
-# ---------------------------------------------------------------------------------------- the router
-
-
 @final
 @dataclass(frozen=True)
 class SignalRequest:
@@ -134,8 +131,6 @@ class SignalRouter:
         subscription = _Subscription(frozenset([number]), callback, is_default_action=True)
         return self._subscribed(subscription, [number])
 
-    # ------------------------------------------------------------------ for event loops
-
     def open_reader(self) -> socket.socket:
         """Return a socket that is readable when `deliver` has something to do; see `close_reader`."""
         with self._lock:
@@ -164,8 +159,6 @@ class SignalRouter:
             if is_main or not subscription.in_main_thread:
                 for request in subscription.take():
                     subscription.callback(request)
-
-    # ------------------------------------------------------------------ private
 
     @contextmanager
     def _subscribed(
@@ -262,8 +255,6 @@ class SignalRouter:
         for each in takers:
             each.pending.append(SignalRequest(number, is_repeat and each.is_debounced))
 
-    # ------------------------------------------------------------------ in forked processes
-
     def reset_in_child(self) -> None:
         """Restore the handlers that were set before all subscriptions: those are the parent's."""
         if self._blocked:
@@ -339,9 +330,6 @@ ROUTER = SignalRouter()
 """The router of this process."""
 
 os.register_at_fork(after_in_child=ROUTER.reset_in_child)
-
-
-# ---------------------------------------------------------------------------------------- SIGINT, exits
 
 
 @contextmanager

@@ -19,7 +19,7 @@ _STATUS_POLL_S = 0.001
 
 
 def is_suspended(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger); False for one that is gone."""
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger), and reacts to nothing but SIGKILL."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:  # it is gone, or this is no Linux
@@ -64,10 +64,6 @@ class StartedProcess(ABC):
                 os.kill(self.pid, number)
         except ProcessLookupError:
             return
-
-    def is_stopped(self) -> bool:
-        """Whether the process is suspended (SIGSTOP, Ctrl-Z): it reacts to nothing but SIGKILL."""
-        return is_suspended(self.pid)
 
     def close(self) -> None:
         """Close the descriptors; the process must have been reaped."""
