@@ -28,9 +28,6 @@ def expand_node_list(text: str) -> list[str]:
 
     It supports ranges, commas, zero padding, several brackets in a name and text after a bracket.
 
-    Raises:
-        InvalidArgumentError: when the text is not a node list, or has more than 100,000 nodes.
-
     Example:
         >>> expand_node_list("gpu[08-10,3],login")
         ['gpu08', 'gpu09', 'gpu10', 'gpu3', 'login']
@@ -52,9 +49,6 @@ def expand_node_list(text: str) -> list[str]:
 
 def expand_counts(text: str) -> list[int]:
     """Return one count for each node, from a value of `SLURM_TASKS_PER_NODE`.
-
-    Raises:
-        InvalidArgumentError: when the text is not such a list, or has more than 100,000 nodes.
 
     Example:
         >>> expand_counts("2(x3),1")

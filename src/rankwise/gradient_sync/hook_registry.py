@@ -35,16 +35,7 @@ class HookPlace:
 @final
 @dataclass(frozen=True)
 class NamedHook:
-    """A registered hook.
-
-    Attributes:
-        hook: `hook(state, bucket)`, as DDP calls it.
-        make_state: `make_state(place, **options)`, called on every rank; None: the state is the process group
-            and there are no options.
-        check: `check(**options)`, called in the strategy's constructor; raises for invalid options.
-        description: one line.
-        averages: whether all ranks have the same gradients after it.
-    """
+    """A registered hook; `CommHookRegistry.register` documents its fields."""
 
     hook: Hook
     make_state: Callable[..., Any] | None = None

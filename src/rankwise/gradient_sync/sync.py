@@ -37,18 +37,7 @@ States = list[list[dict[str, Any]]]
 class GradientSync:
     """How gradients are averaged: when, by which hook, with which weights.
 
-    Args:
-        sync_mode: a `GradientSyncMode`, its name, or `"auto"`.
-        comm_hook: a name with options, or a function; None for DDP's own average.
-        comm_state: the hook's state.
-        comm_wrapper: a name, or a function from a hook to a hook.
-        model_averaging_period: number of steps between two averages of the models, for post-local SGD.
-        gradient_weighting: `"samples"`, `"logged"` or None.
-        ddp_kwargs: arguments of `DistributedDataParallel`.
-
-    Raises:
-        UnknownNameError, UnknownArgumentError, InvalidArgumentError, InvalidTypeError, ConfigurationError:
-        for arguments that are invalid, alone or together.
+    `DDPStrategy` documents the arguments; the constructor raises for invalid ones, alone or together.
     """
 
     def __init__(

@@ -133,9 +133,9 @@ def join_process_group(
 
     Args:
         store: the store that all ranks of the job use.
-        ranks: this process's ranks.
+        ranks: this process's.
         backend: `"gloo"`, `"nccl"`, ...
-        device: this rank's device; a group on NCCL is bound to it.
+        device: this rank's; a group on NCCL is bound to it.
         timeout: how long a collective may take.
         init_timeout: how long the rendezvous may take; None: as long as a collective.
         on_rendezvous: called with all identities after the rendezvous, before torch creates the group: that
