@@ -6,9 +6,10 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import final
 
 import torch
@@ -110,16 +111,15 @@ def disagreement(identities: Sequence[RankIdentity]) -> str:
         return f"{odd} has a world size of {odd.world_size}, others have one of {most}."
     with_device = [each for each in identities if each.device]
     return (
-        _duplicate(identities, "global_rank", lambda each: (each.global_rank,))
-        or _duplicate(identities, "local_rank", lambda each: (each.host, each.node_rank, each.local_rank))
-        or _duplicate(with_device, "device", lambda each: (each.host, each.device))
+        _duplicate(identities, "global_rank")
+        or _duplicate(identities, "local_rank", "host", "node_rank")
+        or _duplicate(with_device, "device", "host")
     )
 
 
-def _duplicate(
-    identities: Sequence[RankIdentity], what: str, key: Callable[[RankIdentity], tuple[object, ...]]
-) -> str:
-    first: dict[tuple[object, ...], RankIdentity] = {}
+def _duplicate(identities: Sequence[RankIdentity], what: str, *scope: str) -> str:
+    """Return which two ranks have the same value of `what` within a scope, or an empty text."""
+    key, first = attrgetter(what, *scope), dict[object, RankIdentity]()
     for each in identities:
         if (other := first.setdefault(key(each), each)) is not each:
             return f"{other} and {each} have the same {what}."
