@@ -74,6 +74,11 @@ class ShardedSampler(Sampler[Any]):
     def __len__(self) -> int:
         return self.length_of(self.rank)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the ranks together yield each item of the base sampler once."""
+        return self.uneven == "keep"
+
     def length_of(self, rank: int) -> int:
         """Return the number of items of a rank."""
         return len(range(rank, self._total_length(len(self.sampler)), self.num_replicas))

@@ -181,8 +181,7 @@ def check_interleaved_by_batches(loader: DataLoader[Any]) -> None:
     sampler = _split_sampler_of(loader)
     if sampler is None:
         return
-    is_exact = isinstance(sampler, ShardedSampler) and sampler.uneven == "keep"
-    if is_exact and sampler is _index_stream(loader):
+    if sampler is _index_stream(loader) and isinstance(sampler, ShardedSampler) and sampler.is_exact:
         return
     raise _split_error(
         sampler,
