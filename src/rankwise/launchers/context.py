@@ -97,10 +97,7 @@ class WorkerContext:
     ) -> Iterator[None]:
         """Exchange status and failures with other ranks in the block, unless a supervisor sees all ranks.
 
-        Args:
-            identities: all ranks, by global rank; none where they have not met through the job's store.
-            timeout: how long to wait for the store's host.
-            stall_warning: after how long in one phase a rank is reported that others wait for.
+        `identities` has all ranks by global rank, or none where they have not met through the job's store.
         """
         from rankwise.failures.exchange import FailureExchange
         from rankwise.monitoring.rank_monitor import PollingMonitor, reply_to_status_queries
@@ -168,12 +165,7 @@ class WorkerContext:
         return store_of_job(store, self.job, self._start)
 
     def report_failure(self, error: BaseException, record: FailureRecord | None = None) -> None:
-        """Report to the supervisor what ended this rank's work; only the first report counts.
-
-        Args:
-            error: what was raised.
-            record: what to report where the failure was another node's.
-        """
+        """Report to the supervisor what ended this rank's work, once; as `record`, if that is given."""
         if isinstance(error, StoppedBySignal):
             return  # no failure: every rank stops at the same step
         if self.channel is not None and not self._has_reported:

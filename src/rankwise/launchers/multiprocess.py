@@ -52,13 +52,7 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 
 @final
 class MultiprocessLauncher(SupervisedLauncher):
-    """Start one process per local rank, run the function there, return every value.
-
-    Args:
-        start_method: `"spawn"`, `"fork"` or `"forkserver"`.
-        local_ranks: the ranks to start, in order.
-        options: how they are started, watched and ended.
-    """
+    """Start one process per local rank by `"spawn"`, `"fork"` or `"forkserver"`; run the function there."""
 
     runs_in_caller = False
 

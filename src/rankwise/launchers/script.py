@@ -40,10 +40,7 @@ _STDERR_TIMEOUT_S = 5.0
 class ScriptLauncher(SupervisedLauncher):
     """Be local rank 0 and start the others by re-running the script; the next job uses the same processes.
 
-    Args:
-        local_ranks: the ranks of this node, this process first.
-        command: what to run instead of this process's own command line; its first launch must be this one.
-        options: how they are started, watched and ended.
+    Where `command` replaces this process's own command line, its first launch must be this one.
     """
 
     runs_in_caller = True

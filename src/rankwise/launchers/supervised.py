@@ -50,12 +50,7 @@ WorkerStarter = Callable[[RankInfo, WorkerLinks], StartedProcess]
 
 
 class SupervisedLauncher(Launcher):
-    """A launcher whose workers a `Supervisor` watches.
-
-    Args:
-        local_ranks: the ranks of this node, in order.
-        options: how they are started, watched and ended.
-    """
+    """A launcher of this node's ranks, in order, whose workers a `Supervisor` watches."""
 
     def __init__(self, local_ranks: tuple[RankInfo, ...], options: SupervisionOptions) -> None:
         self._local_ranks = local_ranks
