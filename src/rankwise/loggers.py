@@ -12,8 +12,6 @@ from typing import Any, final
 
 from rankwise.errors import InvalidArgumentError
 
-__all__ = ["CSVLogger", "Logger"]
-
 
 class Logger(ABC):
     """Base class of loggers, which record metrics.

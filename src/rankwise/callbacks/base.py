@@ -10,8 +10,6 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
-__all__ = ["Callback", "MonitoringCallback"]
-
 
 class Callback:
     """Base class of callbacks: subclass it and override the hooks you need.

@@ -13,8 +13,6 @@ from rankwise.ranks import rank_zero_only
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
-__all__ = ["EarlyStopping"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from rankwise.trainer import Trainer, TrainingModule
 
-__all__ = ["ModelCheckpoint"]
-
 _STATE = (
     "best_model_path",
     "best_model_score",

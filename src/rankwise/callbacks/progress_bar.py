@@ -12,8 +12,6 @@ from rankwise.errors import InvalidArgumentError, MissingExtraError
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
-__all__ = ["TQDMProgressBar"]
-
 
 @final
 class TQDMProgressBar(Callback):

@@ -14,8 +14,6 @@ from rankwise.errors import InvalidArgumentError, InvalidTypeError
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
-__all__ = ["Timer"]
-
 _EXPECTED = 'a timedelta, "DD:HH:MM:SS", or keywords of timedelta such as {"hours": 3}'
 
 

@@ -16,8 +16,6 @@ from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error
 from rankwise.checkpoint.torch_io import TorchCheckpointIO
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = ["AsyncCheckpointIO"]
-
 
 @final
 class AsyncCheckpointIO(CheckpointIO):

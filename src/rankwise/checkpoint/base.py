@@ -11,8 +11,6 @@ from typing import Any
 
 from rankwise.errors import CheckpointError
 
-__all__ = ["CheckpointIO", "as_checkpoint_error", "reason_for"]
-
 
 class CheckpointIO(ABC):
     """Writes, reads and removes checkpoints. Subclass it for another format or another kind of storage."""

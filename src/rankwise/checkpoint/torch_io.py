@@ -24,8 +24,6 @@ from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpo
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error, reason_for
 from rankwise.errors import CheckpointError
 
-__all__ = ["TorchCheckpointIO", "check_loadable"]
-
 _MAX_NAMED = 5
 _OPEN_FILES = "/proc/self/fd"
 _USE_ANOTHER = "use an earlier file that Trainer.save_checkpoint or ModelCheckpoint wrote."

@@ -13,15 +13,6 @@ from rankwise.data.sampler import ShardedSampler, has_length, own_generators, ow
 from rankwise.data.sharding import is_shardable, with_indices_from
 from rankwise.seed import isolated_random_state, mixed_seed, seed_process
 
-__all__ = [
-    "BatchSizes",
-    "BatchStream",
-    "SeededBatch",
-    "batch_sizes",
-    "sharded_sampler_of",
-    "with_batch_stream",
-]
-
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, final
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-__all__ = ["ShardInfo", "ShardedIterable", "can_be_split", "shard_info"]
-
 
 class ShardInfo(NamedTuple):
     """The part of iterable data that this process reads: number `shard_index` of `num_shards`."""

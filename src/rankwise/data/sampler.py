@@ -11,17 +11,6 @@ from torch.utils.data import Sampler
 
 from rankwise.seed import isolated_random_state, mixed_seed
 
-__all__ = [
-    "LimitedSampler",
-    "ShardedSampler",
-    "Uneven",
-    "has_length",
-    "own_generators",
-    "own_seed",
-    "set_epoch_of",
-    "with_wrapped",
-]
-
 Uneven = Literal["pad", "drop", "keep"]
 _CHUNK = 1024  # number of items of an endless stream that are drawn at a time
 

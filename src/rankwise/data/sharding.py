@@ -18,20 +18,6 @@ from rankwise.data.iterable import ShardedIterable, can_be_split
 from rankwise.data.sampler import LimitedSampler, ShardedSampler, Uneven, has_length, own_seed, with_wrapped
 from rankwise.errors import UnshardableLoaderError
 
-__all__ = [
-    "batches_before_split",
-    "check_interleaved_by_batches",
-    "check_shardable",
-    "in_dataset_order",
-    "is_shardable",
-    "is_split",
-    "order_seed",
-    "shard_for_evaluation",
-    "shard_for_prediction",
-    "shard_for_training",
-    "with_indices_from",
-]
-
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 SplitSampler = DistributedSampler[Any] | ShardedSampler
 

@@ -15,8 +15,6 @@ from rankwise.doctor.examination import Request, examine
 from rankwise.doctor.report import table
 from rankwise.registry import RegisteredStrategy, StrategyRegistry
 
-__all__ = ["main"]
-
 _DESCRIPTION = """
 Report who started this process, and which ranks, devices, back ends, start methods and addresses there are;
 run an all-reduce over the existing ranks (or two local ones); say what to fix. Start it as you start your

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-__all__ = ["Finding", "Report", "Section", "table"]
-
 _WIDTH = 100
 
 

@@ -14,8 +14,6 @@ from rankwise.environments.network import port_of_job
 from rankwise.errors import EnvironmentVariableError, InvalidArgumentError
 from rankwise.ranks import RankInfo
 
-__all__ = ["ClusterEnvironment", "is_set"]
-
 _MAX_COUNT = 10_000_000
 _MAX_FILE_BYTES = 16_000_000
 

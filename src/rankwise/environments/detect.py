@@ -19,14 +19,6 @@ from rankwise.environments.slurm import SlurmEnvironment
 from rankwise.environments.torchelastic import TorchElasticEnvironment
 from rankwise.errors import EnvironmentVariableError, InvalidTypeError, UnknownNameError
 
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "Detection",
-    "create_environment",
-    "detect_environment",
-    "environment_names",
-]
-
 ENVIRONMENT_VARIABLE = "RANKWISE_ENVIRONMENT"
 _ENTRY_POINTS = "rankwise.environments"
 _REASON, _LAST_REASON = "all of its variables are set and agree", "no launcher's variables are complete"

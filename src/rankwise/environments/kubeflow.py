@@ -8,8 +8,6 @@ from typing import ClassVar, final
 from rankwise.environments.base import is_set
 from rankwise.environments.plain import NodesEnvironment
 
-__all__ = ["KubeflowEnvironment"]
-
 
 @final
 class KubeflowEnvironment(NodesEnvironment):

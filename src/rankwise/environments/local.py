@@ -8,8 +8,6 @@ from typing import ClassVar, final
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.errors import ConfigurationError
 
-__all__ = ["LocalEnvironment"]
-
 
 @final
 class LocalEnvironment(ClusterEnvironment):

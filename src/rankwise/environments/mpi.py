@@ -13,8 +13,6 @@ from rankwise.environments.base import ClusterEnvironment, is_set
 from rankwise.environments.network import address_toward, port_of_job
 from rankwise.errors import ConfigurationError, MissingExtraError
 
-__all__ = ["MPIEnvironment"]
-
 # Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
 _OPEN_MPI: Mapping[str, str] = {
     "global_rank": "OMPI_COMM_WORLD_RANK",

@@ -12,16 +12,6 @@ from collections.abc import Sequence
 
 from rankwise.errors import ConfigurationError
 
-__all__ = [
-    "address_toward",
-    "interface_toward",
-    "interfaces_by_address",
-    "is_own_loopback_name",
-    "listening_address",
-    "port_of_job",
-    "rendezvous_address",
-]
-
 _DISCARD_PORT = 9  # connecting a datagram socket looks up the route and sends nothing
 _SIOCGIFCONF = 0x8912  # netdevice(7): the interfaces that have an IPv4 address
 _SIOCGIFFLAGS, _RUNNING_FLAG = 0x8913, 0x40  # a bridge without other members is not running

@@ -8,8 +8,6 @@ from itertools import product
 
 from rankwise.errors import InvalidArgumentError
 
-__all__ = ["expand_counts", "expand_node_list"]
-
 _MAX_NODES = 100_000  # more than any cluster has: a longer list is damaged, and is not expanded
 
 _WORD = r"(?:[A-Za-z0-9._-]|\[[^\[\]]*\])+"

@@ -7,8 +7,6 @@ from typing import ClassVar, final
 
 from rankwise.environments.base import ClusterEnvironment, is_set
 
-__all__ = ["NodesEnvironment", "PlainEnvironment"]
-
 
 @final
 class PlainEnvironment(ClusterEnvironment):

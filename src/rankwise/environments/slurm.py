@@ -14,8 +14,6 @@ from rankwise.environments.node_list import expand_counts, expand_node_list
 from rankwise.errors import InvalidArgumentError
 from rankwise.ranks import RankInfo
 
-__all__ = ["SlurmEnvironment"]
-
 T = TypeVar("T")
 
 # Step ids from here on are not steps of srun, but a batch script, an allocation's own shell, ...

@@ -7,8 +7,6 @@ from typing import ClassVar, final
 
 from rankwise.environments.base import ClusterEnvironment
 
-__all__ = ["TorchElasticEnvironment"]
-
 
 @final
 class TorchElasticEnvironment(ClusterEnvironment):

@@ -15,18 +15,6 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from rankwise.errors import ConfigurationError
 
-__all__ = [
-    "BUCKET_BYTES",
-    "FULL_PRECISION",
-    "FlatGradients",
-    "buckets_of",
-    "concatenated_gradients",
-    "mean_over_ranks",
-    "reduce_gradients",
-    "require_dense",
-    "write_means",
-]
-
 BUCKET_BYTES = 32 * 2**20
 FULL_PRECISION = (torch.float32, torch.float64)
 """The dtypes in which weights can be summed."""

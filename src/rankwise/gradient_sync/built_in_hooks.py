@@ -16,8 +16,6 @@ from rankwise.gradient_sync.hook_registry import CommHookRegistry, HookPlace
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-__all__ = ["CompressHook", "PowerSGDMemory", "allreduce_hook", "averaged", "powersgd_hook"]
-
 Layout = tuple[str, ...]
 """The names of the parameters in a bucket."""
 

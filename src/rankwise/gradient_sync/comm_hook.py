@@ -32,17 +32,6 @@ from rankwise.gradient_sync.hook_registry import CommHookRegistry, Hook, HookPla
 from rankwise.gradient_sync.weights import WeightedReduction
 from rankwise.named_options import split_options
 
-__all__ = [
-    "CommHook",
-    "HookBucket",
-    "ManualHookRunner",
-    "is_averaging",
-    "read_state",
-    "register_ddp_comm_hook",
-    "state_for_rank",
-    "write_state",
-]
-
 Wrapper = Callable[[Hook], Hook]
 
 _WRAPPERS = {

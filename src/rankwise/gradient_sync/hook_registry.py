@@ -13,8 +13,6 @@ import torch.distributed as dist
 from rankwise.errors import InvalidTypeError, UnknownArgumentError, UnknownNameError
 from rankwise.named_options import NameTable
 
-__all__ = ["CommHookRegistry", "Hook", "HookPlace", "NamedHook", "check_hook"]
-
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-__all__ = ["ModelAveraging", "refuse_distributed_optimizer"]
-
 _DISTRIBUTED = ("ZeroRedundancyOptimizer", "DistributedOptimizer", "_NamedOptimizer", "PostLocalSGDOptimizer")
 
 

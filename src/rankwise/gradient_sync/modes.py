@@ -7,8 +7,6 @@ from typing import final
 
 from rankwise.named_options import check_name
 
-__all__ = ["GradientSyncMode", "resolve_sync_mode"]
-
 
 @final
 class GradientSyncMode(Enum):

@@ -14,15 +14,6 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = [
-    "ParametersOf",
-    "check_parameters",
-    "parameters_of",
-    "share_buffers",
-    "share_buffers_next",
-    "trained_parameters",
-]
-
 ParametersOf = Callable[["Optimizer"], Iterable[Tensor]]
 
 

@@ -26,8 +26,6 @@ from rankwise.named_options import check_name
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["WEIGHTINGS", "GradientSync"]
-
 WEIGHTINGS = ("samples", "logged")
 _OF_A_JOB = ("_states", "_group", "_averaging", "_monitors", "_carriers", "_carrier", "weights")
 States = list[list[dict[str, Any]]]

@@ -26,8 +26,6 @@ from rankwise.gradient_sync.weights import WeightAccumulator, WeightCarrier, div
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["gradient_sync_context", "synchronised"]
-
 NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
 

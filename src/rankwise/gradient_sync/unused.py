@@ -20,8 +20,6 @@ from rankwise.failures.classify import text_of
 from rankwise.gradient_sync.modes import GradientSyncMode
 from rankwise.stores.tcp import default_store
 
-__all__ = ["UnusedParameterMonitor", "check_finished", "explain_unused", "reduced_names"]
-
 _MESSAGE = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+: ((?:\d+ ?)+)")
 _NAMES_TIMEOUT = timedelta(milliseconds=300)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from rankwise.gradient_sync.hook_registry import Hook
 
-__all__ = ["WeightAccumulator", "WeightCarrier", "WeightedReduction", "divide", "missing_gradient_error"]
-
 _CARRIER = "_rankwise_weight"
 
 

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from rankwise.launchers.context import Entry
 
-__all__ = ["Launcher"]
-
 
 class Launcher(ABC):
     """Run one function as every local rank.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from rankwise.process_group.stop_agreement import StopAgreement
     from rankwise.stores.rendezvous import RankIdentity
 
-__all__ = ["Entry", "WorkerContext", "torchrun_variables"]
-
 Entry = Callable[["WorkerContext"], Any]
 
 

@@ -33,8 +33,6 @@ from rankwise.stores.restart import RestartInfo, note_restart
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["ElasticLauncher", "Nodes"]
-
 # A rank whose failure looks like the consequence of another's exits that much later, after the other.
 _SETTLE_S = 0.5
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -30,8 +30,6 @@ from rankwise.stores.tcp import host_store, open_another
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["LOOPBACK", "NODES", "register"]
-
 LOOPBACK = "rankwise_loopback"
 """The name of the rendezvous of one node, for `LaunchConfig(rdzv_backend=...)`."""
 NODES = "rankwise_nodes"

@@ -19,8 +19,6 @@ from rankwise.ranks import RankInfo
 from rankwise.stores.restart import find_restart
 from rankwise.stores.tcp import open_store
 
-__all__ = ["InlineLauncher"]
-
 _ANSWER = timedelta(seconds=60)
 # Counts the jobs of this process: all of them use the one store of the launcher that started it.
 _jobs = itertools.count(1)

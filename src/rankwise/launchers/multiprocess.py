@@ -33,8 +33,6 @@ from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack,
 from rankwise.processes.started_process import MultiprocessingProcess
 from rankwise.ranks import RankInfo
 
-__all__ = ["MultiprocessLauncher", "create_job", "refuse_where_impossible"]
-
 # A fork copies locks as they are: no other thread may be looking up names for a store of its own meanwhile.
 _one_at_a_time = threading.Lock()
 # The jobs on several nodes, which all meet in one store: every node counts the same.

@@ -30,8 +30,6 @@ from rankwise.processes.started_process import PopenProcess
 from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import forget_store
 
-__all__ = ["ScriptLauncher", "can_rerun", "script_place", "script_ranks"]
-
 # How long to wait for a reader of stderr before the process ends all the same.
 _STDERR_TIMEOUT_S = 5.0
 

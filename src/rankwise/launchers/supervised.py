@@ -24,8 +24,6 @@ from rankwise.stores.tcp import host_store, hosted_store
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["SupervisedLauncher", "WorkerGroup", "WorkerLinks", "WorkerStarter"]
-
 
 @final
 @dataclass(frozen=True)

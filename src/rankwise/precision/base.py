@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
-__all__ = ["Precision", "default_dtype", "floats_to"]
-
 T = TypeVar("T")
 
 

@@ -17,8 +17,6 @@ from rankwise.precision.base import Precision, default_dtype, floats_to
 from rankwise.precision.loss_scaling import ScaledPrecision
 from rankwise.precision.master_weights import MasterWeightsPrecision
 
-__all__ = ["DoublePrecision", "HalfPrecision", "MixedPrecision", "create_precision"]
-
 
 @final
 class MixedPrecision(ScaledPrecision):

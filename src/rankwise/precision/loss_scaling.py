@@ -16,8 +16,6 @@ from rankwise.precision.base import Precision
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["LossScaler", "ScaledPrecision", "are_finite"]
-
 _BOUNDS = {
     "init_scale": (0.0, math.inf),
     "growth_factor": (1.0, math.inf),

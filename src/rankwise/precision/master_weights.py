@@ -16,8 +16,6 @@ from rankwise.errors import ConfigurationError
 from rankwise.precision.base import default_dtype, floats_to
 from rankwise.precision.loss_scaling import ScaledPrecision
 
-__all__ = ["MasterWeightsPrecision"]
-
 
 @final
 class MasterWeightsPrecision(ScaledPrecision):

@@ -19,8 +19,6 @@ from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.process_group.interception import Call, call_from_here, intercepted
 from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
 
-__all__ = ["CollectiveCheck"]
-
 # All ranks add to one number: its upper part counts them, its lower part sums the fingerprints of their
 # calls.
 _COUNT_UNIT = 1 << 48

@@ -22,21 +22,6 @@ from rankwise.errors import (
     UnknownNameError,
 )
 
-__all__ = [
-    "Frame",
-    "all_gather",
-    "all_gather_ddp_if_available",
-    "all_gather_object",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "gather_all_tensors",
-    "gather_object",
-    "is_distributed",
-    "sync_ddp",
-    "sync_ddp_if_available",
-]
-
 T = TypeVar("T")
 
 _OPERATIONS = {

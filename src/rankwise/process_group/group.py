@@ -24,16 +24,6 @@ from rankwise.stores.tcp import open_store
 if TYPE_CHECKING:
     from rankwise.environments import ClusterEnvironment
 
-__all__ = [
-    "check_backend",
-    "default_backend",
-    "destroy_groups",
-    "gloo_on_interface",
-    "init_process_group",
-    "join_process_group",
-    "process_group",
-]
-
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")

@@ -18,8 +18,6 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-__all__ = ["Call", "Observer", "call_from_here", "intercepted"]
-
 # What must be the same on all ranks, for each method of a process group (newer and older names): the
 # tensors at a position among the arguments, or only their dtype, or nothing.
 _WHOLE, _DTYPE, _NOTHING = "whole", "dtype", "nothing"

@@ -18,8 +18,6 @@ from rankwise.process_group.interception import intercepted
 from rankwise.ranks import RankInfo, is_in_rank_zero_section
 from rankwise.stores.tcp import default_store
 
-__all__ = ["rank_zero_first", "refuse_in_rank_zero_section"]
-
 _TIMEOUT = timedelta(days=7)  # a download may take hours; the launcher ends the job when a rank dies
 _DONE = "done"
 

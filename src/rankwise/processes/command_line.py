@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["launch_count", "count_launch"]
-
 WORKING_DIRECTORY = str(Path.cwd())
 
 # Set by the main process of strategy "ddp" for the scripts that it runs again.

@@ -15,8 +15,6 @@ from typing import Any, final
 from rankwise.processes import fork_safety
 from rankwise.processes.signals import ROUTER
 
-__all__ = ["READ", "WRITE", "EventLoop", "signals_delivered_in_thread"]
-
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _CHUNK = 1 << 12
 _LONGEST_WAIT_S = 86400.0  # the system call takes 24 days at most

@@ -14,8 +14,6 @@ from typing import Any, NoReturn, final
 
 from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError
 
-__all__ = ["exit_now", "write_stderr"]
-
 _STDERR_TIMEOUT_S = 0.2
 
 _writing: threading.Thread | None = None

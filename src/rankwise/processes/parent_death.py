@@ -32,13 +32,6 @@ from typing import Any, final
 
 from rankwise.processes import fork_safety
 
-__all__ = [
-    "ParentDeathPipe",
-    "children_end_with_parent",
-    "end_children_with_this_process",
-    "end_with_writer",
-]
-
 _IS_LINUX = sys.platform == "linux"
 
 

@@ -19,8 +19,6 @@ from typing import Any, final
 
 from rankwise.processes import fork_safety
 
-__all__ = ["DEBOUNCE_S", "ROUTER", "SignalRequest", "SignalRouter", "StoppedBySignal"]
-
 # A signal that comes again within this time repeats the same request: a scheduler signals all processes of a
 # job, and torchrun's agent, which is one of them, forwards it; GNU `timeout` signals its command, then the
 # command's process group.

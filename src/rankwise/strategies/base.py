@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-__all__ = ["Strategy"]
-
 T = TypeVar("T")
 _PLUGINS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": CheckpointIO}
 

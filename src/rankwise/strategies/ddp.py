@@ -56,8 +56,6 @@ from rankwise.strategies.placement import (
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["DDPStrategy"]
-
 
 class DDPStrategy(Strategy):
     """Train on several processes with `DistributedDataParallel`.

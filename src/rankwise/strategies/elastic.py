@@ -12,8 +12,6 @@ from rankwise.launchers.script import script_ranks
 from rankwise.strategies.ddp import DDPStrategy
 from rankwise.strategies.placement import Placement
 
-__all__ = ["DDPElasticStrategy"]
-
 
 class DDPElasticStrategy(DDPStrategy):
     """`DDPStrategy` on torch's elastic agent: after a failure all ranks start again.

@@ -17,8 +17,6 @@ from rankwise.strategies.config import GradientConfig
 from rankwise.strategies.ddp import DDPStrategy
 from rankwise.strategies.placement import Placement, inline_launcher
 
-__all__ = ["AutoStrategy", "DDPForkStrategy", "DDPSpawnStrategy", "SingleDeviceStrategy"]
-
 
 class DDPSpawnStrategy(DDPStrategy):
     """`DDPStrategy` that spawns its processes."""

@@ -26,16 +26,6 @@ from rankwise.precision import Precision, create_precision
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import DDPStrategy, Strategy
 
-__all__ = [
-    "Plugins",
-    "TrainerOptions",
-    "check_choice",
-    "collect_callbacks",
-    "collect_loggers",
-    "collect_strategy",
-    "with_known_keywords",
-]
-
 P = ParamSpec("P")
 _Limit = int | float
 _DEFAULT_MAX_EPOCHS = 1000

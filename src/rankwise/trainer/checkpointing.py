@@ -24,16 +24,6 @@ from rankwise.trainer.state_transfer import RankState, gather_rank_states
 if TYPE_CHECKING:
     from rankwise.trainer.state import TrainerParts
 
-__all__ = [
-    "CheckpointFiles",
-    "check_hyper_parameters",
-    "newest_first",
-    "restore_module",
-    "restore_training",
-    "save_checkpoint",
-    "save_stop_checkpoint",
-]
-
 _log = logging.getLogger(__name__)
 _VERSION = 1
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")

@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 
     from rankwise.strategies import Strategy
 
-__all__ = [
-    "agreed_order_seeds",
-    "check_ranks_agree",
-    "differences",
-    "fingerprint_of",
-    "fingerprint_of_checkpoint",
-    "fingerprint_of_loaders",
-]
-
 _PHASES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 _ORDER = "the order of the parameters"
 

@@ -33,19 +33,6 @@ if TYPE_CHECKING:
     from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.state import Progress
 
-__all__ = [
-    "LoaderShard",
-    "TrainDataShard",
-    "as_list",
-    "check_can_be_gathered",
-    "check_loaders",
-    "ended_early",
-    "has_certain_length",
-    "length_of",
-    "limited",
-    "shard_for_phase",
-]
-
 _SHARDERS: dict[str, Callable[..., Any]] = {
     "train": shard_for_training,
     "validate": shard_for_evaluation,

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from rankwise.trainer import Trainer, TrainingModule
 
-__all__ = ["Hooks", "ModuleHooks"]
-
 
 @final
 class Hooks:

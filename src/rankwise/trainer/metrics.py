@@ -16,8 +16,6 @@ from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameErr
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
 
-__all__ = ["Reported", "Results", "batch_size_of", "computed", "is_metric_object"]
-
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _EXTREMES = {"min": torch.minimum, "max": torch.maximum}
 _OVER_RANKS: Mapping[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}

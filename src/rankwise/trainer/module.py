@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rankwise.loggers import Logger
     from rankwise.trainer import Trainer
 
-__all__ = ["ManualOptimizer", "TrainingModule", "is_defined", "undefined"]
-
 
 class TrainingModule(ModuleHooks, nn.Module):
     """What a `Trainer` trains; subclass it and define `training_step` and `configure_optimizers`.

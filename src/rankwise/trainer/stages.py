@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from rankwise.trainer.state import StageName, TrainerParts
     from rankwise.trainer.state_transfer import RankState
 
-__all__ = ["StageSpec", "check_module", "loop_context", "run_stage", "torch_flags_set"]
-
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 _LOADER_HOOKS = {

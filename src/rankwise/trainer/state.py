@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from rankwise.trainer.metrics import Reported, Results
     from rankwise.trainer.module import TrainingModule
 
-__all__ = ["Progress", "StageName", "StageState", "StopCondition", "TrainerParts", "TrainerState"]
-
 StageName = Literal["fit", "validate", "test", "predict"]
 
 

@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.state import TrainerParts, TrainerState
 
-__all__ = [
-    "CallerState",
-    "RankState",
-    "capture",
-    "gather_rank_states",
-    "restore",
-    "seed_rank",
-]
-
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.manual import ManualOptimization
     from rankwise.trainer.metrics import Results
 
-__all__ = ["Trainer"]
-
 
 def _forwarded(path: str) -> Any:
     """Return a property that reads and sets `path`, an attribute of a part of the Trainer."""

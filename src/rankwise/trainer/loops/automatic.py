@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
     from rankwise.trainer.loops.context import LoopContext
 
-__all__ = ["AutomaticOptimization"]
-
 
 @final
 class AutomaticOptimization:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.data_loaders import TrainDataShard
 
-__all__ = ["BatchSchedule"]
-
 _LOADER = "The training loader"
 _END: Any = object()
 Batches = Iterator[tuple[Any, bool]]

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.loops.context import LoopContext
 
-__all__ = ["record_gradient_order", "replay_gradient_order"]
-
 _ATTRIBUTE = "_rankwise_gradients_in_order"
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.state import StageState, StopCondition, TrainerState
 
-__all__ = ["LoopContext"]
-
 
 @final
 @dataclass

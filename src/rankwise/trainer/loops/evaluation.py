@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.loops.stopping import Stopping
 
-__all__ = ["GATHERINGS", "EvaluationLoop", "Gather", "interleaved", "predict"]
-
 Gather = Literal["all", "rank_zero"] | None
 GATHERINGS: tuple[Gather, ...] = ("all", "rank_zero", None)
 

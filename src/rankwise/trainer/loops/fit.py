@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.evaluation import EvaluationLoop
     from rankwise.trainer.loops.optimizers import SchedulerConfig
 
-__all__ = ["FitLoop"]
-
 
 @final
 class FitLoop:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from rankwise.trainer.loops.context import LoopContext
 
-__all__ = ["PaddingGradients", "discard_new_gradients", "preserve_state"]
-
 
 @contextmanager
 def preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:

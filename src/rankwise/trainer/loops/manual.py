@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.module import TrainingModule
 
-__all__ = ["ManualOptimization", "check_manual"]
-
 
 def check_manual(module: TrainingModule, strategy: Strategy, settings: TrainerOptions) -> None:
     """Check that no option is set that manual optimisation leaves to the module."""

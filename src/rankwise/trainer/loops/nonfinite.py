@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.loops.context import LoopContext
 
-__all__ = ["NonFiniteGuard", "check_hook"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.module import TrainingModule
 
-__all__ = ["OptimizerSet", "SchedulerConfig", "configure"]
-
 _METHOD = "configure_optimizers()"
 _KEYS = ("optimizer", "lr_scheduler", "monitor")
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict")

@@ -13,8 +13,6 @@ from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal
 if TYPE_CHECKING:
     from rankwise.trainer.loops.context import LoopContext
 
-__all__ = ["EvaluationStopped", "Stopping"]
-
 _SIGNAL = "signal:"
 
 

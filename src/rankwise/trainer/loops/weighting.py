@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
     from rankwise.trainer.loops.context import LoopContext
 
-__all__ = ["BatchWeighting", "zero_gradients"]
-
 
 @contextmanager
 def zero_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
