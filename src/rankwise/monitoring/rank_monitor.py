@@ -171,6 +171,8 @@ class PollingMonitor(RankMonitor):
                     self._action(self._own_store)
         except (RuntimeError, ValueError, RankwiseError):
             return  # the store's host is gone
+        finally:
+            self._own_store = None  # disconnect now: subscribers refer to the monitor, and it to them
 
 
 @final

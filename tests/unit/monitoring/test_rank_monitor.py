@@ -110,6 +110,17 @@ def test_timers_run_between_messages() -> None:
     assert "rankwise-monitor" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_closing_drops_the_client_of_the_thread() -> None:
+    """Its connection ends with the thread, not when garbage is collected."""
+    store, times = dist.HashStore(), list[float]()
+    monitor = PollingMonitor(0, 2, store, lambda: dist.PrefixStore("", store))
+    monitor.call_every(0.05, lambda given: times.append(time.monotonic()))
+    wait_for(lambda: bool(times))
+    assert monitor.thread_store is not store
+    monitor.close()
+    assert monitor.thread_store is store
+
+
 def test_a_store_that_is_gone_ends_the_thread() -> None:
     """Nobody is left to send messages."""
 
