@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar, final
+from typing import final
 
 import torch.distributed as dist
 
-from rankwise.errors import NodesLostError, RankwiseError
+from rankwise.errors import NodesLostError
 from rankwise.failures.classify import text_of
 from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.heartbeat import failure_time_of
@@ -24,7 +24,7 @@ from rankwise.monitoring.stacks import write_flight_record
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import FAILURE, RankIdentity, RemoteFailure, read_key
 from rankwise.stores.tcp import RendezvousEndpoint, forget_store, hosted_here, open_another, store_of_job
-from rankwise.stores.waiting import poll_until, wait_for_keys
+from rankwise.stores.waiting import OUT_OF_REACH, call_with_limit, poll_until, wait_for_keys
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +42,6 @@ _LONGEST_WAIT = timedelta(minutes=10)
 _CONNECT_TIMEOUT = timedelta(seconds=12)
 # How long a process has to leave a job before the store that it hosts is dropped.
 _LEAVE_S = 1.0
-# What a store raises that is gone, or was never there.
-_OUT_OF_REACH = (RuntimeError, ValueError, KeyError, RankwiseError)
-
-T = TypeVar("T")
 
 
 @final
@@ -96,7 +92,7 @@ class FailureExchange:
 
     def publish(self, record: bytes) -> None:
         """Publish this rank's failure, unless another one is published already."""
-        _call_with_limit(lambda: publish_failure(self.store, record, len(self.identities)))
+        call_with_limit(lambda: publish_failure(self.store, record, len(self.identities)), _REQUESTS_S)
 
     def wait_until_read(self) -> None:
         """Wait a little until the other ranks have read a failure; for the rank that hosts the store."""
@@ -106,7 +102,7 @@ class FailureExchange:
             if published_failure(self.store) is not None:
                 wait_until_read(self.store, others)
 
-        _call_with_limit(wait)
+        call_with_limit(wait, _REQUESTS_S)
 
     def wait_for_other_ranks(self, timeout: timedelta = _LONGEST_WAIT) -> bytes | NodesLostError | None:
         """Report that this rank is done, and wait until all are.
@@ -114,12 +110,12 @@ class FailureExchange:
         Returns the record of a rank that failed instead; or which ranks do not reply after `timeout`; None
         where all are done, are still at work, or are gone with the store.
         """
-        if not _call_with_limit(self._count_as_done):
+        if not call_with_limit(self._count_as_done, _REQUESTS_S):
             return self._received
         outcomes: list[bytes] = []
 
         def is_over() -> bool:
-            outcomes[:] = _call_with_limit(lambda: _outcome(self.store))
+            outcomes[:] = call_with_limit(lambda: _outcome(self.store), _REQUESTS_S)
             return outcomes != [b""]
 
         if not poll_until(is_over, timeout):
@@ -143,7 +139,7 @@ class FailureExchange:
         """
         if self._received is not None:
             return self._received
-        found = _call_with_limit(lambda: self._record_or_report(error, is_timeout))
+        found = call_with_limit(lambda: self._record_or_report(error, is_timeout), _REQUESTS_S)
         if found:
             cause = found[0]
         else:
@@ -180,20 +176,6 @@ class FailureExchange:
             tuple(f"{each} does not answer" if each in lost else replies[each][1] for each in others),
             lost,
         )
-
-
-def _call_with_limit(request: Callable[[], T]) -> list[T]:
-    """Call what may block for ever, as over a cut cable; return its value, or nothing without an answer."""
-    answers: list[T] = []
-
-    def run() -> None:
-        with suppress(*_OUT_OF_REACH):
-            answers.append(request())
-
-    thread = threading.Thread(target=run, name="rankwise-failure-exchange", daemon=True)
-    thread.start()
-    thread.join(_REQUESTS_S)
-    return list(answers)
 
 
 def publish_failure(store: dist.Store, record: bytes, world_size: int) -> None:
@@ -304,7 +286,7 @@ class CrossNodeFailures:
             return
 
         def publish() -> None:
-            with suppress(*_OUT_OF_REACH):
+            with suppress(*OUT_OF_REACH):
                 publish_failure(self._store(), record.to_json(), self.ranks.world_size)
 
         self._thread = threading.Thread(target=publish, name="rankwise-publish-failure", daemon=True)
@@ -315,7 +297,7 @@ class CrossNodeFailures:
         if self._thread is not None:
             self._thread.join(_CONNECT_TIMEOUT.total_seconds())
         if self.endpoint is not None and self.endpoint.hosts:
-            with suppress(*_OUT_OF_REACH):
+            with suppress(*OUT_OF_REACH):
                 self._wait_until_read()
 
     def forget_store_soon(self, is_in_job: Callable[[], bool]) -> None:

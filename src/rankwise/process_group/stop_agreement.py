@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import final
 
 from rankwise.errors import StopAgreementError
 from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.monitoring.rank_monitor import RankMonitor, send_message
 from rankwise.ranks import RankInfo
-from rankwise.stores.waiting import wait_for_keys
+from rankwise.stores.waiting import call_with_limit, wait_for_keys
 
 _KIND, _REASON = "stop", "stop/reason"
 # How many parts a step has at most.
 _PARTS = 1 << 24
 # The answer of a rank whose loop has ended by itself: no rank stops before the end of its own loop then.
 _ENDED = 1 << 60
+_CLOSE_S = 1.0
 
 
 @final
@@ -53,9 +55,17 @@ class StopAgreement:
             self.monitor.subscribe(_KIND, self._on_request)
 
     def close(self) -> None:
-        """Answer no more requests."""
-        if self.monitor is not None:
-            self.monitor.unsubscribe(_KIND)
+        """Answer no more requests.
+
+        Where the loop has failed, answer the requests that are still to come, so that no rank waits for this
+        one. The answer is abandoned where the store does not reply.
+        """
+        self._begun = _ENDED
+        if self.monitor is None:
+            return
+        self.monitor.unsubscribe(_KIND)
+        if self._limit is None:
+            call_with_limit(partial(self._on_request, ""), _CLOSE_S)
 
     def request(self, reason: str) -> None:
         """Request that all ranks stop; acted upon at this rank's next boundary.
@@ -107,7 +117,7 @@ class StopAgreement:
         return True
 
     def _on_request(self, _: str) -> None:
-        """Answer. Runs on: the monitor's thread."""
+        """Answer. Runs on: the monitor's thread, or one of `close`."""
         self._is_pending = True
         if self.monitor is not None:
             self.monitor.set_once(_answer_key(self.ranks.global_rank), str(self._begun))

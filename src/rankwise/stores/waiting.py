@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import final
+from typing import TypeVar, final
 
 import torch.distributed as dist
 
+from rankwise.errors import RankwiseError
 from rankwise.stores.private import is_private
 from rankwise.stores.tcp import default_store
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _FOR = 1 << 32  # votes for count in the upper half, all votes in the lower
+
+OUT_OF_REACH = (RuntimeError, ValueError, KeyError, RankwiseError)
+"""What a store raises that is gone, or was never there."""
+
+T = TypeVar("T")
 
 
 def poll_until(is_done: Callable[[], bool], timeout: timedelta) -> bool:
@@ -48,6 +56,20 @@ def wait_for_keys(store: dist.Store, keys: Sequence[str], timeout: timedelta) ->
             raise
         return False
     return True
+
+
+def call_with_limit(request: Callable[[], T], limit_s: float) -> list[T]:
+    """Call what may block for ever, as over a cut cable; return its value, or nothing without an answer."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with suppress(*OUT_OF_REACH):
+            answers.append(request())
+
+    thread = threading.Thread(target=run, name="rankwise-store-request", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return list(answers)
 
 
 @final

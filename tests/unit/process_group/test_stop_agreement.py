@@ -188,3 +188,18 @@ def test_a_silent_rank_is_named() -> None:
     with pytest.raises(StopAgreementError, match="global_rank 1 did not say"):
         first.begin_step()
     close(first)
+
+
+def test_a_rank_whose_loop_has_failed_has_answered() -> None:
+    """A later request waits for no answer of it: its own loop goes on until a collective fails."""
+    store = dist.HashStore()
+    failed, other = (started(rank, 2, store) for rank in range(2))
+    assert failed.begin_step()
+    assert other.begin_step()
+    close(failed)
+    other.request("SIGTERM")
+    began_s = time.monotonic()
+    assert other.begin_step()
+    assert time.monotonic() - began_s < TIMEOUT.total_seconds() / 2
+    assert not other.finish()
+    close(other)
