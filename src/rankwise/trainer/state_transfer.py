@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.state import TrainerParts, TrainerState
 
-_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+_METRICS = {  # keys in checkpoints, and attributes of `TrainerState`
+    "callback_metrics": "callback_metrics",
+    "logged_metrics": "logged_metrics",
+    "_progress_bar_metrics": "progress_bar_metrics",
+}
 
 
 @final
@@ -131,7 +135,7 @@ def gather_rank_states(parts: TrainerParts) -> list[dict[str, Any]]:
     own = {
         "random": get_random_state(parts.strategy.root_device),
         "results": None if results is None else results.state_dict(),
-        "metrics": {name: dict(getattr(parts.state, name)) for name in _METRICS},
+        "metrics": {key: dict(getattr(parts.state, name)) for key, name in _METRICS.items()},
     }
     return parts.strategy.all_gather_object(own, dist.group.WORLD)
 
@@ -160,8 +164,8 @@ class RankState:
     def restore_metrics(self) -> None:
         """Restore the last values of everything logged."""
         own = self._states[0] if self._states else self._any_state
-        for name in _METRICS:
-            setattr(self._state, name, dict(own["metrics"][name]))
+        for key, name in _METRICS.items():
+            setattr(self._state, name, dict(own["metrics"][key]))
 
     def results(self) -> Results:
         """Return what was logged in the epoch so far."""

@@ -293,3 +293,10 @@ def test_nothing_to_save(tmp_path: Path) -> None:
     """Before a fit there is nothing to save."""
     with pytest.raises(LifecycleError, match="save_checkpoint"):
         trainer(tmp_path).save_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_keys_of_the_metrics(tmp_path: Path) -> None:
+    """The keys are the same in every version, so that a fit continues from older checkpoints."""
+    checkpoint = TorchCheckpointIO().load_checkpoint(saved(tmp_path, Line()))
+    (rank,) = checkpoint["ranks"]
+    assert list(rank["metrics"]) == ["callback_metrics", "logged_metrics", "_progress_bar_metrics"]
