@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.hooks import Hooks
-    from rankwise.trainer.loops.optimizers import SchedulerConfig
+    from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.state import StageState, StopCondition, TrainerState
 
@@ -32,11 +32,20 @@ class LoopContext:
     strategy: Strategy
     module: TrainingModule
     wrapped: nn.Module
-    optimizers: list[Optimizer]
-    schedulers: list[SchedulerConfig]
+    optimizer_set: OptimizerSet
     state: TrainerState
     hooks: Hooks
     metrics: StageState
     settings: TrainerOptions
     stop: StopCondition
     save_stop_checkpoint: Callable[[], None] | None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The fit's optimizers; a callback may replace the list."""
+        return self.optimizer_set.optimizers
+
+    @property
+    def schedulers(self) -> list[SchedulerConfig]:
+        """The fit's schedulers; a callback may replace the list."""
+        return self.optimizer_set.schedulers

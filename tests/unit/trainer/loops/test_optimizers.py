@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
+from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
+from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.loops.optimizers import SchedulerConfig, configure
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -116,3 +119,21 @@ def test_config_is_public() -> None:
     """What a module's scheduler became can be read."""
     _, [config] = configure(Returning(lambda optimizer, scheduler: ([optimizer], [scheduler])))
     assert (type(config), config.interval, config.frequency) == (SchedulerConfig, "epoch", 1)
+
+
+class Replacing(Callback):
+    """Replaces optimizer and scheduler when the fit starts."""
+
+    def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        trainer.optimizers = [SGD(module.parameters(), lr=0.0)]
+        trainer.lr_scheduler_configs = [SchedulerConfig(ExponentialLR(trainer.optimizers[0], 0.5))]
+
+
+def test_a_callback_may_replace_them(tmp_path: Path) -> None:
+    """The fit steps the optimizer and the scheduler that the trainer has then."""
+    model = Line()
+    before = model.layer.weight.detach().clone()
+    train = trainer(tmp_path, callbacks=Replacing())
+    train.fit(model, loader())
+    assert torch.equal(model.layer.weight, before)
+    assert train.lr_scheduler_configs[0].scheduler.last_epoch == 1
