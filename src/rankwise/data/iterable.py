@@ -40,7 +40,7 @@ def shard_info() -> ShardInfo:
     worker = get_worker_info()
     part = _current
     if part is None and worker is not None and isinstance(worker.dataset, ShardedIterable):
-        part = worker.dataset.part  # in a worker_init_fn, before reading starts
+        part = worker.dataset._shard_info  # in a worker_init_fn, before reading starts
     if part is None:
         is_distributed = dist.is_available() and dist.is_initialized()
         part = ShardInfo(dist.get_world_size(), dist.get_rank()) if is_distributed else ShardInfo(1, 0)
@@ -58,7 +58,7 @@ def can_be_split(dataset: Any) -> bool:
 class ShardedIterable(IterableDataset[Any]):
     """A rank's part of iterable data, split further in the workers of its loader.
 
-    All attributes except `dataset` and `part` are read from and set on the dataset.
+    All attributes except `dataset` are read from and set on the dataset.
 
     Args:
         dataset: has a method `shard(num_shards, index)` that returns an iterable over that part, called in
@@ -70,7 +70,7 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __init__(self, dataset: Any, num_replicas: int, rank: int) -> None:
         self.dataset = dataset
-        self.part = ShardInfo(num_replicas, rank)
+        self._shard_info = ShardInfo(num_replicas, rank)
 
     def set_epoch(self, epoch: int) -> None:
         """Call the dataset's `set_epoch`, if any. Persistent workers keep the epoch they started in."""
@@ -78,14 +78,14 @@ class ShardedIterable(IterableDataset[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        with _reading(self.part):
+        with _reading(self._shard_info):
             if getattr(self.dataset, "shards_itself", False):
                 yield from self.dataset
             else:
                 yield from self.dataset.shard(*shard_info())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("dataset", "part"):
+        if name in ("dataset", "_shard_info"):
             super().__setattr__(name, value)
         else:
             setattr(self.dataset, name, value)

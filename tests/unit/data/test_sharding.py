@@ -192,6 +192,16 @@ def test_prediction_puts_a_split_loader_in_order() -> None:
     assert batches(shard_for_prediction, 2, loader) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
 
 
+def test_attributes_of_iterable_data_keep_their_names() -> None:
+    """Of a loader that is split, `dataset` has all attributes of the user's data, to read and to set."""
+    data: Any = InParts()
+    data.part = "first"
+    shard: Any = shard_for_training(DataLoader(data), num_replicas=2, rank=1)
+    assert shard.dataset.part == "first"
+    shard.dataset.part = "second"
+    assert data.part == "second"
+
+
 def test_iterable_data_cannot_be_predicted_in_order() -> None:
     """Predictions of data without indices cannot be ordered; the error says what can be done."""
     with pytest.raises(UnshardableLoaderError, match="put in order") as caught:
