@@ -12,6 +12,8 @@ from typing import Any, final
 
 from rankwise.errors import InvalidArgumentError
 
+__all__ = ["CSVLogger", "Logger"]
+
 
 class Logger(ABC):
     """Base class of loggers, which record metrics.

@@ -121,7 +121,7 @@ class TrainerOptions:
 
     def __post_init__(self) -> None:
         self.min_epochs = self.min_epochs or 0
-        self.gradient_clip_val = self.gradient_clip_val or 0.0
+        self.gradient_clip_val = float(self.gradient_clip_val or 0.0)
         self.default_root_dir = str(Path(self.default_root_dir or Path.cwd()).absolute())
         if self.fast_dev_run:
             self.max_epochs, self.max_steps = 1, self.fast_dev_run
