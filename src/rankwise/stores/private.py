@@ -73,7 +73,7 @@ class StoreTable:
                 return bytes(store.get(key)) if store.check([key]) else b""
             case b"add", [key, amount]:
                 number = int(amount)
-                with suppress(RuntimeError, ValueError):
+                with suppress(RuntimeError, ValueError, IndexError, TypeError):  # no number, or beyond 64 bits
                     return b"%d" % store.add(key.decode(), number)
                 return b""  # the rank raises
             case b"check", keys:

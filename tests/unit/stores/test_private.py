@@ -59,6 +59,16 @@ def test_what_is_no_number_is_not_added_to() -> None:
     assert (store.get("key"), store.check(["other"])) == (b"text", False)
 
 
+def test_numbers_beyond_64_bits_are_refused() -> None:
+    """Neither as the amount nor as the value; the table goes on."""
+    store = store_on(StoreTable())
+    store.set("key", str(1 << 64))
+    for key, amount in (("key", 1), ("other", 1 << 64)):
+        with pytest.raises(ValueError, match="cannot add"):
+            store.add(key, amount)
+    assert (store.get("key"), store.check(["other"])) == (b"%d" % (1 << 64), False)
+
+
 def test_check() -> None:
     """All of the keys must be there."""
     store = store_on(StoreTable())
