@@ -73,9 +73,9 @@ class StoreTable:
                 return bytes(store.get(key)) if store.check([key]) else b""
             case b"add", [key, amount]:
                 number = int(amount)
-                with suppress(RuntimeError, ValueError, IndexError, TypeError):  # no number, or beyond 64 bits
+                with suppress(RuntimeError, ValueError, IndexError, TypeError):
                     return b"%d" % store.add(key.decode(), number)
-                return b""  # the rank raises
+                return b""  # no number, or one beyond 64 bits: the rank raises
             case b"check", keys:
                 return b"1" if store.check(keys) else b"0"
             case b"compare_set", [key, expected, desired]:
