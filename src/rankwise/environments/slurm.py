@@ -95,6 +95,11 @@ class SlurmEnvironment(ClusterEnvironment):
         return counts[self.node_rank]
 
     @property
+    def other_node(self) -> str | None:
+        """The step's second node; a malformed list raises, also if `MASTER_ADDR` is set."""
+        return next(iter(self._node_names()[1:]), None)
+
+    @property
     def ranks(self) -> RankInfo:
         """All ranks, validated against each other and against `SLURM_GTIDS`."""
         ranks = super().ranks

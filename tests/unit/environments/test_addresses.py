@@ -96,6 +96,14 @@ def test_two_jobs_do_not_share_a_port() -> None:
     assert len(set(apart)) == 100
 
 
+def test_a_malformed_list_of_slurm_is_an_error_beside_an_address() -> None:
+    """With `MASTER_ADDR` the list still determines the network interface."""
+    variables = {**step(per_node="1(x2)"), "MASTER_ADDR": "n1"}
+    assert SlurmEnvironment({**variables, "SLURM_STEP_NODELIST": "n[1-2]"}).other_node == "n2"
+    with pytest.raises(EnvironmentVariableError, match="SLURM_STEP_NODELIST"):
+        SlurmEnvironment({**variables, "SLURM_STEP_NODELIST": "n[2-1]"}).other_node  # noqa: B018 -- it raises
+
+
 def test_address_and_port_of_a_pod() -> None:
     """Address and port of a pod are the operator's."""
     environment = KubeflowEnvironment(pod(1, 2, "2"))
