@@ -16,10 +16,16 @@ import torch
 from torch import nn
 
 from rankwise import Trainer
-from rankwise.errors import InvalidTypeError, LifecycleError, UnknownArgumentError, WorkerRaisedError
+from rankwise.errors import (
+    InvalidTypeError,
+    LifecycleError,
+    UnknownArgumentError,
+    UnknownNameError,
+    WorkerRaisedError,
+)
 from rankwise.precision import MixedPrecision
 from rankwise.registry import StrategyRegistry
-from rankwise.strategies import SingleDeviceStrategy, Strategy
+from rankwise.strategies import AutoStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
 from tests.contract.lives import fit_with_two_trainers, launch_twice
 from tests.contract.rules import Facts, facts_of, trained_alone
 from tests.helpers.scripts import ScriptRunner
@@ -357,6 +363,61 @@ def test_pickling(each: str) -> None:
     assert (copy.ranks, copy.root_device, copy.gradient_weighting) == (ranks, torch.device("cpu"), "samples")
     with pytest.raises(LifecycleError):
         copy.launcher  # noqa: B018 -- the property raises
+
+
+@every_name
+def test_attributes_that_are_arguments_can_be_set(each: str) -> None:
+    """The attributes of a strategy with the names of its arguments can be set until it is bound."""
+    strategy: Any = StrategyRegistry.create(each, accelerator="cpu", devices=_size(each))
+    strategy.sync_batchnorm = False
+    strategy.timeout = 7
+    assert strategy.timeout == timedelta(seconds=7)
+    if isinstance(strategy, DDPStrategy):
+        strategy.init_timeout = strategy.stall_warning = timedelta(seconds=9)
+        strategy.start_method, strategy.rendezvous = "spawn", "tcp"
+        strategy.check_collectives, strategy.grace_period_s = True, 2.0
+        with pytest.raises(UnknownNameError):
+            strategy.start_method = "thread"
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert (copy.process_config, copy.group_config) == (strategy.process_config, strategy.group_config)
+
+
+def test_results_are_not_pickled() -> None:
+    """After a launch a strategy can be pickled, whatever the ranks returned."""
+    strategy = SingleDeviceStrategy(accelerator="cpu")
+    strategy.launch(lambda _: lambda: None)
+    assert strategy.results
+    assert pickle.loads(pickle.dumps(strategy)).results == {}
+
+
+def test_teardown_without_a_job() -> None:
+    """`teardown` does nothing for a strategy that has no job."""
+    strategy = SingleDeviceStrategy(accelerator="cpu")
+    strategy.teardown()
+    assert not strategy.is_bound
+
+
+def test_saving_uses_the_broadcast_of_a_subclass(tmp_path: Path) -> None:
+    """`save_checkpoint` tells other ranks of an error by `broadcast`, which a subclass may override."""
+    calls: list[Any] = []
+
+    class Broadcasting(DDPStrategy):
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            calls.append((obj, src))
+            return obj
+
+    strategy = Broadcasting(accelerator="cpu", devices=1)
+    strategy.bind()
+    strategy.save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
+    assert calls == [(None, 0)]
+
+
+def test_auto_shows_the_start_method_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` forks where the script cannot be run again, and says so in `start_method`."""
+    monkeypatch.setattr("rankwise.strategies.variants.can_rerun", lambda: False)
+    strategy = AutoStrategy(accelerator="cpu", devices=2)
+    strategy.bind()
+    assert strategy.start_method == "fork"
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ from rankwise.process_group import collectives, rank_zero_first
 from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, set_rank_zero_only
 from rankwise.strategies.config import (
+    ConfigField,
     Devices,
     GradientConfig,
     GroupConfig,
@@ -39,7 +40,7 @@ from rankwise.strategies.config import (
     check_instance,
     take_changes,
 )
-from rankwise.strategies.job import Collectives, Job, RankEntry, variables_set
+from rankwise.strategies.job import Collectives, Job, RankEntry, save_on_rank_zero, variables_set
 from rankwise.strategies.module_wrapping import forward_redirect, uncompiled
 from rankwise.strategies.placement import Placement, find_placement
 
@@ -73,10 +74,15 @@ class Strategy(ABC):
         gradients: when gradients are averaged, through which hook and with which weights. The states of
             communication hooks are kept in it from launch to launch.
         results: after a launch, each local rank's value by global rank.
+        timeout: how long a collective may take.
+        sync_batchnorm: whether batch normalisation uses the batches of all ranks in training.
 
     Raises:
         InvalidArgumentError, InvalidTypeError, UnknownNameError: for impossible arguments.
     """
+
+    timeout = ConfigField[timedelta]("group_config")
+    sync_batchnorm = ConfigField[bool]("group_config")
 
     def __init__(
         self,
@@ -337,7 +343,8 @@ class Strategy(ABC):
     def teardown(self) -> None:
         """Leave this process as it was before `setup_environment`."""
         try:
-            self._current_job.close()
+            if self._job is not None:
+                self._job.close()
         finally:
             self._job = None
 
@@ -345,11 +352,6 @@ class Strategy(ABC):
     def worker(self) -> WorkerContext:
         """What the launcher gives to this rank."""
         return self.job.worker
-
-    @property
-    def sync_batchnorm(self) -> bool:
-        """Whether batch normalisation uses the batches of all ranks in training."""
-        return self.group_config.sync_batchnorm
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and prepare it for training; return the module to call."""
@@ -503,16 +505,13 @@ class Strategy(ABC):
         Raises:
             CheckpointError: on every rank, when it could not be written.
         """
-        self._collectives.save_on_rank_zero(lambda: self.checkpoint_io.save_checkpoint(checkpoint, path))
+        save_on_rank_zero(
+            lambda: self.checkpoint_io.save_checkpoint(checkpoint, path), self.ranks, self.broadcast
+        )
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a checkpoint, to the CPU."""
         return self.checkpoint_io.load_checkpoint(path, map_location="cpu")
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long a collective may take."""
-        return self.group_config.timeout
 
     @property
     def data_parallel_group(self) -> ProcessGroup | None:
@@ -590,8 +589,8 @@ class Strategy(ABC):
         return LifecycleError(call=call, state=state, needed=needed, remedy=remedy)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the job: it belongs to this process."""
-        return {**self.__dict__, "_job": None}
+        """Leave out the job and its results: they belong to this process."""
+        return {**self.__dict__, "_job": None, "results": {}}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'configured' if self._placement is None else self.ranks})"

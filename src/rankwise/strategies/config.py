@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Generic, Literal, TypeVar, final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +29,7 @@ from rankwise.named_options import check_name
 from rankwise.process_group import check_backend
 
 Devices = int | str | list[int] | tuple[int, ...]
+T = TypeVar("T")
 Config = TypeVar("Config", "ProcessConfig", "GroupConfig", "GradientConfig")
 
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
@@ -124,6 +125,29 @@ def take_changes(config: Config, changes: dict[str, Any]) -> Config:
     """Return a config with those of the changes that are its fields, and remove them from `changes`."""
     names = [each.name for each in fields(config) if each.name in changes]
     return replace(config, **{name: changes.pop(name) for name in names})
+
+
+@final
+class ConfigField(Generic[T]):
+    """An attribute of a strategy that is a field of one of its configs; a new value is validated.
+
+    Args:
+        config: the strategy's attribute with the config.
+    """
+
+    def __init__(self, config: str) -> None:
+        self._config = config
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, strategy: Any, owner: type) -> T:
+        value: Any = self if strategy is None else getattr(getattr(strategy, self._config), self._name)
+        return value  # type: ignore[no-any-return]  # of the field's type
+
+    def __set__(self, strategy: Any, value: T) -> None:
+        config = getattr(strategy, self._config)
+        setattr(strategy, self._config, replace(config, **{self._name: value}))
 
 
 def _normalize(config: Any, **values: Any) -> None:
@@ -249,15 +273,17 @@ def _check_command(value: object) -> tuple[str, ...] | None:
 
 def _check_timeout(name: str, value: object) -> timedelta:
     if isinstance(value, timedelta):
-        seconds = value.total_seconds()
+        duration = value
     else:
-        seconds = _check_seconds(
-            name, value, "a number of seconds or a datetime.timedelta", f"{name}=timedelta(seconds=...)"
-        )
-    if not 0 < seconds <= _MAX_DURATION.total_seconds():  # false for NaN
+        expected = "a number of seconds or a datetime.timedelta"
+        seconds = _check_seconds(name, value, expected, f"{name}=timedelta(seconds=...)")
+        # NaN, infinity and what is longer than a timedelta are not possible, as 0 is not.
+        is_valid = 0 < seconds <= _MAX_DURATION.total_seconds()
+        duration = timedelta(seconds=seconds if is_valid else 0)
+    if not timedelta(0) < duration <= _MAX_DURATION:
         expected = f"a duration from 0 to {_MAX_DURATION}"
         raise InvalidArgumentError(argument=name, value=value, expected=expected)
-    return value if isinstance(value, timedelta) else timedelta(seconds=seconds)
+    return duration
 
 
 def _check_grace_period(value: object) -> float:
@@ -266,13 +292,13 @@ def _check_grace_period(value: object) -> float:
     if not 0 <= seconds <= longest:  # false for NaN
         expected = f"0 to {longest:g} seconds"
         raise InvalidArgumentError(argument="grace_period_s", value=value, expected=expected)
-    return seconds
+    return float(seconds)
 
 
 def _check_seconds(name: str, value: object, expected: str, remedy: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidTypeError(argument=name, value=value, expected=expected, remedy=remedy)
-    return float(value)
+    return value  # an int may be too large for a float
 
 
 def _check_collectives(value: object) -> bool:

@@ -27,6 +27,7 @@ from rankwise.process_group import default_backend, gloo_on_interface, process_g
 from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.config import (
+    ConfigField,
     GradientConfig,
     GroupConfig,
     ProcessConfig,
@@ -94,6 +95,8 @@ class DDPStrategy(Strategy):
 
     Attributes:
         ddp_kwargs: the keywords for `DistributedDataParallel`.
+        start_method, rendezvous, grace_period_s, stall_warning, init_timeout, check_collectives: as the
+            arguments; they may be set until `bind`.
 
     Raises:
         UnknownArgumentError: for a keyword that neither this class nor the wrapper takes.
@@ -101,6 +104,12 @@ class DDPStrategy(Strategy):
     """
 
     default_start_method: ClassVar[str] = "popen"
+    start_method = ConfigField[str]("process_config")
+    rendezvous = ConfigField[str]("process_config")
+    grace_period_s = ConfigField[float]("process_config")
+    stall_warning = ConfigField[timedelta]("process_config")
+    init_timeout = ConfigField[timedelta]("group_config")
+    check_collectives = ConfigField[bool]("group_config")
 
     def __init__(
         self,
@@ -151,36 +160,6 @@ class DDPStrategy(Strategy):
         """The back end of the collectives."""
         return self.group_config.process_group_backend or default_backend(self.root_device.type)
 
-    @property
-    def init_timeout(self) -> timedelta:
-        """How long the rendezvous of the ranks may take."""
-        return self.group_config.init_timeout
-
-    @property
-    def check_collectives(self) -> bool:
-        """Whether ranks compare each collective before it runs."""
-        return self.group_config.check_collectives
-
-    @property
-    def start_method(self) -> str:
-        """How processes are started: `"popen"`, `"spawn"`, `"fork"` or `"forkserver"`."""
-        return self.process_config.start_method
-
-    @property
-    def rendezvous(self) -> str:
-        """The store of a job on one node: `"private"`, `"tcp"` or `"auto"`."""
-        return self.process_config.rendezvous
-
-    @property
-    def grace_period_s(self) -> float:
-        """The time between a rank's stop request and SIGKILL, in seconds."""
-        return self.process_config.grace_period_s
-
-    @property
-    def stall_warning(self) -> timedelta:
-        """After how long in one phase a rank that others wait for is reported."""
-        return self.process_config.stall_warning
-
     def _place_locally(
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
     ) -> RankInfo:
@@ -192,9 +171,10 @@ class DDPStrategy(Strategy):
             check_sync_batchnorm(placement.root_device)
         if self.rendezvous == "private":
             check_private_rendezvous(placement)
-        start_method = self._choose_start_method()
         is_alone_here = ranks.local_world_size == 1 and not ranks.is_one_node
-        if placement.environment.creates_processes_externally or (is_alone_here and start_method == "popen"):
+        if placement.environment.creates_processes_externally or (
+            is_alone_here and self.start_method == "popen"
+        ):
             return inline_launcher(placement)
         requeue_signal = placement.environment.requeue_signal
         options = SupervisionOptions(
@@ -205,12 +185,9 @@ class DDPStrategy(Strategy):
             teardown_timeout_s=self.timeout.total_seconds(),
             endpoint=rendezvous_endpoint(placement),
         )
-        if start_method == "popen" or script_ranks() is not None:
+        if self.start_method == "popen" or script_ranks() is not None:
             return ScriptLauncher(ranks_on_node(ranks), options, self.process_config.command)
-        return MultiprocessLauncher(start_method, ranks_on_node(ranks), options)
-
-    def _choose_start_method(self) -> str:
-        return self.start_method
+        return MultiprocessLauncher(self.start_method, ranks_on_node(ranks), options)
 
     def _choose_rendezvous(self, init_process_group: bool) -> str:
         if self.rendezvous == "private" and not init_process_group:

@@ -69,19 +69,6 @@ class Collectives:
         with self.guard("reduce_boolean_decision"):
             return int(collectives.all_reduce(counter, reduce_op="sum"))
 
-    def save_on_rank_zero(self, save: Callable[[], object]) -> None:
-        """Run a function that saves something on global rank 0; all ranks continue after it, or all raise."""
-        error: Exception | None = None
-        if self._ranks.is_global_zero:
-            try:
-                report_phase("checkpoint")
-                save()
-            except Exception as raised:  # noqa: BLE001  raised below, on all ranks
-                error = raised
-        error = self.broadcast(error, src=0)
-        if error is not None:
-            raise error if self._ranks.is_global_zero else mark_propagated(error)
-
     @contextmanager
     def checked(
         self, worker: WorkerContext, store: dist.Store, timeout: timedelta, init_timeout: timedelta
@@ -110,6 +97,22 @@ class Collectives:
         if self._ranks.world_size > 1:
             refuse_in_rank_zero_section(name, None if group is None else group.size())
         return blocked_in(name)
+
+
+def save_on_rank_zero(
+    save: Callable[[], object], ranks: RankInfo, broadcast: Callable[[Exception | None], Exception | None]
+) -> None:
+    """Run a function that saves something on global rank 0; all ranks continue after it, or all raise."""
+    error: Exception | None = None
+    if ranks.is_global_zero:
+        try:
+            report_phase("checkpoint")
+            save()
+        except Exception as raised:  # noqa: BLE001  raised below, on all ranks
+            error = raised
+    error = broadcast(error)
+    if error is not None:
+        raise error if ranks.is_global_zero else mark_propagated(error)
 
 
 @final

@@ -41,10 +41,9 @@ class AutoStrategy(DDPStrategy):
     def _create_launcher(self, placement: Placement) -> Launcher:
         if placement.ranks.world_size == 1:
             return inline_launcher(placement)
+        if not can_rerun():
+            self.start_method = "fork"
         return super()._create_launcher(placement)
-
-    def _choose_start_method(self) -> str:
-        return self.start_method if can_rerun() else "fork"
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap a module if there are several ranks."""
