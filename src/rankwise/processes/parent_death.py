@@ -74,7 +74,9 @@ def end_with_writer(read_end: int) -> None:
     except (OSError, AttributeError):  # no Linux
         threading.Thread(target=_exit_at_end_of_file, args=(read_end,), daemon=True).start()
         return
-    if select.select([own], [], [], 0)[0]:  # closed before
+    poll = select.poll()  # unlike select.select it takes descriptors of 1024 and more
+    poll.register(own, select.POLLIN)
+    if poll.poll(0):  # closed before
         os._exit(1)
 
 

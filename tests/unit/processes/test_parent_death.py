@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import resource
 from contextlib import ExitStack
 
-from rankwise.processes.parent_death import children_end_with_parent
+import pytest
+
+from rankwise.processes.parent_death import children_end_with_parent, end_with_writer
 
 
 def settings() -> dict[str, object]:
@@ -33,3 +37,24 @@ def test_blocks_of_several_threads() -> None:
         first.close()
         assert settings().keys() - before.keys() == {"rankwise"}
     assert settings() == before
+
+
+def test_a_process_with_many_open_files() -> None:
+    """Its descriptors may be 1024 and more, as with a DataLoader's tensors; `select.select` refuses those."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < 2048:
+        pytest.skip(f"a process may have {most} open files")
+    read_end, write_end = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (2048, most))
+            for _ in range(1024):
+                os.dup(read_end)
+            end_with_writer(read_end)
+            os._exit(0)
+        finally:
+            os._exit(2)
+    status = os.waitpid(pid, 0)[1]
+    os.close(read_end)
+    os.close(write_end)
+    assert os.waitstatus_to_exitcode(status) == 0
