@@ -231,7 +231,7 @@ def _agent_signals() -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     is_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(_LEFT_TO_TORCH)
+    before = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
     variable = os.environ.get(_SIGNALS_VARIABLE)
     was_interrupted = False
 
@@ -252,8 +252,9 @@ def _agent_signals() -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.sigval) from None
     finally:
-        if is_main_thread:
-            signal.signal(_LEFT_TO_TORCH, before)
+        for number, handler in before.items():
+            if is_main_thread and handler is not None:  # older versions of torch replace ignored ones too
+                signal.signal(number, handler)
         os.environ.pop(_SIGNALS_VARIABLE, None)
         if variable is not None:
             os.environ[_SIGNALS_VARIABLE] = variable

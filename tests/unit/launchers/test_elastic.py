@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers.elastic import _Job
+from rankwise.launchers.elastic import _agent_signals, _Job
 from rankwise.launchers.worker_main import JobSpec
 from rankwise.processes.shared_memory import owned_descriptor
 from rankwise.stores.restart import RestartInfo
@@ -64,3 +65,14 @@ def test_why_all_start_again(
     job.begin(RestartInfo(1, "a job"))
     assert caplog.messages == [f"All ranks start again (restart 1): {why}"]
     assert job.unreported == []
+
+
+def test_a_signal_that_was_ignored_is_ignored_again() -> None:
+    """Under nohup: older versions of torch set handlers of SIGHUP and others, and leave them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _agent_signals():
+            signal.signal(signal.SIGHUP, lambda number, frame: None)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
