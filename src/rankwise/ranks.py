@@ -16,7 +16,8 @@ from rankwise.errors import InvalidArgumentError
 __all__ = ["RankInfo", "rank_zero_only"]
 
 # The code of functions that run a rank. Frames further out, as those around a fork, are not the rank's own.
-_entries: set[CodeType] = set()
+# By identity, as Python 3.12 hashes all instructions of a code object.
+_entries: dict[int, CodeType] = {}
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -110,14 +111,14 @@ if getattr(rank_zero_only, "rank", None) is None:
 
 def job_entry(function: Callable[P, T]) -> Callable[P, T]:
     """Mark a function that runs a rank: `is_in_rank_zero_section` looks no further out."""
-    _entries.add(function.__code__)
+    _entries[id(function.__code__)] = function.__code__
     return function
 
 
 def is_in_rank_zero_section() -> bool:
     """Return whether the caller is inside a `rank_zero_only` function of the same job."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in _entries:
+    while frame is not None and id(frame.f_code) not in _entries:
         if (
             frame.f_code.co_name == "wrapped_fn"
             and frame.f_globals.get("__name__") == rank_zero_only.__module__
