@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
@@ -16,7 +17,6 @@ from rankwise.stores.rendezvous import RankIdentity
 # How many times the ranks are looked at in the time after which one is reported.
 _LOOKS = 4
 _SHORTEST_S, _LONGEST_S = 0.05, 86400.0
-_MOST_NAMED = 8
 
 
 class _Reporter:
@@ -27,6 +27,8 @@ class _Reporter:
     Attributes:
         interval_s: how often to look at the ranks.
     """
+
+    _most_named = 8  # of the ranks that wait
 
     def __init__(self, warn_after_s: float) -> None:
         self.interval_s = min(max(warn_after_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
@@ -49,10 +51,10 @@ class _Reporter:
             and _is_waited_for(heartbeat, heartbeats)
         }
         others = [line for rank, (_, line) in statuses.items() if rank not in stragglers]
-        more = "" if len(others) <= _MOST_NAMED else f"; and {len(others) - _MOST_NAMED} more"
+        more = "" if len(others) <= self._most_named else f"; and {len(others) - self._most_named} more"
         for rank, line in stragglers.items():
             if rank not in supervised or not _is_waited_for(supervised[rank], supervised.values()):
-                self._report(rank, f"{line}. The others wait: {'; '.join(others[:_MOST_NAMED])}{more}.")
+                self._report(rank, f"{line}. The others wait: {'; '.join(others[: self._most_named])}{more}.")
 
     def _report(self, rank: int, text: str) -> None:
         """Write a text about a rank, if the last one is long enough ago."""
@@ -69,6 +71,8 @@ def _is_waited_for(heartbeat: Heartbeat, others: Iterable[Heartbeat]) -> bool:
 @final
 class LocalStragglerMonitor(_Reporter):
     """Report stragglers among the ranks of one supervisor, whose list of workers grows."""
+
+    _most_named = sys.maxsize  # the ranks of one node are few
 
     def __init__(self, workers: Sequence[MonitoredRank], warn_after_s: float) -> None:
         super().__init__(warn_after_s)

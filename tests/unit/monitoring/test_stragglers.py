@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
-from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to, report_phase
-from rankwise.monitoring.stragglers import StragglerMonitor
+from rankwise.monitoring.heartbeat import (
+    NO_FILE,
+    HeartbeatReader,
+    MonitoredRank,
+    heartbeat_written_to,
+    report_phase,
+)
+from rankwise.monitoring.stragglers import LocalStragglerMonitor, StragglerMonitor
+from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity
 
 IDENTITIES = [RankIdentity(rank, 0, rank, 2, "ab"[rank], 100 + rank) for rank in range(2)]
@@ -83,3 +91,22 @@ def test_what_the_supervisor_reports_is_not_told_twice(
         store.set(f"heartbeat/{rank}", json.dumps([1, 3, 5.0 * (rank == 1), rank == waits, phase]))
     StragglerMonitor(identities, identities[0], 1.0, is_supervised=is_supervised).look(store)
     assert ("rankwise: global_rank 1 (node 0" in capfd.readouterr().err) is is_reported
+
+
+def test_a_supervisor_names_all_ranks_that_wait(
+    capfd: pytest.CaptureFixture[str], pass_time: Callable[[float], None]
+) -> None:
+    """However many ranks its node has."""
+    workers = []
+    for rank in range(16):
+        descriptor = os.memfd_create("heartbeat")
+        workers.append(MonitoredRank(RankInfo(rank, rank, 0, 16, 16, 1), None, HeartbeatReader(descriptor)))
+        with heartbeat_written_to(descriptor):
+            report_phase("backward", step=7, waits=rank > 0)
+        os.close(descriptor)
+    monitor = LocalStragglerMonitor(workers, 60.0)
+    pass_time(61.0)
+    monitor.look()
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("rankwise: global_rank=0 was last in step 7, backward")
+    assert all(f"global_rank={rank} was last" in line for rank in range(1, 16))
