@@ -130,7 +130,7 @@ def test_a_step_of_two_tasks_on_one_node(user: User) -> None:
     result = user.run("bash", "-c", f"srun --ntasks=2 {DOCTOR} && srun --ntasks=2 {TRAINING}")
     assert result.returncode == 0, result
     check_doctor(result.stdout, "slurm", world_size=2)
-    assert "meet on loopback alone" in result.stdout, result
+    assert "listen on loopback only" in result.stdout, result
     check_digits(result.stdout, node_ranks=[0, 0], hosts=user.names[:1])
 
 
