@@ -316,9 +316,10 @@ def test_the_first_of_two_failures_is_named() -> None:
 
 def two_are_killed(strategy: Strategy) -> None:
     pids = [int(pid) for pid in strategy.all_gather(torch.tensor([os.getpid()])).flatten()]
-    if strategy.global_rank == 1:
-        os.kill(pids[2], signal.SIGKILL)
-        os.kill(pids[1], signal.SIGKILL)
+    if strategy.global_rank == 0:  # it has left the collective; the stopped ranks cannot fail in theirs
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            os.kill(pids[2], number)
+            os.kill(pids[1], number)
     time.sleep(60)
 
 
