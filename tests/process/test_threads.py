@@ -56,7 +56,7 @@ COUNT = """
     import json, sys, threading
     from torch.utils.data import DataLoader
     from rankwise.callbacks import Callback
-    from rankwise.strategies import DDPStrategy
+    from rankwise.strategies import DDPElasticStrategy, DDPStrategy
     from tests.process.training_tasks import Regression, dataset, quiet_trainer
 
     class Count(Callback):
@@ -68,7 +68,10 @@ COUNT = """
 
     if __name__ == "__main__":
         for method in sys.argv[1:]:
-            strategy = DDPStrategy(start_method=method, accelerator="cpu", devices=2)
+            if method == "elastic":
+                strategy = DDPElasticStrategy(accelerator="cpu", devices=2)
+            else:
+                strategy = DDPStrategy(start_method=method, accelerator="cpu", devices=2)
             trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=[Count()])
             trainer.fit(Regression(), DataLoader(dataset(64), batch_size=2))
 """
@@ -77,7 +80,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
 
 @pytest.mark.parametrize(
     "methods",
-    [("fork", "forkserver", "spawn"), ("popen",), ("torchrun",)],
+    [("fork", "forkserver", "spawn"), ("popen",), ("elastic",), ("torchrun",)],
     ids="-".join,
 )
 def test_a_rank_has_few_threads(methods: tuple[str, ...], run_script: ScriptRunner) -> None:
