@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
+
+from rankwise.errors import UnknownNameError
 
 T = TypeVar("T")
 
@@ -123,8 +125,29 @@ class Precision:
         return f"{type(self).__name__}({self.name!r})"
 
 
+class DtypePrecision(Precision):
+    """Computes in one dtype: the input and new tensors have it; the output gets torch's default dtype."""
+
+    dtypes: ClassVar[Mapping[str, torch.dtype]]  # by name
+
+    def __init__(self, name: str) -> None:
+        if name not in self.dtypes:
+            raise UnknownNameError(kind="precision", name=name, known=tuple(self.dtypes))
+        self.name = name
+        self.dtype = self.dtypes[name]
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return _default_dtype(self.dtype)
+
+    def convert_input(self, batch: Any) -> Any:
+        return floats_to(batch, self.dtype)
+
+    def convert_output(self, output: Any) -> Any:
+        return floats_to(output, torch.get_default_dtype())
+
+
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Make `dtype` torch's default dtype in the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

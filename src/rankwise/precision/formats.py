@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankwise.errors import UnknownNameError
-from rankwise.precision.base import Precision, default_dtype, floats_to
+from rankwise.precision.base import DtypePrecision, Precision
 from rankwise.precision.loss_scaling import ScaledPrecision
 from rankwise.precision.master_weights import MasterWeightsPrecision
 
@@ -39,6 +39,9 @@ class MixedPrecision(ScaledPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device_type, dtype=self.dtype)
 
+    def convert_input(self, batch: Any) -> Any:
+        return batch
+
     def convert_output(self, output: Any) -> Any:
         default = torch.get_default_dtype()
         return apply_to_collection(
@@ -46,18 +49,13 @@ class MixedPrecision(ScaledPrecision):
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if self._scaler is None:
-            result = super().optimizer_step(optimizer, closure)
-        else:
-            result = self._scaler.step(optimizer, self, closure)
+        result = super().optimizer_step(optimizer, closure)
         torch.clear_autocast_cache()  # a step under autocast (manual optimisation) leaves old weights in it
         return result
 
 
-class _TrueFormat(Precision):
+class _TrueFormat(DtypePrecision):
     """Parameters, data and computation in one dtype."""
-
-    dtype: torch.dtype
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert parameters and buffers, in place."""
@@ -66,16 +64,6 @@ class _TrueFormat(Precision):
     def prepare_to_load(self, module: nn.Module) -> None:
         """Convert the module, which would otherwise round a checkpoint of 64-bit weights."""
         self.convert_module(module)
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new tensors have this dtype."""
-        return default_dtype(self.dtype)
-
-    def convert_input(self, batch: Any) -> Any:
-        return floats_to(batch, self.dtype)
-
-    def convert_output(self, output: Any) -> Any:
-        return floats_to(output, torch.get_default_dtype())
 
 
 @final
@@ -94,18 +82,17 @@ class HalfPrecision(_TrueFormat):
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
     def __init__(self, name: str = "16-true") -> None:
-        if name not in self.dtypes:
-            raise UnknownNameError(kind="precision", name=name, known=tuple(self.dtypes))
-        self.name = name
-        self.dtype = self.dtypes[name]
+        super().__init__(name)
 
 
 @final
 class DoublePrecision(_TrueFormat):
     """Everything in 64 bits."""
 
-    name = "64-true"
-    dtype = torch.float64
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {"64-true": torch.float64}
+
+    def __init__(self) -> None:
+        super().__init__("64-true")
 
     def convert_output(self, output: Any) -> Any:
         """Return predictions without rounding them."""

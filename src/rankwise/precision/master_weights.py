@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, final
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from rankwise.errors import ConfigurationError
-from rankwise.precision.base import default_dtype, floats_to
+from rankwise.precision.base import floats_to
 from rankwise.precision.loss_scaling import ScaledPrecision
 
 
@@ -105,18 +104,8 @@ class MasterWeightsPrecision(ScaledPrecision):
         pairs.append((half, masters[id(half)]))
         return masters[id(half)]
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new tensors have 16 bits."""
-        return default_dtype(self.dtype)
-
-    def convert_input(self, batch: Any) -> Any:
-        return floats_to(batch, self.dtype)
-
-    def convert_output(self, output: Any) -> Any:
-        return floats_to(output, torch.get_default_dtype())
-
     def backward(self, loss: Tensor, **options: Any) -> None:
-        super().backward(loss if self._scaler is None else loss.float(), **options)
+        super().backward(loss.float() if self.scales_loss else loss, **options)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Move the module's gradients to the 32-bit copies, and unscale them there."""
@@ -133,14 +122,10 @@ class MasterWeightsPrecision(ScaledPrecision):
         Raises:
             ConfigurationError: with a closure, which would use weights that are not updated yet.
         """
-        if closure is not None:
-            raise ConfigurationError(
-                message=f"precision={self.name!r} cannot step with a closure.",
-                facts=f"the optimizer is {type(optimizer).__name__}.",
-                remedy='use precision="32-true" or "bf16-mixed".',
-            )
-        self.unscale_gradients(optimizer)
-        result = optimizer.step() if self._scaler is None else self._scaler.step(optimizer, self, None)
+        self._refuse_closure(optimizer, closure)
+        if not self.scales_loss:
+            self.unscale_gradients(optimizer)
+        result = super().optimizer_step(optimizer)
         if not self.has_skipped_step:
             with torch.no_grad():
                 for half, master in self._pairs.get(id(optimizer), []):
