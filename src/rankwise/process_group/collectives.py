@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar, final
 
 import torch
@@ -36,10 +32,9 @@ _MEANS = ("mean", "avg")
 _ORDERED = ("min", "max")
 
 _MAX_DIMENSIONS = 64  # torch's own limit
-_FACTS = struct.Struct("<4q")  # is it a tensor, dtype, bytes, number of dimensions; the dimensions follow
-_HEADER_BYTES = _FACTS.size + _MAX_DIMENSIONS * 8
+# The number of the dtype, how many bytes, how many dimensions; the dimensions.
+_HEADER_BYTES = (3 + 1 + _MAX_DIMENSIONS) * 8  # one more: the content is aligned to the largest dtype
 _INLINE_BYTES = 4096
-_FRAME_BYTES = _HEADER_BYTES + _INLINE_BYTES
 
 # Numbers for dtypes that do not depend on the order in which a version of torch defines them.
 _DTYPES = {
@@ -94,8 +89,6 @@ def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op: str 
     name = reduce_op.lower()
     if name not in _OPERATIONS:
         raise UnknownNameError(kind="reduce_op", name=reduce_op, known=tuple(_OPERATIONS))
-    if isinstance(value, torch.Tensor):  # the usual case, without walking a container
-        return _reduced(value, group, name)  # type: ignore[return-value]  # a tensor came in
     reduced: T = apply_to_collection(value, torch.Tensor, _reduced, group, name, allow_frozen=True)
     return reduced
 
@@ -170,8 +163,6 @@ def all_gather(tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bo
     """
     if not is_distributed():
         return tensor
-    if isinstance(tensor, torch.Tensor):  # the usual case, without walking a container
-        return _gathered(tensor, group, sync_grads)  # type: ignore[return-value]  # a tensor came in
     gathered: T = apply_to_collection(tensor, torch.Tensor, _gathered, group, sync_grads, allow_frozen=True)
     return gathered
 
@@ -239,51 +230,38 @@ def gather_all_tensors(result: torch.Tensor, group: dist.ProcessGroup | None = N
     if not is_distributed():
         return [result]
     size = group_size_of(group)
-    frames = [Frame() for _ in range(size)]
-    _gather_frames(frames, Frame.of(result), group)
-    descriptions = [frame.description for frame in frames]
-    _check_same_kind(descriptions)
-    if max(description.num_bytes for description in descriptions) <= _INLINE_BYTES:
-        parts = [frame.inline() for frame in frames]
-        return parts if result.device.type == "cpu" else [part.to(result.device) for part in parts]
-    return _gathered_large(result, descriptions, group)
-
-
-def _gather_frames(frames: Sequence[Frame], own: Frame, group: dist.ProcessGroup | None) -> None:
-    """Fill `frames` with the frames of all ranks."""
-    targets = [frame.tensor for frame in frames]
-    if collective_device(group).type == "cpu":
-        dist.all_gather(targets, own.tensor, group=group)
-        return
-    for target, part in zip(targets, _gathered_list(own.tensor, len(frames), group), strict=True):
-        target.copy_(part)
+    descriptions = [Description(each) for each in _gathered_list(describe(result), size, group)]
+    kinds = {(each.dtype, len(each.shape)) for each in descriptions}
+    if len(kinds) > 1 or descriptions[0].dtype is None:
+        raise TensorMismatchError(call="gather_all_tensors()", found=tuple(map(str, descriptions)))
+    if max(each.num_bytes for each in descriptions) <= _INLINE_BYTES:
+        return [each.tensor().to(result.device) for each in descriptions]
+    return _gathered_large(_flat(result), [each.shape for each in descriptions], group)
 
 
 def _gathered_large(
-    result: torch.Tensor, descriptions: Sequence[Description], group: dist.ProcessGroup | None
+    own: torch.Tensor, shapes: Sequence[torch.Size], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
-    own = result.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if own.device.type == "cpu" and "gloo" in str(dist.get_backend(group)):
-        parts = _sent_pairwise(own, descriptions, group)
-    else:
-        parts = _gathered_padded(own, descriptions, group)
-    return [part.view(description.shape) for part, description in zip(parts, descriptions, strict=True)]
+    """Gather flat tensors: pairwise where gloo would copy all of them, otherwise padded to the same size."""
+    is_pairwise = own.device.type == "cpu" and "gloo" in str(dist.get_backend(group))
+    exchange = _sent_pairwise if is_pairwise else _gathered_padded
+    parts = exchange(own, [shape.numel() for shape in shapes], group)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _sent_pairwise(
-    own: torch.Tensor, descriptions: Sequence[Description], group: dist.ProcessGroup | None
+    own: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
-    """Send flat tensors between all pairs of ranks, each in its own size; gloo's gather copies them all."""
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     size, own_rank = len(ranks), dist.get_rank(group)
-    parts = [own.new_empty(math.prod(description.shape)) for description in descriptions]
+    parts = [own.new_empty(count) for count in counts]
     parts[own_rank].copy_(own)
     works: list[Any] = []
     for distance in range(1, size):
         target, source = (own_rank + distance) % size, (own_rank - distance) % size
         if own.numel():
             works.append(dist.isend(own, ranks[target], group=group))
-        if parts[source].numel():
+        if counts[source]:
             works.append(dist.irecv(parts[source], ranks[source], group=group))
     for work in works:
         work.wait()
@@ -291,89 +269,61 @@ def _sent_pairwise(
 
 
 def _gathered_padded(
-    own: torch.Tensor, descriptions: Sequence[Description], group: dist.ProcessGroup | None
+    own: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
-    """Gather flat tensors, padded to the size of the largest."""
-    counts = [math.prod(description.shape) for description in descriptions]
     if (missing := max(counts) - own.numel()) > 0:
         own = torch.cat((own, own.new_empty(missing)))
     parts = _gathered_list(own, len(counts), group)
     return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
 
-def _check_same_kind(descriptions: Sequence[Description]) -> None:
-    kinds = {(description.dtype, len(description.shape)) for description in descriptions}
-    if len(kinds) > 1 or descriptions[0].dtype is None:
-        raise TensorMismatchError(
-            call="gather_all_tensors()", found=tuple(str(description) for description in descriptions)
-        )
+def describe(value: object) -> torch.Tensor:
+    """Return a message of fixed size that describes a tensor, and contains it if it is small."""
+    message = torch.zeros(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+    number, shape, num_bytes = 0, torch.Size(), 0
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
+        number, shape, num_bytes = _NUMBERS[value.dtype], value.shape, value.nbytes
+        content = _flat(value).view(torch.uint8) if num_bytes <= _INLINE_BYTES else None
+    else:
+        problem = f"no tensor but {type(value).__name__}"
+        if isinstance(value, torch.Tensor):
+            problem = f"a tensor that is not dense (layout {value.layout}, dtype {value.dtype})"
+        content = torch.frombuffer(bytearray(problem.encode()[:_INLINE_BYTES]), dtype=torch.uint8)
+        num_bytes = len(content)
+    header = torch.tensor((number, num_bytes, len(shape), *shape))
+    message.view(torch.int64)[: len(header)] = header
+    if content is not None:
+        message[_HEADER_BYTES : _HEADER_BYTES + num_bytes] = content
+    return message
 
 
 @final
-@dataclass(frozen=True)
 class Description:
-    """The tensor that a rank passed to `gather_all_tensors`."""
+    """A rank's message about the tensor that it passed to `gather_all_tensors`.
 
-    dtype: torch.dtype | None  # None if it passed no dense tensor
-    shape: tuple[int, ...]
-    num_bytes: int  # of its tensor, or of `problem`
-    problem: str = ""  # what it passed instead of a dense tensor
-
-    def __str__(self) -> str:
-        return self.problem or f"{self.dtype}, shape {self.shape}"
-
-
-@final
-class Frame:
-    """A message of fixed size that describes a rank's tensor, and contains it if it is small.
-
-    The header is packed with `struct`: tensor operations for it took longer than sending it.
+    Attributes:
+        dtype: None if it passed no dense tensor.
+        num_bytes: of the tensor; of the text about it if it is no dense tensor.
     """
 
-    def __init__(self) -> None:
-        self.memory = bytearray(_FRAME_BYTES)
-        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)  # the same memory
+    def __init__(self, message: torch.Tensor) -> None:
+        number, self.num_bytes, ndim, *shape = message[:_HEADER_BYTES].view(torch.int64).tolist()
+        self.dtype = _DTYPES.get(number)
+        self.shape = torch.Size(shape[:ndim])
+        self._content = message[_HEADER_BYTES : _HEADER_BYTES + self.num_bytes]
 
-    @classmethod
-    def of(cls, value: object) -> Frame:
-        """Return the frame that describes a value."""
-        frame = cls()
-        if not (isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized):
-            problem = f"no tensor but {type(value).__name__}"
-            if isinstance(value, torch.Tensor):
-                problem = f"a tensor that is not dense (layout {value.layout}, dtype {value.dtype})"
-            text = problem.encode()[:_INLINE_BYTES]
-            _FACTS.pack_into(frame.memory, 0, 0, 0, len(text), 0)
-            frame.memory[_HEADER_BYTES : _HEADER_BYTES + len(text)] = text
-            return frame
-        num_bytes = value.numel() * value.element_size()
-        _FACTS.pack_into(frame.memory, 0, 1, _NUMBERS[value.dtype], num_bytes, value.ndim)
-        struct.pack_into(f"<{value.ndim}q", frame.memory, _FACTS.size, *value.shape)
-        if 0 < num_bytes <= _INLINE_BYTES:
-            frame._inline_view(value.dtype, value.shape).copy_(value.detach())
-        return frame
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return bytes(self._content.tolist()).decode(errors="replace")
+        return f"{self.dtype}, shape {tuple(self.shape)}"
 
-    @cached_property
-    def description(self) -> Description:
-        """The value that the frame describes."""
-        is_tensor, number, num_bytes, ndim = _FACTS.unpack_from(self.memory)
-        if not is_tensor:
-            text = bytes(self.memory[_HEADER_BYTES : _HEADER_BYTES + num_bytes])
-            return Description(None, (), num_bytes, text.decode(errors="replace"))
-        shape = struct.unpack_from(f"<{ndim}q", self.memory, _FACTS.size)
-        return Description(_DTYPES[number], shape, num_bytes)
+    def tensor(self) -> torch.Tensor:
+        """Return a copy of the small tensor in the message."""
+        return self._content.clone().view(self.dtype).view(self.shape)  # type: ignore[arg-type]  # not None here
 
-    def inline(self) -> torch.Tensor:
-        """Return a copy of the small tensor in the frame."""
-        dtype, shape = self.description.dtype, self.description.shape
-        if dtype is None or self.description.num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        return self._inline_view(dtype, shape).clone()
 
-    def _inline_view(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return the memory of the small tensor, viewed with this dtype and shape."""
-        count = math.prod(shape)
-        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=_HEADER_BYTES).view(shape)
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -407,19 +357,17 @@ def gather_object(value: T, dst: int = 0, group: dist.ProcessGroup | None = None
     Raises:
         InvalidArgumentError: when `dst` or this rank does not belong to `group`.
     """
+    ranks = [0]
+    if is_distributed():
+        group_size_of(group)  # which checks that this rank is a member
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if dst not in ranks:
+        raise InvalidArgumentError(argument="dst", value=dst, expected=f"one of the ranks {ranks}")
     if not is_distributed():
-        _check_member(dst, [0])
         return [value]
-    size = group_size_of(group)
-    _check_member(dst, dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
-    values: list[Any] | None = [None] * size if dist.get_rank() == dst else None
+    values: list[Any] | None = [None] * len(ranks) if dist.get_rank() == dst else None
     dist.gather_object(value, values, dst=dst, group=group)
     return values
-
-
-def _check_member(dst: int, workers: Sequence[int]) -> None:
-    if dst not in workers:
-        raise InvalidArgumentError(argument="dst", value=dst, expected=f"one of the ranks {list(workers)}")
 
 
 def sync_ddp(

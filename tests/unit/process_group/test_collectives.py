@@ -21,7 +21,7 @@ from rankwise.process_group import (
     sync_ddp,
     sync_ddp_if_available,
 )
-from rankwise.process_group.collectives import Frame
+from rankwise.process_group.collectives import Description, describe
 
 
 def test_gathering_alone() -> None:
@@ -125,17 +125,16 @@ def test_group_of_one() -> None:
         torch.ones(3, dtype=torch.bfloat16),
     ],
 )
-def test_frames(value: torch.Tensor) -> None:
-    """A frame contains a tensor's dtype and shape, and a small tensor's data."""
-    frame = Frame()
-    frame.tensor.copy_(Frame.of(value).tensor)
-    assert frame.description.dtype == value.dtype
-    assert frame.description.shape == value.shape
-    assert frame.description.num_bytes == value.nbytes
-    torch.testing.assert_close(frame.inline(), value.detach(), rtol=0, atol=0)
+def test_descriptions(value: torch.Tensor) -> None:
+    """A description has a tensor's dtype and shape, and a small tensor's data."""
+    found = Description(describe(value))
+    assert found.dtype == value.dtype
+    assert found.shape == value.shape
+    assert found.num_bytes == value.nbytes
+    torch.testing.assert_close(found.tensor(), value.detach(), rtol=0, atol=0)
 
 
-def test_frames_without_a_tensor() -> None:
-    """The frame of a value that is not a dense tensor describes the value."""
-    assert str(Frame.of({"a": 1}).description) == "no tensor but dict"
-    assert "sparse_coo" in str(Frame.of(torch.eye(2).to_sparse()).description)
+def test_descriptions_without_a_tensor() -> None:
+    """The description of a value that is not a dense tensor says what it is."""
+    assert str(Description(describe({"a": 1}))) == "no tensor but dict"
+    assert "sparse_coo" in str(Description(describe(torch.eye(2).to_sparse())))
