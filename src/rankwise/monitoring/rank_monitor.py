@@ -193,20 +193,18 @@ class ChannelMonitor(RankMonitor):
 
     def close(self) -> None:
         """Deliver nothing more; a last message ends the request that waits for one."""
-        if self._has_started and not self._is_closed:
+        if self._has_started:
             self._is_closed = True
             self.set_once(self._next_key, "closed")
 
     def _start(self) -> None:
-        self._request(self._on_set, "wait", self._next_key)
+        self._request(self._on_message, "get", self._next_key)
+        if self._is_closed:  # since the last message came: `close` has ended the request before this one
+            self.set_once(self._next_key, "closed")
 
-    def _on_set(self, reply: bytes | None) -> None:
-        if reply is not None and not self._is_closed:
-            self._request(self._on_value, "get", self._next_key)
-
-    def _on_value(self, value: bytes | None) -> None:
-        if value is not None and not self._is_closed:
-            self._deliver(value)
+    def _on_message(self, message: bytes | None) -> None:
+        if message is not None and not self._is_closed:
+            self._deliver(message)
             self._start()
 
     def _request(

@@ -11,33 +11,23 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-_COUNT = struct.Struct("!H")
 _LENGTH = struct.Struct("!I")
 
 
 def pack_fields(fields: Iterable[bytes]) -> bytes:
     """Return several byte strings as one message."""
-    parts = list(fields)
-    chunks = [_COUNT.pack(len(parts))]
-    for part in parts:
-        chunks += (_LENGTH.pack(len(part)), part)
-    return b"".join(chunks)
+    return b"".join(_LENGTH.pack(len(field)) + field for field in fields)
 
 
 def unpack_fields(data: bytes) -> list[bytes]:
     """Return the byte strings in a message; raise `ValueError` when it is none of `pack_fields`."""
-    try:
-        (count,) = _COUNT.unpack_from(data)
-        offset, fields = _COUNT.size, []
-        for _ in range(count):
-            (length,) = _LENGTH.unpack_from(data, offset)
-            offset += _LENGTH.size
-            fields.append(data[offset : offset + length])
-            offset += length
-    except struct.error as error:
-        raise ValueError(f"not a message of the store: {error}") from None
-    if offset != len(data):
-        raise ValueError(f"not a message of the store: {len(data)} bytes, expected {offset}")
+    fields, end = list[bytes](), 0
+    while end < len(data):
+        start = end + _LENGTH.size
+        end = start + int.from_bytes(data[end:start], "big")
+        if end > len(data):
+            raise ValueError(f"not a message of the store: {len(data)} bytes, expected {end}")
+        fields.append(data[start:end])
     return fields
 
 
@@ -51,16 +41,16 @@ class StoreTable:
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
-        self._waiting: list[tuple[list[str], Reply]] = []
+        self._waiting: list[tuple[bytes, list[bytes], Reply]] = []
 
     def handle(self, request: bytes, reply: Reply) -> None:
         """Reply to a request of a `PrivateStore`, now or later; raise `ValueError` when it is none."""
         operation, *fields = unpack_fields(request)
-        if operation == b"wait":
-            self._waiting.append(([key.decode() for key in fields], reply))
+        if operation == b"wait" or (operation == b"get" and len(fields) == 1):
+            self._waiting.append((operation, fields, reply))
         else:
             reply(self._reply_to(operation, fields))
-        if operation in (b"wait", b"set", b"add", b"compare_set"):
+        if operation in (b"wait", b"get", b"set", b"add", b"compare_set"):
             self._release()
 
     def _reply_to(self, operation: bytes, fields: list[bytes]) -> bytes:
@@ -69,8 +59,6 @@ class StoreTable:
             case b"set", [key, value]:
                 store.set(key, value)
                 return b""
-            case b"get", [key]:
-                return bytes(store.get(key)) if store.check([key]) else b""
             case b"add", [key, amount]:
                 number = int(amount)
                 with suppress(RuntimeError, ValueError, IndexError, TypeError):
@@ -87,10 +75,11 @@ class StoreTable:
         raise ValueError(f"not a request of the store: {operation!r} with {len(fields)} fields")
 
     def _release(self) -> None:
-        ready = [waiter for waiter in self._waiting if self._store.check(waiter[0])]
+        store: Any = self._store
+        ready = [waiter for waiter in self._waiting if store.check(waiter[1])]
         self._waiting = [waiter for waiter in self._waiting if waiter not in ready]
-        for _, reply in ready:
-            reply(b"")
+        for operation, keys, reply in ready:
+            reply(bytes(store.get(keys[0])) if operation == b"get" else b"")
 
 
 @final
@@ -111,7 +100,6 @@ class PrivateStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Wait until a key is set; return its value."""
-        self.wait([key], self._timeout)
         return self._ask("get", key)
 
     def add(self, key: str, value: int) -> int:

@@ -35,9 +35,9 @@ def polling() -> Iterator[tuple[RankMonitor, dist.Store]]:
 
 
 @contextmanager
-def over_a_channel() -> Iterator[tuple[RankMonitor, dist.Store]]:
+def over_a_channel(table: StoreTable | None = None) -> Iterator[tuple[RankMonitor, dist.Store]]:
     """Return a monitor of rank 1 whose replies come at once, in the sender's thread, and its store."""
-    table = StoreTable()
+    table = StoreTable() if table is None else table
 
     def ask(request: bytes, timeout_s: float) -> bytes:
         replies: list[bytes] = []
@@ -89,6 +89,27 @@ def test_a_subscriber_sets_keys(kind_of_monitor: Any) -> None:
         send_message(store, [1], "status", "now")
         wait_for(lambda: store.check(["new"]))
         assert (store.get("mine"), store.get("new")) == (b"before", b"now")
+
+
+@pytest.mark.parametrize("is_counted", [False, True], ids=["before", "after"])
+def test_closing_during_a_delivery_leaves_no_request(
+    is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request for the message after the delivered one is ended too; nothing waits in the table."""
+    table = StoreTable()
+    with over_a_channel(table) as (monitor, store):
+        deliver = monitor._deliver
+
+        def close_and_deliver(message: bytes) -> None:
+            if not is_counted:
+                monitor.close()
+            deliver(message)
+
+        monkeypatch.setattr(monitor, "_deliver", close_and_deliver)
+        monitor.subscribe("status", lambda text: monitor.close() if is_counted else None)
+        assert len(table._waiting) == 1
+        send_message(store, [1], "status", "now")
+        assert table._waiting == []
 
 
 def test_the_same_message_is_sent_once() -> None:

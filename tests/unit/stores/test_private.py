@@ -161,7 +161,7 @@ def test_what_is_no_request_is_a_value_error(fields: list[bytes]) -> None:
     assert ask(table, b"count") == [b"0"]
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00", b"\x00\x01", b"\x00\x01\x00\x00\x00\x05ab", b"\x00\x00extra"])
+@pytest.mark.parametrize("data", [b"\x00", b"\x00\x01", b"\x00\x01\x00\x00\x00\x05ab", b"\x00\x00extra"])
 def test_damaged_messages_are_refused(data: bytes) -> None:
     """Bytes that are no message are a ValueError."""
     with pytest.raises(ValueError, match="not a message of the store"):
