@@ -2,14 +2,15 @@
 
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.detect import Detection, create_environment, detect_environment
-from rankwise.environments.kubeflow import KubeflowEnvironment
-from rankwise.environments.local import LocalEnvironment
-from rankwise.environments.lsf import LSFEnvironment
-from rankwise.environments.mpi import MPIEnvironment
-from rankwise.environments.pals import PALSEnvironment
-from rankwise.environments.plain import NodesEnvironment, PlainEnvironment
+from rankwise.environments.mpi import LSFEnvironment, MPIEnvironment, PALSEnvironment
 from rankwise.environments.slurm import SlurmEnvironment
-from rankwise.environments.torchelastic import TorchElasticEnvironment
+from rankwise.environments.torch_variables import (
+    KubeflowEnvironment,
+    LocalEnvironment,
+    NodesEnvironment,
+    PlainEnvironment,
+    TorchElasticEnvironment,
+)
 
 __all__ = [
     "ClusterEnvironment",

@@ -8,7 +8,7 @@ from abc import ABC
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, final
+from typing import ClassVar
 
 from rankwise.environments.network import port_of_job
 from rankwise.errors import EnvironmentVariableError, InvalidArgumentError
@@ -21,51 +21,6 @@ _MAX_FILE_BYTES = 16_000_000
 def is_set(name: str, environ: Mapping[str, str]) -> bool:
     """Return whether a variable is set to more than blanks."""
     return bool(environ.get(name, "").strip())
-
-
-@final
-class Variables:
-    """Typed access to the variables that one environment reads."""
-
-    def __init__(self, environment: str, environ: Mapping[str, str]) -> None:
-        self.environ = environ
-        self._environment = environment
-
-    def has(self, name: str) -> bool:
-        """Return whether a variable is set to more than blanks."""
-        return is_set(name, self.environ)
-
-    def text(self, name: str) -> str:
-        """Return a variable that must be set and not empty."""
-        value = self.environ.get(name, "").strip()
-        if not value:
-            raise self.error(f"{name} is not set", {})
-        return value
-
-    def number(self, name: str, highest: int = _MAX_COUNT, lowest: int = 0) -> int:
-        """Return a variable that must be a whole number from `lowest` to `highest`."""
-        text = self.text(name)
-        # isdecimal excludes signs, spaces, underscores and fractions; isascii excludes other scripts' digits
-        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(highest))):
-            raise self.error(f"{name} is not a number from {lowest} to {highest}", {name: text})
-        if not lowest <= int(text) <= highest:
-            raise self.error(f"{name} is not within {lowest} to {highest}", {name: text})
-        return int(text)
-
-    def hosts_in_file(self, name: str) -> list[str]:
-        """Return the different host names in the file whose path a variable contains."""
-        path = self.text(name)
-        try:
-            with Path(path).open(encoding="utf-8") as file:
-                return list(dict.fromkeys(file.read(_MAX_FILE_BYTES).split()))
-        except (OSError, ValueError) as error:
-            raise self.error(f"{name} cannot be read: {error}", {name: path}) from None
-
-    def error(self, problem: str, shown: Mapping[str, str]) -> EnvironmentVariableError:
-        """Return the error that names this environment."""
-        return EnvironmentVariableError(
-            environment=self._environment, problem=problem.rstrip("."), variables=dict(shown)
-        )
 
 
 class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a subclass adds
@@ -101,6 +56,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
             same step, saves, and calls `requeue`; None if the scheduler sends none.
         job_variables: variables whose values differ between jobs on one node; the main port is computed from
             those that are set if no variable contains it.
+        node_file: the variable with the path of a file that names the job's nodes, rank 0's first.
     """
 
     name: ClassVar[str] = ""
@@ -110,12 +66,13 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     optional: ClassVar[tuple[str, ...]] = ()
     markers: ClassVar[tuple[str, ...]] = ()
     job_variables: ClassVar[tuple[str, ...]] = ()
+    node_file: ClassVar[str] = ""
     requeue_signal: signal.Signals | None = None
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         """Read `environ`, by default a copy of `os.environ`."""
-        self._values = Variables(self.name, dict(os.environ if environ is None else environ))
-        self._table = self.table(self._values.environ)
+        self._environ = dict(os.environ if environ is None else environ)
+        self._table = self.table(self._environ)
 
     @classmethod
     def table(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -147,7 +104,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
             return "none of its variables is set" if is_none_set else f"{', '.join(missing)} not set"
         environment = cls(environ)
         if missing:
-            raise environment._values.error(f"{', '.join(missing)} is not set", environment.seen())
+            raise environment._error(f"{', '.join(missing)} is not set")
         environment.ranks  # noqa: B018  reading the ranks validates them
         return None
 
@@ -180,35 +137,35 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     @property
     def global_rank(self) -> int:
         """This process's id in the whole job."""
-        return self._number("global_rank")
+        return self._fact("global_rank")
 
     @property
     def world_size(self) -> int:
         """The number of processes in the job."""
-        return self._number("world_size")
+        return self._fact("world_size")
 
     @property
     def local_rank(self) -> int:
         """This process's id on its node."""
-        return self._number("local_rank")
+        return self._fact("local_rank")
 
     @property
     def local_world_size(self) -> int:
         """The number of processes on this node."""
-        return self._number("local_world_size")
+        return self._fact("local_world_size")
 
     @property
     def node_rank(self) -> int:
         """The id of this node; without a variable derived from nodes of equal size."""
         if "node_rank" in self._table:
-            return self._number("node_rank")
+            return self._fact("node_rank")
         return self.global_rank // max(1, self.local_world_size)
 
     @property
     def num_nodes(self) -> int:
         """The number of nodes; without a variable derived from nodes of equal size."""
         if "num_nodes" in self._table:
-            return self._number("num_nodes")
+            return self._fact("num_nodes")
         return max(1, -(-self.world_size // max(1, self.local_world_size)))
 
     @property
@@ -219,9 +176,8 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
             EnvironmentVariableError: when neither is known.
         """
         variable = self._table.get("main_address", "MASTER_ADDR")
-        if not self._values.has(variable) and (names := self._node_names()):
-            return names[0]
-        return self._values.text(variable)
+        names = [] if self._has(variable) else self._node_names()
+        return names[0] if names else self._text(variable)
 
     @property
     def main_port(self) -> int:
@@ -231,10 +187,10 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
             EnvironmentVariableError: when it is not a port, or no id of the job is set.
         """
         variable = self._table.get("main_port", "MASTER_PORT")
-        ids = [self._values.text(name) for name in self.job_variables if self._values.has(name)]
-        if ids and not self._values.has(variable):
+        ids = [self._text(name) for name in self.job_variables if self._has(name)]
+        if ids and not self._has(variable):
             return port_of_job(ids)
-        return self._values.number(variable, highest=65535, lowest=1)
+        return self._number(variable, highest=65535, lowest=1)
 
     @property
     def ranks(self) -> RankInfo:
@@ -253,15 +209,13 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
                 num_nodes=self.num_nodes,
             )
         except InvalidArgumentError as error:
-            raise self._values.error(error.summary(), self.seen()) from None
+            raise self._error(error.summary()) from None
 
     def seen(self) -> dict[str, str]:
         """Return the variables of this environment that are set, for messages."""
-        environ = self._values.environ
-        names = dict.fromkeys(
-            [*self.markers, *self.required, *self._table.values(), *self.job_variables, *self.optional]
-        )
-        return {name: environ[name] for name in names if name in environ}
+        optional = [*self.job_variables, self.node_file, *self.optional]
+        names = dict.fromkeys([*self.markers, *self.required, *self._table.values(), *optional])
+        return {name: self._environ[name] for name in names if name in self._environ}
 
     def requeue(self) -> None:
         """Put the job back into the scheduler's queue, if requested. Runs on: global rank 0."""
@@ -273,18 +227,54 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         shown = ", ".join(f"{name}={value}" for name, value in self.seen().items())
         return f"{type(self).__name__}({shown})"
 
-    def _node_names(self) -> list[str]:
-        """Return the names of the job's nodes, rank 0's first, if the launcher provides them."""
-        return []
-
     @classmethod
     def _needed(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*cls.markers, *cls.required, *cls.table(environ).values()]))
 
-    def _number(self, fact: str) -> int:
+    def _fact(self, fact: str) -> int:
         if fact in self.constants:
             return self.constants[fact]
-        variable = self._table.get(fact)
-        if variable is None:
+        if fact not in self._table:
             raise EnvironmentVariableError(environment=self.name, problem=f"no variable is known for {fact}")
-        return self._values.number(variable)
+        return self._number(self._table[fact])
+
+    def _node_names(self) -> list[str]:
+        """Return the different names of the job's nodes, rank 0's first, if the launcher provides them."""
+        if not self.node_file:
+            return []
+        path = self._text(self.node_file)
+        try:
+            with Path(path).open(encoding="utf-8") as file:
+                names = list(dict.fromkeys(file.read(_MAX_FILE_BYTES).split()))
+        except (OSError, ValueError) as error:
+            raise self._error(f"{self.node_file} cannot be read: {error}", {self.node_file: path}) from None
+        if not names:
+            raise self._error(f"{self.node_file} names no node")
+        return names
+
+    def _has(self, name: str) -> bool:
+        return is_set(name, self._environ)
+
+    def _text(self, name: str) -> str:
+        """Return a variable that must be set to more than blanks."""
+        if not self._has(name):
+            raise self._error(f"{name} is not set", {})
+        return self._environ[name].strip()
+
+    def _number(self, name: str, highest: int = _MAX_COUNT, lowest: int = 0) -> int:
+        """Return a variable that must be a whole number from `lowest` to `highest`."""
+        text = self._text(name)
+        # isdecimal excludes signs, spaces, underscores and fractions; isascii excludes other scripts' digits
+        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(highest))):
+            raise self._error(f"{name} is not a number from {lowest} to {highest}", {name: text})
+        if not lowest <= int(text) <= highest:
+            raise self._error(f"{name} is not within {lowest} to {highest}", {name: text})
+        return int(text)
+
+    def _error(self, problem: str, variables: Mapping[str, str] | None = None) -> EnvironmentVariableError:
+        """Return an error with these variables, by default all that this environment reads."""
+        return EnvironmentVariableError(
+            environment=self.name,
+            problem=problem.rstrip("."),
+            variables=self.seen() if variables is None else dict(variables),
+        )

@@ -9,14 +9,15 @@ from importlib.metadata import entry_points
 from typing import final
 
 from rankwise.environments.base import ClusterEnvironment
-from rankwise.environments.kubeflow import KubeflowEnvironment
-from rankwise.environments.local import LocalEnvironment
-from rankwise.environments.lsf import LSFEnvironment
-from rankwise.environments.mpi import MPIEnvironment
-from rankwise.environments.pals import PALSEnvironment
-from rankwise.environments.plain import NodesEnvironment, PlainEnvironment
+from rankwise.environments.mpi import LSFEnvironment, MPIEnvironment, PALSEnvironment
 from rankwise.environments.slurm import SlurmEnvironment
-from rankwise.environments.torchelastic import TorchElasticEnvironment
+from rankwise.environments.torch_variables import (
+    KubeflowEnvironment,
+    LocalEnvironment,
+    NodesEnvironment,
+    PlainEnvironment,
+    TorchElasticEnvironment,
+)
 from rankwise.errors import EnvironmentVariableError, InvalidTypeError, UnknownNameError
 
 ENVIRONMENT_VARIABLE = "RANKWISE_ENVIRONMENT"
@@ -81,19 +82,20 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
     environ = os.environ if environ is None else environ
     if chosen := environ.get(ENVIRONMENT_VARIABLE, "").strip():
         return Detection(create_environment(chosen, environ), f"{ENVIRONMENT_VARIABLE}={chosen}", {})
+    found: type[ClusterEnvironment] = LocalEnvironment  # which accepts every process
     rejected: dict[str, str] = {}
-    for number, cls in enumerate(_ORDER):
-        reason = cls.rejection(environ)
-        if reason is None:
-            for other in _ORDER[number + 1 : -1]:
-                try:
-                    why_not = other.rejection(environ) or f"{cls.name} is nearer to this process"
-                except EnvironmentVariableError as error:
-                    why_not = error.problem
-                rejected[other.name] = why_not
-            return Detection(cls(environ), _LAST_REASON if cls is _ORDER[-1] else _REASON, rejected)
-        rejected[cls.name] = reason
-    raise LookupError("the last environment must accept every process")
+    for cls in _ORDER[:-1]:
+        try:
+            reason = cls.rejection(environ)
+        except EnvironmentVariableError as error:
+            if found is LocalEnvironment:
+                raise
+            reason = error.problem
+        if reason is None and found is LocalEnvironment:
+            found = cls
+        else:
+            rejected[cls.name] = reason or f"{found.name} is nearer to this process"
+    return Detection(found(environ), _LAST_REASON if found is LocalEnvironment else _REASON, rejected)
 
 
 def _class_named(name: str) -> type[ClusterEnvironment]:

@@ -1,4 +1,4 @@
-"""The launchers of MPI: Open MPI's `mpirun`, and Hydra's `mpiexec` (MPICH, Intel MPI)."""
+"""Launchers of MPI programs: Open MPI's `mpirun`, Hydra's `mpiexec`, LSF's `jsrun`, HPE's PALS."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _HYDRA: Mapping[str, str] = {
     "local_world_size": "MPI_LOCALNRANKS",
 }
 _LOOPBACK = "127.0.0.1"
+_LAUNCH_NODES = ("batch", "login")  # how the names of LSF's launch nodes begin
 
 
 @final
@@ -44,6 +45,7 @@ class MPIEnvironment(ClusterEnvironment):
     name = "mpi"
     variables: ClassVar[Mapping[str, str]] = _OPEN_MPI
     optional = ("MASTER_ADDR", "MASTER_PORT")
+    job_variables = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 
     @classmethod
     def table(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -66,38 +68,97 @@ class MPIEnvironment(ClusterEnvironment):
             ConfigurationError: when mpi4py finds no MPI library.
             EnvironmentVariableError: when mpi4py uses another MPI than the one that started the job.
         """
-        if self._values.has("MASTER_ADDR"):
-            return self._values.text("MASTER_ADDR")
+        if self._has("MASTER_ADDR"):
+            return self._text("MASTER_ADDR")
         return _LOOPBACK if self.num_nodes == 1 else self._broadcast_endpoint[0]
 
     @property
     def main_port(self) -> int:
         """`MASTER_PORT`; or computed from the job's id; or the port that rank 0 broadcasts with mpi4py."""
-        if self._values.has("MASTER_PORT"):
+        if any(map(self._has, ("MASTER_PORT", *self.job_variables))):
             return super().main_port
-        for variable in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
-            if self._values.has(variable):
-                return port_of_job([self._values.text(variable)])
         if self.num_nodes == 1:
             return port_of_job([_launcher_pid()])
-        if self._values.has("MASTER_ADDR"):
-            raise self._values.error("MASTER_ADDR is set, but MASTER_PORT is not", self.seen())
+        if self._has("MASTER_ADDR"):
+            raise self._error("MASTER_ADDR is set, but MASTER_PORT is not")
         return self._broadcast_endpoint[1]
 
     @cached_property
     def _broadcast_endpoint(self) -> tuple[str, int]:
         communicator = _mpi4py_world()
         if communicator.Get_size() != self.world_size:
-            raise self._values.error(
+            raise self._error(
                 f"mpi4py sees {communicator.Get_size()} ranks: it was built with another MPI than the one "
-                "that started this job, so set MASTER_ADDR and MASTER_PORT instead",
-                self.seen(),
+                "that started this job, so set MASTER_ADDR and MASTER_PORT instead"
             )
         hosts = communicator.allgather(socket.gethostname())
         others = [host for host in hosts if host != hosts[0]]
         own = (address_toward(others[0]) if others else _LOOPBACK, port_of_job([str(os.getpid())]))
         endpoint: tuple[str, int] = communicator.bcast(own, root=0)
         return endpoint
+
+
+@final
+class LSFEnvironment(ClusterEnvironment):
+    """A task that `jsrun` has started. A `bsub` script without jsrun is one process, and no step.
+
+    The address of rank 0's node is `MASTER_ADDR`, or the first compute node in the file `LSB_DJOB_RANKFILE`.
+    On clusters with launch nodes, the first line of that file is the launch node.
+
+    Source: https://www.ibm.com/docs/en/spectrum-lsf/10.1.0 (LSB_*), and IBM's jsrun manual (JSM_NAMESPACE_*)
+    """
+
+    name = "lsf"
+    markers = ("JSM_NAMESPACE_RANK",)
+    variables: ClassVar[Mapping[str, str]] = {
+        "global_rank": "JSM_NAMESPACE_RANK",
+        "world_size": "JSM_NAMESPACE_SIZE",
+        "local_rank": "JSM_NAMESPACE_LOCAL_RANK",
+        "local_world_size": "JSM_NAMESPACE_LOCAL_SIZE",
+    }
+    required = ("LSB_JOBID",)
+    optional = ("MASTER_ADDR", "MASTER_PORT")
+    job_variables = ("LSB_JOBID", "LSB_JOBINDEX", "JSM_NAMESPACE_ID")
+    node_file = "LSB_DJOB_RANKFILE"
+
+    @classmethod
+    def rejection(cls, environ: Mapping[str, str]) -> str | None:
+        """Return why jsrun has not started this process."""
+        reason = super().rejection(environ)
+        if reason and is_set("LSB_JOBID", environ):
+            return "this is the job's own script (JSM_NAMESPACE_RANK is not set): jsrun has not started it"
+        return reason
+
+    def _node_names(self) -> list[str]:
+        hosts = super()._node_names()
+        has_launch_node = len(hosts) > self.num_nodes or hosts[0].startswith(_LAUNCH_NODES)
+        names = hosts[1:] if has_launch_node else hosts
+        if not names:
+            raise self._error("LSB_DJOB_RANKFILE names no compute node")
+        return names
+
+
+@final
+class PALSEnvironment(ClusterEnvironment):
+    """A rank that PALS has started.
+
+    The address of rank 0's node is `MASTER_ADDR`, or the first line of the file `PBS_NODEFILE`.
+
+    Source: HPE's PALS manual; https://docs.alcf.anl.gov/running-jobs
+    """
+
+    name = "pals"
+    markers = ("PALS_RANKID",)
+    variables: ClassVar[Mapping[str, str]] = {
+        "global_rank": "PALS_RANKID",
+        "world_size": "PMI_SIZE",
+        "local_rank": "PALS_LOCAL_RANKID",
+        "local_world_size": "PMI_LOCAL_SIZE",
+        "node_rank": "PALS_NODEID",
+    }
+    optional = ("MASTER_ADDR", "MASTER_PORT")
+    job_variables = ("PBS_JOBID", "PALS_APID")
+    node_file = "PBS_NODEFILE"
 
 
 def _set_in(table: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice, repeat
+from typing import TypeVar
 
 from rankwise.errors import InvalidArgumentError
+
+T = TypeVar("T")
 
 _MAX_NODES = 100_000  # more than any cluster has: a longer list is damaged, and is not expanded
 
 _WORD = r"(?:[A-Za-z0-9._-]|\[[^\[\]]*\])+"
-_WORDS = re.compile(_WORD)
 _LIST = re.compile(f"{_WORD}(?:,{_WORD})*")
-_PART = re.compile(r"\[([^\[\]]*)\]|([A-Za-z0-9._-]+)")
 _RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
-
-Part = list[tuple[str, str]]
-"""The alternatives for one part of a name: ranges as (first, last); equal ends stand for that text."""
 
 
 def expand_node_list(text: str) -> list[str]:
@@ -31,18 +29,8 @@ def expand_node_list(text: str) -> list[str]:
         ['gpu08', 'gpu09', 'gpu10', 'gpu3', 'login']
     """
     if _LIST.fullmatch(text.strip()) is None:
-        raise _parse_error(text)
-    names: list[str] = []
-    for word in _WORDS.findall(text):
-        parts = [
-            [(plain, plain)] if plain else _ranges(inside, text) for inside, plain in _PART.findall(word)
-        ]
-        count = 1
-        for part in parts:
-            count *= _size(part)
-            _check_size(len(names) + count, text)
-        names.extend("".join(chosen) for chosen in product(*map(_expanded, parts)))
-    return names
+        raise _not_a_node_list(text)
+    return _limited(chain.from_iterable(_names(word, text) for word in re.findall(_WORD, text)), text)
 
 
 def expand_counts(text: str) -> list[int]:
@@ -52,55 +40,48 @@ def expand_counts(text: str) -> list[int]:
         >>> expand_counts("2(x3),1")
         [2, 2, 2, 1]
     """
-    counts: list[int] = []
-    for word in text.strip().split(","):
-        found = _COUNT.fullmatch(word.strip())
-        if found is None:
-            raise InvalidArgumentError(
-                argument="tasks per node", value=_shortened(text), expected='counts, such as "2(x3),1"'
-            )
-        times = int(found[2] or 1)
-        _check_size(len(counts) + times, text)
-        counts.extend([int(found[1])] * times)
-    return counts
+    return _limited(_counts(text), text)
 
 
-def _ranges(inside: str, text: str) -> Part:
-    ranges = []
+def _names(word: str, text: str) -> Iterator[str]:
+    before, bracket, rest = word.partition("[")
+    if not bracket:
+        yield word
+        return
+    inside, _, after = rest.partition("]")
+    for number in _numbers(inside, text):
+        for end in _names(after, text):
+            yield f"{before}{number}{end}"
+
+
+def _numbers(inside: str, text: str) -> Iterator[str]:
     for item in inside.split(","):
         found = _RANGE.fullmatch(item)
         if found is None or int(found[1]) > int(found[2] or found[1]):
-            raise _parse_error(text)
-        ranges.append((found[1], found[2] or found[1]))
-    return ranges
+            raise _not_a_node_list(text)
+        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
+            yield str(number).zfill(len(found[1]))
 
 
-def _size(part: Part) -> int:
-    return sum(1 if first == last else int(last) - int(first) + 1 for first, last in part)
+def _counts(text: str) -> Iterator[int]:
+    for word in text.strip().split(","):
+        found = _COUNT.fullmatch(word.strip())
+        if found is None:
+            raise _error("tasks per node", text, 'counts, such as "2(x3),1"')
+        yield from repeat(int(found[1]), int(found[2] or 1))
 
 
-def _expanded(part: Part) -> Iterator[str]:
-    for first, last in part:
-        if first == last:
-            yield first
-        else:
-            yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+def _limited(items: Iterable[T], text: str) -> list[T]:
+    found = list(islice(items, _MAX_NODES + 1))
+    if len(found) > _MAX_NODES:
+        raise _error("node list", text, f"at most {_MAX_NODES} nodes")
+    return found
 
 
-def _check_size(size: int, text: str) -> None:
-    if size > _MAX_NODES:
-        raise InvalidArgumentError(
-            argument="node list", value=_shortened(text), expected=f"at most {_MAX_NODES} nodes"
-        )
+def _not_a_node_list(text: str) -> InvalidArgumentError:
+    return _error("node list", text, 'names with ranges, such as "gpu[01-03,7],login"')
 
 
-def _parse_error(text: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        argument="node list",
-        value=_shortened(text),
-        expected='names with ranges, such as "gpu[01-03,7],login"',
-    )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _error(argument: str, text: str, expected: str) -> InvalidArgumentError:
+    shown = text if len(text) <= 80 else f"{text[:77]}..."
+    return InvalidArgumentError(argument=argument, value=shown, expected=expected)

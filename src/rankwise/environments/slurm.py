@@ -72,9 +72,10 @@ class SlurmEnvironment(ClusterEnvironment):
         """Return why srun has not started this process, or has started another launcher that did."""
         if not is_set("SLURM_STEP_ID", environ):
             return _without_step(environ)
-        if cls(environ)._is_special_step:
-            return f"SLURM_STEP_ID={environ['SLURM_STEP_ID']} is the allocation's own shell, no step of srun"
-        return super().rejection(environ) or cls(environ)._rejection_beside(MPIEnvironment)
+        step = cls(environ)._number("SLURM_STEP_ID", highest=0xFFFFFFFF)
+        if step >= _FIRST_SPECIAL_STEP:
+            return f"SLURM_STEP_ID={step} is the allocation's own shell, no step of srun"
+        return super().rejection(environ) or cls(environ)._rejection_beside(MPIEnvironment(environ))
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -84,14 +85,13 @@ class SlurmEnvironment(ClusterEnvironment):
     @property
     def local_world_size(self) -> int:
         """The number of tasks on this node, which may differ between nodes."""
-        counts = self._tasks_per_node()
+        counts = self._expanded("SLURM_STEP_TASKS_PER_NODE", expand_counts)
         if len(counts) != self.num_nodes or sum(counts) != self.world_size:
-            raise self._values.error(
-                "SLURM_STEP_TASKS_PER_NODE does not add up to SLURM_STEP_NUM_TASKS on SLURM_STEP_NUM_NODES",
-                self.seen(),
+            raise self._error(
+                "SLURM_STEP_TASKS_PER_NODE does not add up to SLURM_STEP_NUM_TASKS on SLURM_STEP_NUM_NODES"
             )
         if self.node_rank >= len(counts):
-            raise self._values.error("SLURM_NODEID is not below SLURM_STEP_NUM_NODES", self.seen())
+            raise self._error("SLURM_NODEID is not below SLURM_STEP_NUM_NODES")
         return counts[self.node_rank]
 
     @property
@@ -103,13 +103,12 @@ class SlurmEnvironment(ClusterEnvironment):
     def ranks(self) -> RankInfo:
         """All ranks, validated against each other and against `SLURM_GTIDS`."""
         ranks = super().ranks
-        if self._values.has("SLURM_GTIDS"):
-            tasks = self._values.text("SLURM_GTIDS").split(",")
+        if self._has("SLURM_GTIDS"):
+            tasks = self._text("SLURM_GTIDS").split(",")
             if len(tasks) != ranks.local_world_size or str(ranks.global_rank) not in tasks:
-                raise self._values.error(
+                raise self._error(
                     "SLURM_GTIDS, the tasks on this node, is of another step than SLURM_STEP_*: these were "
-                    "inherited from where the job was submitted",
-                    self.seen(),
+                    "inherited from where the job was submitted"
                 )
         return ranks
 
@@ -117,8 +116,8 @@ class SlurmEnvironment(ClusterEnvironment):
         """Put the job back into the queue with `scontrol requeue`; warn if that fails."""
         if not self.auto_requeue:
             return
-        array = [self._values.environ.get(f"SLURM_ARRAY_{part}", "") for part in ("JOB_ID", "TASK_ID")]
-        job = "_".join(array) if all(array) else self._values.text("SLURM_JOB_ID")
+        array = [self._environ.get(f"SLURM_ARRAY_{part}", "") for part in ("JOB_ID", "TASK_ID")]
+        job = "_".join(array) if all(array) else self._text("SLURM_JOB_ID")
         try:
             command = ["scontrol", "requeue", job]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_REQUEUE_TIMEOUT_S)
@@ -129,38 +128,31 @@ class SlurmEnvironment(ClusterEnvironment):
     def _node_names(self) -> list[str]:
         return self._expanded("SLURM_STEP_NODELIST", expand_node_list)
 
-    def _tasks_per_node(self) -> list[int]:
-        return self._expanded("SLURM_STEP_TASKS_PER_NODE", expand_counts)
-
     def _expanded(self, variable: str, expand: Callable[[str], list[T]]) -> list[T]:
         try:
-            return expand(self._values.text(variable))
+            return expand(self._text(variable))
         except InvalidArgumentError as error:
-            raise self._values.error(f"{variable}: {error.summary()}", self.seen()) from None
+            raise self._error(f"{variable}: {error.summary()}") from None
 
-    @property
-    def _is_special_step(self) -> bool:
-        return self._values.number("SLURM_STEP_ID", highest=0xFFFFFFFF) >= _FIRST_SPECIAL_STEP
-
-    def _rejection_beside(self, mpi: type[MPIEnvironment]) -> str | None:
+    def _rejection_beside(self, mpi: MPIEnvironment) -> str | None:
         """Return why mpirun has started this process rather than srun, if the variables of both are set.
 
         mpirun starts its daemons with srun, one on each node, and its ranks inherit the daemon's step. So
         mpirun has started the process if the step has one task on each node. Otherwise it is an error.
         """
-        if mpi.rejection(self._values.environ) is not None:
+        if mpi.rejection(self._environ) is not None:
             return None
-        step, ranks = self.ranks, mpi(self._values.environ).ranks
+        step, ranks = self.ranks, mpi.ranks
         if (step.global_rank, step.world_size) == (ranks.global_rank, ranks.world_size):
             return None
-        may_be_daemons = set(self._tasks_per_node()) == {1} and (ranks.world_size > 1 or step.world_size == 1)
-        if may_be_daemons:
+        has_one_task_per_node = step.world_size == step.num_nodes
+        if has_one_task_per_node and (ranks.world_size > 1 or step.world_size == 1):
             return "mpirun is nearer: the step's tasks are its daemons, one on each node"
-        raise self._values.error(
+        raise self._error(
             f"a step of srun (task {step.global_rank} of {step.world_size}) and mpirun (rank "
             f"{ranks.global_rank} of {ranks.world_size}) both claim this process; name the one that started "
             "it: RANKWISE_ENVIRONMENT=slurm or RANKWISE_ENVIRONMENT=mpi",
-            {**self.seen(), **mpi(self._values.environ).seen()},
+            {**self.seen(), **mpi.seen()},
         )
 
 

@@ -12,12 +12,12 @@ import torch
 
 from rankwise.environments import (
     ClusterEnvironment,
+    LocalEnvironment,
     NodesEnvironment,
     TorchElasticEnvironment,
     create_environment,
     detect_environment,
 )
-from rankwise.environments.local import LocalEnvironment
 from rankwise.environments.network import interface_toward, listening_address, rendezvous_address
 from rankwise.errors import ConfigurationError, InvalidArgumentError, WorldSizeMismatchError
 from rankwise.launchers import Launcher

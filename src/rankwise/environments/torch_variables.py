@@ -1,0 +1,205 @@
+"""Environments of torch's own variables: torchrun, one process per rank or per node, Kubeflow; or of none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, final
+
+from rankwise.environments.base import ClusterEnvironment, is_set
+from rankwise.errors import ConfigurationError
+
+
+@final
+class TorchElasticEnvironment(ClusterEnvironment):
+    """A worker of torchrun.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """
+
+    name = "torchelastic"
+    markers = ("TORCHELASTIC_RUN_ID",)
+    variables: ClassVar[Mapping[str, str]] = {
+        "global_rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "local_world_size": "LOCAL_WORLD_SIZE",
+        "node_rank": "GROUP_RANK",
+        "num_nodes": "GROUP_WORLD_SIZE",
+        "main_address": "MASTER_ADDR",
+        "main_port": "MASTER_PORT",
+    }
+
+
+@final
+class PlainEnvironment(ClusterEnvironment):
+    """One process for each rank, with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`.
+
+    `LOCAL_WORLD_SIZE` and `NODE_RANK` (or `GROUP_RANK`) are optional. Without `LOCAL_WORLD_SIZE`,
+    `LOCAL_RANK` must equal `RANK`, which means one node.
+    """
+
+    name = "plain"
+    variables: ClassVar[Mapping[str, str]] = {
+        "global_rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "main_address": "MASTER_ADDR",
+        "main_port": "MASTER_PORT",
+    }
+    optional = ("LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+
+    @property
+    def local_world_size(self) -> int:
+        """`LOCAL_WORLD_SIZE`, or the world size if rank and local rank are equal.
+
+        Raises:
+            EnvironmentVariableError: when there are several nodes of unknown size.
+        """
+        if self._has("LOCAL_WORLD_SIZE"):
+            return self._number("LOCAL_WORLD_SIZE")
+        if self.local_rank != self.global_rank:
+            raise self._error(
+                "LOCAL_RANK differs from RANK, so there are several nodes, but LOCAL_WORLD_SIZE is not set"
+            )
+        return self.world_size
+
+    @property
+    def node_rank(self) -> int:
+        """`NODE_RANK` or `GROUP_RANK`, or derived from nodes of equal size."""
+        for variable in ("NODE_RANK", "GROUP_RANK"):
+            if self._has(variable):
+                return self._number(variable)
+        return super().node_rank
+
+
+class NodesEnvironment(ClusterEnvironment):
+    """One process for each node: `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT`, and no `RANK`.
+
+    The number of nodes is `NNODES` or the trainer's `num_nodes`, the number of processes on each node the
+    trainer's `devices`. The strategy starts the other processes of the node. Node 0 hosts the store, at
+    `MASTER_ADDR` and `MASTER_PORT`.
+
+    The ranks are those of a job with one process on each node, as before the strategy starts the others.
+    """
+
+    name = "nodes"
+    variables: ClassVar[Mapping[str, str]] = {
+        "global_rank": "NODE_RANK",
+        "node_rank": "NODE_RANK",
+        "main_address": "MASTER_ADDR",
+        "main_port": "MASTER_PORT",
+    }
+    optional: ClassVar[tuple[str, ...]] = ("NNODES",)
+    constants: ClassVar[Mapping[str, int]] = {"local_rank": 0, "local_world_size": 1}
+    creates_processes_externally = False
+
+    @classmethod
+    def rejection(cls, environ: Mapping[str, str]) -> str | None:
+        """Return why this process does not stand for a node."""
+        if is_set("RANK", environ):
+            return "RANK is set: whoever set it has started a process for each rank"
+        return super().rejection(environ)
+
+    @property
+    def has_num_nodes(self) -> bool:
+        """Whether a variable contains the number of nodes."""
+        return self._has("NNODES")
+
+    @property
+    def num_nodes(self) -> int:
+        """`NNODES`; if it is not set, the smallest number that includes this node."""
+        return self._number("NNODES") if self.has_num_nodes else self.node_rank + 1
+
+    @property
+    def world_size(self) -> int:
+        """The number of nodes, with one process on each node."""
+        return self.num_nodes
+
+
+@final
+class KubeflowEnvironment(NodesEnvironment):
+    """A pod of a PyTorchJob: one process, from which the strategy starts the other processes of the pod.
+
+    `RANK` is the pod's, for any `nprocPerNode`; `WORLD_SIZE` is the number of pods times `nprocPerNode`. The
+    variables `PET_*` are torchrun's; if the operator sets them, they must agree. With `nprocPerNode: auto`
+    (the operator's default) `devices` gives the number of processes.
+
+    Source: https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/
+    """
+
+    name = "kubeflow"
+    variables: ClassVar[Mapping[str, str]] = {
+        "global_rank": "RANK",
+        "node_rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "main_address": "MASTER_ADDR",
+        "main_port": "MASTER_PORT",
+    }
+    required = ("KUBERNETES_SERVICE_HOST",)
+    optional = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "HOSTNAME")
+    has_num_nodes = True  # it follows from `WORLD_SIZE` and `nprocPerNode`
+
+    @classmethod
+    def rejection(cls, environ: Mapping[str, str]) -> str | None:
+        """Return why this is not the first process of a pod of a PyTorchJob."""
+        if is_set("LOCAL_RANK", environ):
+            return "LOCAL_RANK is set: a launcher in the pod has started this process"
+        return super(NodesEnvironment, cls).rejection(environ)
+
+    @property
+    def processes_per_node(self) -> int | None:
+        """`PET_NPROC_PER_NODE` if it is a number; None for "auto", "gpu" and "cpu"."""
+        variable = "PET_NPROC_PER_NODE"
+        is_open = not self._has(variable) or self._text(variable) in ("auto", "gpu", "cpu")
+        return None if is_open else self._number(variable, lowest=1)
+
+    @property
+    def node_rank(self) -> int:
+        """The pod's `RANK`."""
+        rank = self._number("RANK")
+        if self._has("PET_NODE_RANK") and self._number("PET_NODE_RANK") != rank:
+            raise self._error("RANK and PET_NODE_RANK are not the same")
+        return rank
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of pods."""
+        world_size = self._number("WORLD_SIZE", lowest=1)
+        per_node = self.processes_per_node or 1
+        if not self._has("PET_NNODES") and world_size % per_node == 0:
+            return world_size // per_node
+        nodes = self._number("PET_NNODES", lowest=1)
+        if world_size not in (nodes, nodes * per_node):
+            raise self._error("WORLD_SIZE is not PET_NNODES times PET_NPROC_PER_NODE")
+        return nodes
+
+
+@final
+class LocalEnvironment(ClusterEnvironment):
+    """A terminal, a notebook or a test: one process, from which the strategy starts the others."""
+
+    name = "local"
+    constants: ClassVar[Mapping[str, int]] = {
+        "global_rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "local_world_size": 1,
+    }
+    creates_processes_externally = False
+    main_address = "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """`MASTER_PORT`, if it is set: otherwise the strategy takes a free port when it starts the ranks.
+
+        Raises:
+            ConfigurationError: when it is not set.
+        """
+        if self._has("MASTER_PORT"):
+            return super().main_port
+        raise ConfigurationError(
+            message="A local job has no main_port that could be known beforehand.",
+            facts="no launcher has started this process. The strategy takes a free port when it starts the "
+            'ranks; and none with rendezvous="private", which "auto" is on gloo.',
+            remedy='read os.environ["MASTER_PORT"] within a rank, of a strategy with rendezvous="tcp".',
+        )
