@@ -91,9 +91,10 @@ SLOW = tuple(
 )
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(n, marks=pytest.mark.soak if n in SLOW else ()) for n in NAMES]
-)
+LAUNCHED = [pytest.param(name, marks=pytest.mark.soak if name in SLOW else ()) for name in NAMES]
+
+
+@pytest.fixture(scope="module", params=LAUNCHED)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -288,19 +289,22 @@ def test_training_equals_one_process(kind: str, ranks: list[Facts]) -> None:
 
 # ---------------------------------------------------------------------- a strategy's life
 
-KINDS = tuple(name for name in NAMES if "_find_unused_parameters_" not in name)
 every_name = pytest.mark.parametrize("each", NAMES)
 
+# Like SCRIPT: the jobs of all strategies that re-run the script use the same two processes.
 LIFE_SCRIPT = """
     import json
+    import sys
     from rankwise.registry import StrategyRegistry
     from tests.contract.lives import fit_with_two_trainers, launch_twice
 
-    strategy = StrategyRegistry.create("ddp", accelerator="cpu", devices=2)
-    launched = launch_twice(strategy)
-    fitted = fit_with_two_trainers(StrategyRegistry.create("ddp"), 2)
+    found = {}
+    for name in sys.argv[1:]:
+        strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)
+        launched = [list(values.values()) for values in launch_twice(strategy)]
+        found[name] = launched, fit_with_two_trainers(StrategyRegistry.create(name), 2)
     if strategy.is_global_zero:
-        print(json.dumps([[list(values.values()) for values in launched], fitted]))
+        print(json.dumps(found))
 """
 
 
@@ -424,21 +428,27 @@ def test_auto_shows_the_start_method_that_it_uses(monkeypatch: pytest.MonkeyPatc
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
     """Return a function that gives the results of two launches and of two Trainers with one strategy."""
     folder = tmp_path_factory.mktemp("lives")
-    shared: SharedValues[tuple[Any, Any]] = SharedValues()
+    shared: SharedValues[dict[str, tuple[Any, Any]]] = SharedValues()
 
-    def live(each: str) -> tuple[Any, Any]:
-        if each == "ddp":
-            result = ScriptRunner(folder)(LIFE_SCRIPT, env=with_tests())
-            assert result.returncode == 0, result
-            return tuple(json.loads(result.stdout))
+    def rerun() -> dict[str, tuple[Any, Any]]:
+        result = ScriptRunner(folder)(LIFE_SCRIPT, *RERUN, env=with_tests())
+        assert result.returncode == 0, result
+        return cast(dict[str, tuple[Any, Any]], json.loads(result.stdout))
+
+    def live(each: str) -> dict[str, tuple[Any, Any]]:
         strategy = StrategyRegistry.create(each, accelerator="cpu", devices=_size(each))
         launched = [list(values.values()) for values in launch_twice(strategy)]
-        return launched, fit_with_two_trainers(StrategyRegistry.create(each), _size(each))
+        return {each: (launched, fit_with_two_trainers(StrategyRegistry.create(each), _size(each)))}
 
-    return lambda each: shared.get(each, lambda: live(each))
+    def lives_of(each: str) -> tuple[Any, Any]:
+        if each in RERUN:
+            return shared.get(RERUN, rerun)[each]
+        return shared.get(each, lambda: live(each))[each]
+
+    return lives_of
 
 
-@pytest.mark.parametrize("each", KINDS)
+@pytest.mark.parametrize("each", LAUNCHED)
 def test_launching_twice(each: str, lives: Callable[[str], tuple[Any, Any]]) -> None:
     """Both launches run on every rank, with gradients that are averaged."""
     mean = 1.5 if _size(each) == 2 else 1.0
@@ -446,7 +456,7 @@ def test_launching_twice(each: str, lives: Callable[[str], tuple[Any, Any]]) -> 
     assert launched == [[(number, rank, mean) for rank in range(_size(each))] for number in range(2)]
 
 
-@pytest.mark.parametrize("each", KINDS)
+@pytest.mark.parametrize("each", LAUNCHED)
 def test_one_strategy_for_two_trainers(each: str, lives: Callable[[str], tuple[Any, Any]]) -> None:
     """Two Trainers fit with one instance, one after the other, to the weights of one process."""
     single = fit_with_two_trainers(SingleDeviceStrategy(), 1)
@@ -465,6 +475,22 @@ def test_the_given_strategy_keeps_its_plugins() -> None:
 
 
 # ---------------------------------------------------------------------- the aliases differ
+
+
+@pytest.mark.parametrize("alias", [name for name in NAMES if "_find_unused_parameters_" in name])
+def test_an_alias_differs_in_one_argument(alias: str) -> None:
+    """`<name>_find_unused_parameters_<value>` is the class of `<name>`, with that argument for DDP only."""
+    name, _, value = alias.partition("_find_unused_parameters_")
+    base, entry = StrategyRegistry.entry(name), StrategyRegistry.entry(alias)
+    assert entry.strategy is base.strategy
+    assert entry.init_params == {**base.init_params, "find_unused_parameters": value == "true"}
+    strategies = [cast(DDPStrategy, StrategyRegistry.create(each)) for each in (name, alias)]
+    plain, other = (
+        {**vars(each), "gradients": vars(each.gradients), "precision": None, "checkpoint_io": None}
+        for each in strategies
+    )
+    differing = {key for key in plain if plain[key] != other[key]}
+    assert differing == ({"ddp_kwargs", "gradients"} if value == "true" else set())
 
 
 class HalfUsed(nn.Module):
