@@ -64,13 +64,14 @@ def _pause(library: str) -> bool:
         return False
 
 
-_CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # set by the import, for a compiler that nobody asked for
+# Importing torch._dynamo sets this variable, as the first optimizer or wrapper does.
+SET_BY_DYNAMO = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def import_dynamo() -> None:
     """Import what the first `DistributedDataParallel()` imports: 0.8 s, in every rank that is not a fork."""
-    is_set = _CACHE_FOLDER in os.environ
+    is_set = SET_BY_DYNAMO in os.environ
     import torch._dynamo  # noqa: F401
 
     if not is_set:
-        os.environ.pop(_CACHE_FOLDER, None)
+        os.environ.pop(SET_BY_DYNAMO, None)

@@ -38,6 +38,7 @@ from rankwise.strategies.config import (
     GroupConfig,
     ProcessConfig,
     check_instance,
+    copied_precision,
     take_changes,
 )
 from rankwise.strategies.job import Collectives, Job, RankEntry, save_on_rank_zero, variables_set
@@ -119,15 +120,14 @@ class Strategy(ABC):
         Raises:
             LifecycleError: in a job of this strategy.
             UnknownArgumentError: for any other argument.
+            ConfigurationError: when this strategy is bound, and its precision plug-in cannot be copied.
             InvalidArgumentError, InvalidTypeError, UnknownNameError: as the constructor.
         """
         self._check_not_in_job("with_()")
         derived = copy.copy(self)
         derived.gradients = copy.copy(self.gradients)
         if "precision" not in changes:
-            derived.precision = copy.deepcopy(self.precision)
-            if self.is_bound:
-                derived.precision.load_state_dict({})  # drops loss scale and master weights of earlier jobs
+            derived.precision = copied_precision(self.precision, is_used=self.is_bound)
         derived._placement, derived._job, derived.results = None, None, {}
         for name in changes.keys() & _PLUGINS.keys():
             setattr(derived, name, check_instance(name, changes.pop(name), _PLUGINS[name]))

@@ -6,6 +6,7 @@ process starts.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import sys
@@ -26,6 +27,7 @@ from rankwise.errors import (
     UnknownNameError,
 )
 from rankwise.named_options import check_name
+from rankwise.precision import Precision
 from rankwise.process_group import check_backend
 
 Devices = int | str | list[int] | tuple[int, ...]
@@ -324,6 +326,23 @@ def check_instance(name: str, value: Any, kind: type, default: type | None = Non
             remedy=f"make an instance of it: {value.__name__}()" if isinstance(value, type) else "",
         )
     return value
+
+
+def copied_precision(precision: Precision, *, is_used: bool) -> Precision:
+    """Return a precision plug-in for another strategy, in its initial state; one in use is never shared."""
+    try:
+        copied = copy.deepcopy(precision)
+    except Exception as error:
+        if not is_used:
+            return precision
+        raise ConfigurationError(
+            message=f"The precision plug-in {precision!r} cannot be copied, and a bound strategy uses it.",
+            facts=f"{type(error).__name__}: {error}.",
+            remedy="give the other trainer one of its own: Trainer(plugins=[...]).",
+        ) from error
+    if is_used:
+        copied.load_state_dict({})  # drops loss scale and master weights of earlier jobs
+    return copied
 
 
 def check_ddp_arguments(

@@ -24,6 +24,7 @@ from rankwise.process_group import collectives
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
 from rankwise.processes.event_loop import signals_delivered_in_thread
+from rankwise.processes.fork_safety import SET_BY_DYNAMO
 from rankwise.processes.signals import ROUTER, SignalRequest, exit_by_signal
 from rankwise.ranks import RankInfo, job_entry
 from rankwise.strategies.module_wrapping import WrappedModules
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-# torch sets this variable when the first optimizer or wrapper imports its compiler.
-_SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @final
@@ -260,7 +259,7 @@ class _DeferredSigterm:
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables in the block."""
-    before = {name: os.environ.get(name) for name in (*variables, _SET_BY_TORCH)}
+    before = {name: os.environ.get(name) for name in (*variables, SET_BY_DYNAMO)}
     os.environ.update(variables)
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from rankwise import Trainer
+from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.environments import ClusterEnvironment, NodesEnvironment, PlainEnvironment
 from rankwise.errors import (
     ConfigurationError,
@@ -19,6 +21,7 @@ from rankwise.errors import (
     UnknownArgumentError,
     UnknownNameError,
 )
+from rankwise.precision import Precision
 from rankwise.ranks import rank_zero_only
 from rankwise.strategies import DDPForkStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
 
@@ -363,6 +366,37 @@ def test_a_strategy_in_a_job_is_not_copied() -> None:
     with pytest.raises(LifecycleError, match="in a job"):
         strategy.launch(lambda running: Trainer(strategy=running))
     assert strategy.launch(lambda running: running.job.ranks) == strategy.ranks
+
+
+class LockedPrecision(Precision):
+    """A plug-in with a lock, which `copy` and `pickle` refuse."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def trainer_of(strategy: Strategy, **arguments: Any) -> Trainer:
+    """Return a Trainer for one process on the CPU that writes no files."""
+    return Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **arguments
+    )
+
+
+def test_a_precision_that_cannot_be_copied_is_shared() -> None:
+    """A trainer takes over the plug-in of a strategy that is not bound; one of its own replaces it."""
+    precision = LockedPrecision()
+    strategy = SingleDeviceStrategy(precision=precision)
+    assert trainer_of(strategy, plugins=[TorchCheckpointIO()]).strategy.precision is precision
+    assert trainer_of(strategy, precision="64-true").strategy.precision.name == "64-true"
+
+
+def test_a_precision_that_another_trainer_uses_is_not_shared() -> None:
+    """A second trainer for one strategy gets an error that names the plug-in that cannot be copied."""
+    strategy = SingleDeviceStrategy(precision=LockedPrecision())
+    assert trainer_of(strategy).strategy is strategy
+    with pytest.raises(ConfigurationError, match=r"LockedPrecision\('32-true'\) cannot be copied.*\n.*lock"):
+        trainer_of(strategy)
+    assert trainer_of(strategy, plugins=[LockedPrecision()]).world_size == 1
 
 
 @pytest.mark.parametrize(("method", "pickles"), [("fork", False), ("spawn", True), ("forkserver", True)])
