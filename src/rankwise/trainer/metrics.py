@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -16,9 +17,13 @@ from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameErr
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
 
-_REDUCTIONS = ("mean", "sum", "min", "max")
-_EXTREMES = {"min": torch.minimum, "max": torch.maximum}
-_OVER_RANKS: Mapping[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
+# How two values are combined, and the value that changes no other. A mean is a sum, divided by its weight.
+_REDUCTIONS: Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+    "mean": (torch.add, 0.0),
+    "sum": (torch.add, 0.0),
+    "min": (torch.minimum, math.inf),
+    "max": (torch.maximum, -math.inf),
+}
 
 
 class Reported(NamedTuple):
@@ -69,26 +74,13 @@ class _Metric:
     def add(self, value: Tensor, weight: float) -> None:
         """Add a value. Does not wait for the device."""
         self.last, self.last_weight, self.is_fresh = value, weight, True
-        if self.reduce_fx in _EXTREMES:
-            self.total = self._extreme(value) if self.weight else value
-            self.weight = 1.0
-        elif self.reduce_fx == "mean":
-            self.total = self.total.to(value.device) + value * weight
-            self.weight += weight
-        else:
-            self.total = self.total.to(value.device) + value
-            self.weight += 1.0
+        self.merge(value * weight if self.reduce_fx == "mean" else value, weight)
 
-    def merge(self, other: _Metric) -> None:
-        """Add the values that another rank has logged under the same name."""
-        if self.reduce_fx in _EXTREMES:
-            self.total = self._extreme(other.total)
-        else:
-            self.total = self.total + other.total
-            self.weight += other.weight
-
-    def _extreme(self, value: Tensor) -> Tensor:
-        return _EXTREMES[self.reduce_fx](self.total.to(value.device), value)
+    def merge(self, total: Tensor, weight: float) -> None:
+        """Add values whose sum, or extreme value, is `total`."""
+        combine, _ = _REDUCTIONS[self.reduce_fx]
+        self.total = combine(self.total.to(total.device), total)
+        self.weight += weight
 
     def state(self) -> dict[str, Any]:
         return vars(replace(self, last=self.last.cpu(), total=self.total.cpu(), is_fresh=False))
@@ -151,7 +143,7 @@ class Results:
     ) -> None:
         """Add one value; see `TrainingModule.log`."""
         if reduce_fx not in _REDUCTIONS:
-            raise UnknownNameError(kind="reduce_fx", name=str(reduce_fx), known=_REDUCTIONS)
+            raise UnknownNameError(kind="reduce_fx", name=str(reduce_fx), known=tuple(_REDUCTIONS))
         if is_metric_object(value):
             _check_by_epoch(name, on_step, on_epoch)
             self._objects[name + self.suffix] = _LoggedObject(value, prog_bar, logger)
@@ -164,8 +156,8 @@ class Results:
             by_step = (self._is_in_batch if on_step is None else on_step) and not self._is_evaluation
             by_epoch = (not by_step if on_epoch is None else on_epoch) or self._is_evaluation
             is_synced = self._is_evaluation if sync_dist is None else sync_dist
-            total = torch.zeros_like(number)
-            metric = _Metric(reduce_fx, by_step, by_epoch, is_synced, prog_bar, logger, number, total)
+            empty = torch.full_like(number, _REDUCTIONS[reduce_fx][1])
+            metric = _Metric(reduce_fx, by_step, by_epoch, is_synced, prog_bar, logger, number, empty)
             self._metrics[name + self.suffix] = metric
         metric.add(number, self._weight() if batch_size is None else batch_size)
 
@@ -183,7 +175,7 @@ class Results:
         for name, state in state_dict.items():
             added = _Metric(**state)
             if name in self._metrics:
-                self._metrics[name].merge(added)
+                self._metrics[name].merge(added.total, added.weight)
             else:
                 self._metrics[name] = added
 
@@ -272,13 +264,9 @@ def _combined(name: str, parts: list[Any]) -> Tensor:
 
 def _reduced(parts: list[_Part]) -> Tensor:
     """Combine the ranks' parts, in the order of the ranks."""
-    totals = [part.total for part in parts]
-    if parts[0].reduce_fx == "mean":
-        weight = sum(part.weight for part in parts)
-        value = sum(totals) / weight if weight else math.nan
-    else:
-        value = _OVER_RANKS[parts[0].reduce_fx](totals)
-    return torch.tensor(value, dtype=torch.double)
+    combine, _ = _REDUCTIONS[parts[0].reduce_fx]
+    total = reduce(combine, [torch.tensor(part.total, dtype=torch.double) for part in parts])
+    return total / sum(part.weight for part in parts) if parts[0].reduce_fx == "mean" else total
 
 
 def _check_same_names(logged_by: Mapping[int, set[str]]) -> None:

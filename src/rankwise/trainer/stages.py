@@ -36,7 +36,7 @@ from rankwise.trainer.data_loaders import (
 )
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.context import LoopContext
-from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather, predict
+from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
 from rankwise.trainer.loops.fit import FitLoop
 from rankwise.trainer.module import is_defined, undefined
 from rankwise.trainer.state import StopCondition
@@ -237,7 +237,9 @@ class _Stage:
         if self._spec.gather is not None:
             check_can_be_gathered(shards, self._strategy.world_size)
         self._state.num_predict_batches = [shard.num_batches for shard in shards]
-        return predict(loop_context(self._parts, self._module), shards, self._spec.gather)
+        return EvaluationLoop(loop_context(self._parts, self._module), shards, "predict").predict(
+            self._spec.gather
+        )
 
     def _shards(self, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
         """Return this rank's part of each loader of a phase; `order_seed` replaces the training loader's."""

@@ -26,7 +26,11 @@ GATHERINGS: tuple[Gather, ...] = ("all", "rank_zero", None)
 
 T = TypeVar("T")
 _NOTHING: Any = object()
-_NAMES = {"validate": "validation", "test": "test"}
+_NAMES = {  # the phase that is reported, and the name in methods
+    "validate": ("validation", "validation"),
+    "test": ("test", "test"),
+    "predict": ("prediction", "predict"),
+}
 
 
 @contextlib.contextmanager
@@ -42,36 +46,17 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             submodule.training = is_training
 
 
-def _run_batch(context: LoopContext, results: Results, name: str, batch: Any, *indices: int) -> Any:
-    """Run `{name}_step` of the module on a batch, and the hooks around it; return the outputs.
-
-    `indices` are the number of the batch and, with several loaders, of the loader.
-    """
-    precision = context.strategy.precision
-    batch = precision.convert_input(context.strategy.batch_to_device(batch))
-    results.begin_batch(batch)
-    context.hooks.call(f"on_{name}_batch_start", batch, *indices)
-    with precision.forward_context():
-        outputs = getattr(context.module, f"{name}_step")(batch, *indices)
-    context.hooks.call(f"on_{name}_batch_end", outputs, batch, *indices)
-    results.end_batch()
-    return outputs
-
-
-# ------------------------------------------------------------------ validation and test
-
-
 @final
 @dataclass(frozen=True)
 class EvaluationLoop:
-    """Evaluate the module without its wrapper, since ranks may have different numbers of batches.
+    """Run the module without its wrapper, since ranks may have different numbers of batches.
 
-    The ranks communicate once, at the end, to reduce the metrics.
+    The ranks communicate once, at the end, to reduce the metrics or to gather the predictions.
     """
 
     context: LoopContext
     shares: list[LoaderShard]
-    stage: Literal["validate", "test"]
+    stage: Literal["validate", "test", "predict"]
 
     def run(self, stopping: Stopping | None = None) -> list[dict[str, float]]:
         """Evaluate; return the metrics of each loader, the same on every rank.
@@ -85,42 +70,71 @@ class EvaluationLoop:
             EvaluationStopped: on all ranks, when a signal stops the fit here.
         """
         context, results = self.context, Results(is_evaluation=True)
-        with context.metrics.in_phase(self.stage, results), _evaluating(context.module):
-            self._hook("start")
-            self._hook("epoch_start")
-            self._run_loaders(results, stopping)
+        with self._running(results):
+            batches = self._batches(results)
+            for dataloader_idx, batch_idx, batch in stopping.evaluated(batches) if stopping else batches:
+                self._run_batch(results, batch, batch_idx, dataloader_idx)
+            results.suffix = ""
             self._hook("epoch_end")
             values = results.epoch_values(context.strategy)
             context.metrics.publish(values, is_logged=True)
             if stopping is not None:
                 context.state.progress.is_validated = True
-            self._hook("end")
         return self._by_loader({value.base_name: value.value.item() for value in values})
 
-    def _run_loaders(self, results: Results, stopping: Stopping | None) -> None:
-        if stopping is not None:
-            stopping.begin_evaluation()
+    def predict(self, gather: Gather) -> list[Any]:
+        """Predict this rank's batches; return the outputs, batch by batch, in dataset order.
+
+        Collective: every rank must call this. The ranks of `gather` get all ranks' outputs; with several
+        loaders, a list for each.
+        """
+        results, strategy = Results(is_evaluation=True), self.context.strategy
+        own: list[list[Any]] = [[] for _ in self.shares]
+        with self._running(results):
+            for dataloader_idx, batch_idx, batch in self._batches(results):
+                output = self._run_batch(results, batch, batch_idx, dataloader_idx)
+                output = strategy.precision.convert_output(output)
+                output = apply_to_collection(output, Tensor, lambda tensor: tensor.cpu())
+                own[dataloader_idx].append(output)
+            by_rank = _gathered(strategy, own, gather)
+            predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
+            self._hook("epoch_end")
+        return predictions[0] if len(predictions) == 1 else predictions
+
+    @contextlib.contextmanager
+    def _running(self, results: Results) -> Iterator[None]:
+        with self.context.metrics.in_phase(self.stage, results), _evaluating(self.context.module):
+            self._hook("start")
+            self._hook("epoch_start")
+            yield
+            self._hook("end")
+
+    def _batches(self, results: Results) -> Iterator[tuple[int, int, Any]]:
+        """Yield the number of the loader, the number of the batch in it, and the batch."""
         for dataloader_idx, share in enumerate(self.shares):
-            self._run_loader(results, stopping, dataloader_idx, share)
-        results.suffix = ""
-        if stopping is not None:
-            stopping.end_evaluation_batches()
+            results.suffix = self._suffixes[dataloader_idx]
+            if self.stage != "predict":  # prediction keeps the order of the data set
+                share.set_epoch(self.context.state.progress.current_epoch)
+            for batch_idx, (batch, _) in enumerate(share):
+                yield dataloader_idx, batch_idx, batch
 
-    def _run_loader(
-        self, results: Results, stopping: Stopping | None, dataloader_idx: int, share: LoaderShard
-    ) -> None:
-        name = _NAMES[self.stage]
-        index = (dataloader_idx,) if len(self.shares) > 1 else ()
-        results.suffix = self._suffixes[dataloader_idx]
-        share.set_epoch(self.context.state.progress.current_epoch)
-        for batch_idx, (batch, _) in enumerate(share):
-            if stopping is not None:
-                stopping.begin_evaluation_batch()
-            report_phase(name)
-            _run_batch(self.context, results, name, batch, batch_idx, *index)
+    def _run_batch(self, results: Results, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        """Run the module's step on a batch, and the hooks around it; return the outputs."""
+        context, precision = self.context, self.context.strategy.precision
+        phase, name = _NAMES[self.stage]
+        indices = (batch_idx, dataloader_idx) if len(self.shares) > 1 else (batch_idx,)
+        report_phase(phase)
+        batch = precision.convert_input(context.strategy.batch_to_device(batch))
+        results.begin_batch(batch)
+        self._hook("batch_start", batch, *indices)
+        with precision.forward_context():
+            outputs = getattr(context.module, f"{name}_step")(batch, *indices)
+        self._hook("batch_end", outputs, batch, *indices)
+        results.end_batch()
+        return outputs
 
-    def _hook(self, moment: str) -> None:
-        self.context.hooks.call(f"on_{_NAMES[self.stage]}_{moment}")
+    def _hook(self, moment: str, *args: Any) -> None:
+        self.context.hooks.call(f"on_{_NAMES[self.stage][1]}_{moment}", *args)
 
     @property
     def _suffixes(self) -> list[str]:
@@ -135,40 +149,6 @@ class EvaluationLoop:
             {name: value for name, value in metrics.items() if not name.endswith(endings)}
             for endings in others
         ]
-
-
-# ------------------------------------------------------------------ prediction
-
-
-def predict(context: LoopContext, shares: list[LoaderShard], gather: Gather) -> list[Any]:
-    """Run `predict_step` on this rank's batches; return the outputs, batch by batch, in dataset order.
-
-    Collective: every rank must call this. The ranks of `gather` get all ranks' outputs; with several loaders,
-    a list for each.
-    """
-    results = Results(is_evaluation=True)
-    with context.metrics.in_phase("predict", results), _evaluating(context.module):
-        context.hooks.call("on_predict_start")
-        context.hooks.call("on_predict_epoch_start")
-        own = []
-        for dataloader_idx, share in enumerate(shares):
-            index = (dataloader_idx,) if len(shares) > 1 else ()
-            own.append(_predict_loader(context, results, share, *index))
-        by_rank = _gathered(context.strategy, own, gather)
-        predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
-        context.hooks.call("on_predict_epoch_end")
-        context.hooks.call("on_predict_end")
-    return predictions[0] if len(predictions) == 1 else predictions
-
-
-def _predict_loader(context: LoopContext, results: Results, share: LoaderShard, *index: int) -> list[Any]:
-    outputs = []
-    for batch_idx, (batch, _) in enumerate(share):
-        report_phase("prediction")
-        output = _run_batch(context, results, "predict", batch, batch_idx, *index)
-        output = context.strategy.precision.convert_output(output)
-        outputs.append(apply_to_collection(output, Tensor, lambda tensor: tensor.cpu()))
-    return outputs
 
 
 def _gathered(strategy: Strategy, own: list[list[Any]], gather: Gather) -> list[list[list[Any]]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from typing_extensions import Self
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.loops.context import LoopContext
 
 _SIGNAL = "signal:"
+T = TypeVar("T")
 
 
 @final
@@ -70,20 +72,16 @@ class Stopping:
         self.stop()
         return False
 
-    def begin_evaluation(self) -> None:
-        """Begin a validation within the fit.
+    def evaluated(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a validation within the fit; other ranks may have more.
 
-        This and the next two methods raise `EvaluationStopped` on all ranks, after the same batch, for a
-        signal; `stop` must then be called.
+        Raises:
+            EvaluationStopped: on all ranks, after the same batch, for a signal; `stop` must then be called.
         """
         self._raise_unless(self._agreement.begin_step())
-
-    def begin_evaluation_batch(self) -> None:
-        """Begin the validation's next batch."""
-        self._raise_unless(self._agreement.begin_part())
-
-    def end_evaluation_batches(self) -> None:
-        """End the batches of this rank; other ranks may have more."""
+        for batch in batches:
+            self._raise_unless(self._agreement.begin_part())
+            yield batch
         self._raise_unless(self._agreement.end_parts())
 
     def _raise_unless(self, may_continue: bool) -> None:
