@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from rankwise.data.sampler import ShardedSampler, has_length, own_generators, own_seed, set_epoch_of
-from rankwise.data.sharding import is_shardable, with_indices_from
+from rankwise.data.sampler import ShardedSampler, length_of, own_generators, own_seed, set_epoch_of
+from rankwise.data.sharding import Loader, is_shardable, with_indices_from
 from rankwise.seed import isolated_random_state, mixed_seed, seed_process
-
-Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 
 @final
@@ -72,7 +71,9 @@ class BatchStream(Sampler[Any]):
 
     def _drawn(self) -> Iterator[Any]:
         is_ours = isinstance(self.sampler, ShardedSampler) or isinstance(self.batches, ShardedSampler)
-        if is_ours or not has_length(self.batches):  # a `ShardedSampler` seeds itself; others may be endless
+        if is_ours or math.isinf(
+            length_of(self.batches)
+        ):  # a `ShardedSampler` seeds itself; others may be endless
             return iter(self.batches)
         user_seed = own_seed(self.batches)
         seed = mixed_seed(self.seed if user_seed is None else user_seed, self.epoch)
@@ -149,10 +150,7 @@ def batch_sizes(loader: Any) -> BatchSizes | None:
 def _of_samples(batches: Any, first: int) -> BatchSizes | None:
     """Return the sizes of batches that torch's `BatchSampler` makes of each rank's samples."""
     sampler: Any = batches.sampler
-    try:
-        lengths = _lengths(sampler)
-    except TypeError:  # a sampler without length
-        return None
+    lengths = None if math.isinf(length_of(sampler)) else _lengths(sampler)
     if lengths is None:
         return None
     size, drops_last = batches.batch_size, batches.drop_last

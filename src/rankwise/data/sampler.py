@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import count, cycle, islice
 from typing import Any, Literal, final
@@ -54,7 +55,7 @@ class ShardedSampler(Sampler[Any]):
         set_epoch_of(epoch, self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._drawn is None and not has_length(self.sampler):
+        if self._drawn is None and math.isinf(length_of(self.sampler)):
             return self._part_of_stream()
         items = self._draw() if self._drawn is None else self._drawn
         self._drawn = None
@@ -119,13 +120,12 @@ class ShardedSampler(Sampler[Any]):
         return length - rest if self.uneven == "drop" else length - rest + self.num_replicas
 
 
-def has_length(sampler: Any) -> bool:
-    """Return whether `len(sampler)` works."""
+def length_of(items: Any) -> float:
+    """Return the length of a sampler or loader; `inf` if it has none, as iterable data and generators."""
     try:
-        len(sampler)
+        return len(items)
     except (TypeError, NotImplementedError):
-        return False
-    return True
+        return math.inf
 
 
 def set_epoch_of(epoch: int, *samplers: Any) -> None:

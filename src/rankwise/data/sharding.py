@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, TypeVar
 
 from torch.utils.data import (
@@ -15,13 +16,17 @@ from torch.utils.data import (
 )
 
 from rankwise.data.iterable import ShardedIterable, can_be_split
-from rankwise.data.sampler import LimitedSampler, ShardedSampler, Uneven, has_length, own_seed, with_wrapped
+from rankwise.data.sampler import LimitedSampler, ShardedSampler, Uneven, length_of, own_seed, with_wrapped
 from rankwise.errors import UnshardableLoaderError
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 SplitSampler = DistributedSampler[Any] | ShardedSampler
 
 _UNSPLIT_REMEDY = "pass a loader that is not split: rankwise splits any."
+_OWN_PREDICTIONS = (
+    "let each rank keep its own predictions: "
+    "Trainer(use_distributed_sampler=False).predict(..., gather=None)."
+)
 
 
 def shard_for_training(
@@ -43,8 +48,7 @@ def shard_for_training(
     Raises:
         UnshardableLoaderError: when the loader has no indices, or is already split for another rank.
     """
-    default: Uneven = "drop" if _drops_last(loader) else "pad"
-    return _sharded(loader, num_replicas, rank, seed=seed, uneven=default if uneven is None else uneven)
+    return _sharded(loader, num_replicas, rank, seed=seed, uneven=uneven)
 
 
 def shard_for_evaluation(loader: Loader, num_replicas: int, rank: int, *, seed: int | None = None) -> Loader:
@@ -83,7 +87,9 @@ def shard_for_prediction(loader: Loader, num_replicas: int, rank: int, *, seed: 
     return with_indices_from(loader, sampler)
 
 
-def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int | None, uneven: Uneven) -> Loader:
+def _sharded(
+    loader: Loader, num_replicas: int, rank: int, *, seed: int | None, uneven: Uneven | None
+) -> Loader:
     check_shardable(loader)
     if isinstance(loader.dataset, IterableDataset):
         return _changed(loader, dataset=ShardedIterable(loader.dataset, num_replicas, rank))
@@ -91,6 +97,8 @@ def _sharded(loader: Loader, num_replicas: int, rank: int, *, seed: int | None, 
         return loader
     samples = _sampler_of(loader)
     whole = loader.batch_sampler if samples is None else samples
+    if uneven is None:
+        uneven = "drop" if _drops_last(loader) else "pad"
     sampler = ShardedSampler(whole, num_replicas, rank, seed=_seed_for(loader, seed), uneven=uneven)
     return with_indices_from(loader, sampler) if samples is None else _resampled(loader, sampler)
 
@@ -113,7 +121,7 @@ def _without_padding(loader: Loader, sampler: Any) -> Loader:
 
 def _without_last_batch(loader: Loader, batches: BatchSampler) -> Loader:
     """Return a loader of the samples in whole batches that does not drop its last batch."""
-    if not batches.drop_last or not has_length(batches.sampler):
+    if not batches.drop_last or math.isinf(length_of(batches.sampler)):
         return loader
     whole = LimitedSampler(batches.sampler, len(batches) * batches.batch_size)
     return _resampled(loader, whole, drop_last=False)
@@ -126,18 +134,18 @@ def in_dataset_order(loader: Loader) -> Loader:
     `SequentialSampler`. Samplers that select samples (by weights, a subset, with replacement) and users' own
     stay.
     """
-    sampler = _sequential_sampler_for(loader) if is_shardable(loader) else None
-    return loader if sampler is None else _resampled(loader, sampler)
-
-
-def _sequential_sampler_for(loader: DataLoader[Any]) -> Any:
-    sampler = _sampler_of(loader)
+    sampler = _sampler_of(loader) if is_shardable(loader) else None
     if isinstance(sampler, DistributedSampler) and _is_torch_order(sampler):
-        return SequentialSampler(sampler.dataset)  # type: ignore[arg-type]  # torch's takes its length too
-    if type(sampler) is RandomSampler and not sampler.replacement:
-        whole = sampler.data_source
-        return SequentialSampler(whole) if sampler.num_samples == len(whole) else None
-    return None
+        dataset: Any = sampler.dataset
+    elif (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    ):
+        dataset = sampler.data_source
+    else:
+        return loader
+    return _resampled(loader, SequentialSampler(dataset))
 
 
 def order_seed(loader: Any) -> int | None:
@@ -172,8 +180,7 @@ def check_interleaved_by_batches(loader: DataLoader[Any]) -> None:
     raise _split_error(
         sampler,
         "it is split already, and not by whole batches, so predictions could not be put in order",
-        f"{_UNSPLIT_REMEDY} Or let each rank keep its own predictions: "
-        "Trainer(use_distributed_sampler=False).predict(..., gather=None).",
+        f"{_UNSPLIT_REMEDY} Or {_OWN_PREDICTIONS}",
     )
 
 
@@ -223,18 +230,14 @@ def check_shardable(loader: Any, *, by_index: bool = False) -> None:
     if not isinstance(loader.dataset, IterableDataset) or (can_be_split(loader.dataset) and not by_index):
         return
     name = type(loader.dataset).__name__
+    reason = "it has no indices to split, so every rank would see all of it"
+    remedy = (
+        f"give {name} a method shard(num_shards, index) that returns that part of the data; or set "
+        "shards_itself = True on it, and read rankwise.data.shard_info() in its __iter__."
+    )
     if can_be_split(loader.dataset):
         reason = "its samples have no numbers, by which predictions could be put in order"
-        remedy = (
-            "predict with devices=1, or let each rank keep its own: "
-            "Trainer(use_distributed_sampler=False).predict(..., gather=None)."
-        )
-    else:
-        reason = "it has no indices to split, so every rank would see all of it"
-        remedy = (
-            f"give {name} a method shard(num_shards, index) that returns that part of the data; or set "
-            "shards_itself = True on it, and read rankwise.data.shard_info() in its __iter__."
-        )
+        remedy = f"predict with devices=1, or {_OWN_PREDICTIONS}"
     raise UnshardableLoaderError(
         loader=f"A data loader over the iterable dataset {name}", reason=reason, remedy=remedy
     )
@@ -263,9 +266,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
     return batches.sampler if type(batches) is BatchSampler else None
 
 
-def _drops_last(loader: Any) -> bool:
-    if not isinstance(loader, DataLoader):
-        return False
+def _drops_last(loader: DataLoader[Any]) -> bool:
     batches = loader.batch_sampler
     return bool(batches.drop_last) if type(batches) is BatchSampler else loader.drop_last
 

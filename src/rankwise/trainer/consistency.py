@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 
-from rankwise.data import is_shardable, is_split, order_seed
+from rankwise.data.sampler import length_of
+from rankwise.data.sharding import is_shardable, is_split, order_seed
 from rankwise.errors import RankMismatchError
-from rankwise.trainer.data_loaders import length_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

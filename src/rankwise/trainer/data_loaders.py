@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from rankwise.data import (
-    BatchStream,
-    ShardedSampler,
+from rankwise.data.batches import BatchStream, sharded_sampler_of, with_batch_stream
+from rankwise.data.sampler import ShardedSampler, length_of, set_epoch_of
+from rankwise.data.sharding import (
     batches_before_split,
     check_interleaved_by_batches,
     check_shardable,
     in_dataset_order,
     is_shardable,
     is_split,
-    set_epoch_of,
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
-    sharded_sampler_of,
-    with_batch_stream,
 )
 from rankwise.errors import ConfigurationError
 from rankwise.seed import isolated_random_state, mixed_seed
@@ -122,14 +119,6 @@ def check_can_be_gathered(shards: list[LoaderShard], world_size: int) -> None:
     for loader in (shard.loader for shard in shards if world_size > 1):
         if isinstance(loader, DataLoader) and is_shardable(loader):
             check_interleaved_by_batches(loader)
-
-
-def length_of(loader: Any) -> float:
-    """Return how many batches a loader has; `inf` if unknown."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):  # raised by iterable data sets and generators
-        return math.inf
 
 
 def has_certain_length(loader: Any) -> bool:

@@ -16,7 +16,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from rankwise.data import batch_sizes, shard_for_evaluation, shard_for_training
+from rankwise.data import shard_for_evaluation, shard_for_training
+from rankwise.data.batches import batch_sizes
 
 
 def dataset(count: int) -> TensorDataset:

@@ -17,14 +17,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from rankwise.data import (
-    check_shardable,
-    set_epoch_of,
-    shard_for_evaluation,
-    shard_for_prediction,
-    shard_for_training,
-    shard_info,
-)
+from rankwise.data import shard_for_evaluation, shard_for_prediction, shard_for_training, shard_info
+from rankwise.data.sampler import set_epoch_of
+from rankwise.data.sharding import check_shardable
 from rankwise.errors import UnshardableLoaderError
 
 DATA: Any = list(range(7))

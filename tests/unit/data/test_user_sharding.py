@@ -16,14 +16,9 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from rankwise.data import (
-    batch_sizes,
-    in_dataset_order,
-    order_seed,
-    shard_for_evaluation,
-    shard_for_prediction,
-    shard_for_training,
-)
+from rankwise.data import shard_for_evaluation, shard_for_prediction, shard_for_training
+from rankwise.data.batches import batch_sizes
+from rankwise.data.sharding import in_dataset_order, order_seed
 from rankwise.errors import UnshardableLoaderError
 
 DATA: Any = list(range(10))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from rankwise.data import order_seed
+from rankwise.data.sharding import order_seed
 from rankwise.errors import RankMismatchError
 from rankwise.trainer.consistency import (
     agreed_order_seeds,

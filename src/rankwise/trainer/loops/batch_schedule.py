@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
-from rankwise.data import sharded_sampler_of
+from rankwise.data.batches import sharded_sampler_of
 from rankwise.errors import UnevenInputsError
 from rankwise.stores.waiting import StoreCounter
 from rankwise.trainer.data_loaders import ended_early

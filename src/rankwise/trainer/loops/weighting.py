@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from rankwise.data import BatchSizes, batch_sizes
+from rankwise.data.batches import BatchSizes, batch_sizes
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:

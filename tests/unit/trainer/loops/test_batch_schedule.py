@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.data import sharded_sampler_of
+from rankwise.data.batches import sharded_sampler_of
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnevenInputsError
 from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
