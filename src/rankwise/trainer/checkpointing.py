@@ -22,7 +22,7 @@ from rankwise.trainer.state import Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
 if TYPE_CHECKING:
-    from rankwise.trainer.state import TrainerParts
+    from rankwise.trainer.state import StageContext
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -38,11 +38,11 @@ _UNKNOWN_JOB = (
 class CheckpointFiles:
     """The checkpoint files of a Trainer's runs, in the folders of its callbacks and of its first logger."""
 
-    def __init__(self, parts: TrainerParts) -> None:
-        self._strategy = parts.strategy
-        self._saving = [callback for callback in parts.callbacks if isinstance(callback, ModelCheckpoint)]
-        self._logger = parts.loggers[0] if parts.loggers else None
-        self._default_root_dir = parts.options.default_root_dir
+    def __init__(self, context: StageContext) -> None:
+        self._strategy = context.strategy
+        self._saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
+        self._logger = context.loggers[0] if context.loggers else None
+        self._default_root_dir = context.options.default_root_dir
 
     @property
     def stop_path(self) -> str:
@@ -136,44 +136,44 @@ def _log_on_rank_zero(level: int, text: str) -> None:
     _log.log(level, text)
 
 
-def check_hyper_parameters(parts: TrainerParts) -> None:
+def check_hyper_parameters(context: StageContext) -> None:
     """Refuse hyper parameters that a checkpoint cannot hold, if a callback will save checkpoints.
 
     Nothing is checked if an `on_save_checkpoint` hook is overridden: it may change them before saving.
     """
-    saving = [callback for callback in parts.callbacks if isinstance(callback, ModelCheckpoint)]
+    saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
     saving = [callback for callback in saving if callback.save_top_k or callback.save_last]
-    changes_checkpoints = is_defined(parts.module, "on_save_checkpoint") or any(
-        type(callback).on_save_checkpoint is not Callback.on_save_checkpoint for callback in parts.callbacks
+    changes_checkpoints = is_defined(context.module, "on_save_checkpoint") or any(
+        type(callback).on_save_checkpoint is not Callback.on_save_checkpoint for callback in context.callbacks
     )
-    if not saving or not parts.module.hparams or changes_checkpoints:
+    if not saving or not context.module.hparams or changes_checkpoints:
         return
-    folder = saving[0].dirpath or parts.options.default_root_dir
+    folder = saving[0].dirpath or context.options.default_root_dir
     with as_checkpoint_error(folder):
-        part = _plain({"hyper_parameters": parts.module.hparams})
-    parts.strategy.checkpoint_io.check_checkpoint(part, folder)
+        part = _plain({"hyper_parameters": context.module.hparams})
+    context.strategy.checkpoint_io.check_checkpoint(part, folder)
 
 
-def save_checkpoint(parts: TrainerParts, path: str | os.PathLike[str]) -> None:
+def save_checkpoint(context: StageContext, path: str | os.PathLike[str]) -> None:
     """Write all that a fit needs to continue from here, as plain types and tensors, to `path`.
 
     Collective: every rank must call this, as sharded optimizers gather their state.
     """
-    checkpoint = _checkpoint(parts)
-    parts.hooks.call_checkpoint_hooks("on_save_checkpoint", checkpoint)
+    checkpoint = _checkpoint(context)
+    context.hooks.call_checkpoint_hooks("on_save_checkpoint", checkpoint)
     with as_checkpoint_error(path):
         plain: dict[str, Any] = _plain(checkpoint)
-    parts.strategy.save_checkpoint(plain, path)
+    context.strategy.save_checkpoint(plain, path)
 
 
-def save_stop_checkpoint(parts: TrainerParts) -> None:
+def save_stop_checkpoint(context: StageContext) -> None:
     """Write the checkpoint of a fit that a signal stops, for `ckpt_path="last"`; Collective, as the above."""
-    save_checkpoint(parts, CheckpointFiles(parts).stop_path)
+    save_checkpoint(context, CheckpointFiles(context).stop_path)
 
 
-def _checkpoint(parts: TrainerParts) -> dict[str, Any]:
-    strategy, module, state = parts.strategy, parts.module, parts.state
-    optimizers, schedulers = parts.optimizers.states_or_kept(strategy)
+def _checkpoint(context: StageContext) -> dict[str, Any]:
+    strategy, module, state = context.strategy, context.module, context.state
+    optimizers, schedulers = context.optimizer_set.states_or_kept(strategy)
     checkpoint: dict[str, Any] = {
         "version": _VERSION,
         "epoch": state.progress.current_epoch,
@@ -182,11 +182,11 @@ def _checkpoint(parts: TrainerParts) -> dict[str, Any]:
         "optimizer_states": optimizers,
         "lr_schedulers": schedulers,
         "callbacks": {
-            callback.state_key: saved for callback in parts.callbacks if (saved := callback.state_dict())
+            callback.state_key: saved for callback in context.callbacks if (saved := callback.state_dict())
         },
         "precision": strategy.precision.state_dict(),
         "loops": dataclasses.asdict(state.progress),
-        "ranks": gather_rank_states(parts),
+        "ranks": gather_rank_states(context),
         "seed": state.seed,
         "order_seed": state.order_seed,
         "run_id": current_restart().job,  # all starts of an elastic job share it; empty in other jobs
@@ -199,23 +199,23 @@ def _checkpoint(parts: TrainerParts) -> dict[str, Any]:
     return checkpoint
 
 
-def restore_module(parts: TrainerParts, checkpoint: dict[str, Any], path: str) -> None:
+def restore_module(context: StageContext, checkpoint: dict[str, Any], path: str) -> None:
     """Load the weights of a checkpoint into the module."""
     if "state_dict" not in checkpoint:
         raise CheckpointError(path=path, problem=f"holds no 'state_dict', but {sorted(map(str, checkpoint))}")
-    parts.hooks.call_checkpoint_hooks("on_load_checkpoint", checkpoint)
-    parts.strategy.precision.prepare_to_load(parts.module)
+    context.hooks.call_checkpoint_hooks("on_load_checkpoint", checkpoint)
+    context.strategy.precision.prepare_to_load(context.module)
     try:
-        parts.strategy.load_module_state_dict(parts.module, checkpoint["state_dict"])
+        context.strategy.load_module_state_dict(context.module, checkpoint["state_dict"])
     except RuntimeError as error:
         raise CheckpointError(
             path=path,
-            problem=f"does not fit {type(parts.module).__name__}: {error}",
+            problem=f"does not fit {type(context.module).__name__}: {error}",
             remedy="build the module as it was when the checkpoint was written.",
         ) from None
 
 
-def restore_training(parts: TrainerParts, checkpoint: dict[str, Any], path: str) -> RankState:
+def restore_training(context: StageContext, checkpoint: dict[str, Any], path: str) -> RankState:
     """Restore progress, metrics, optimizers, schedulers and callbacks; the optimizers must exist.
 
     Returns this rank's part of the checkpoint, which the fit loop restores last.
@@ -226,22 +226,22 @@ def restore_training(parts: TrainerParts, checkpoint: dict[str, Any], path: str)
             problem=f"holds no {missing}, without which training cannot continue",
             remedy="load its weights into the module instead: module.load_state_dict(...).",
         )
-    parts.state.progress = progress = Progress(**checkpoint["loops"])
+    context.state.progress = progress = Progress(**checkpoint["loops"])
     if progress.is_epoch_closed:
         progress.end_epoch()
-    rank_state = RankState(parts.strategy, parts.state, checkpoint["ranks"])
+    rank_state = RankState(context.strategy, context.state, checkpoint["ranks"])
     rank_state.restore_metrics()
     try:
-        parts.optimizers.load(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
-        parts.strategy.precision.load_state_dict(checkpoint.get("precision", {}))
+        context.optimizer_set.load(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
+        context.strategy.precision.load_state_dict(checkpoint.get("precision", {}))
     except ValueError as error:
         raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
-    parts.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))
-    for callback in parts.callbacks:
+    context.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))
+    for callback in context.callbacks:
         if callback.state_key in checkpoint["callbacks"]:
             callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
-    parts.state.should_stop = any(
-        isinstance(callback, EarlyStopping) and callback.has_stopped for callback in parts.callbacks
+    context.state.should_stop = any(
+        isinstance(callback, EarlyStopping) and callback.has_stopped for callback in context.callbacks
     )
     return rank_state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks import MonitoringCallback
@@ -15,19 +16,19 @@ if TYPE_CHECKING:
 
 
 @final
+@dataclass(frozen=True)
 class Hooks:
     """Call the hooks of a trainer's callbacks and of the module of a stage."""
 
-    def __init__(self, trainer: Trainer, module: TrainingModule) -> None:
-        self._trainer = trainer
-        self._module = module
+    trainer: Trainer
+    module: TrainingModule
 
     def call(self, name: str, *args: Any, before_monitoring: Callable[[], None] | None = None) -> None:
         """Call a hook of the callbacks, then of the module, then of the monitoring callbacks.
 
         `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
         """
-        trainer, module = self._trainer, self._module
+        trainer, module = self.trainer, self.module
         callbacks = trainer.callbacks
         for callback in callbacks:
             if not isinstance(callback, MonitoringCallback):
@@ -41,14 +42,14 @@ class Hooks:
 
     def call_checkpoint_hooks(self, name: str, checkpoint: dict[str, Any]) -> None:
         """Call a hook of all callbacks in their order, the monitoring ones too, then of the module."""
-        for callback in self._trainer.callbacks:
-            getattr(callback, name)(self._trainer, self._module, checkpoint)
-        getattr(self._module, name)(checkpoint)
+        for callback in self.trainer.callbacks:
+            getattr(callback, name)(self.trainer, self.module, checkpoint)
+        getattr(self.module, name)(checkpoint)
 
     def call_exception_hooks(self, error: BaseException) -> None:
         """Call `on_exception` of the callbacks, which modules do not have."""
-        for callback in self._trainer.callbacks:
-            callback.on_exception(self._trainer, self._module, error)
+        for callback in self.trainer.callbacks:
+            callback.on_exception(self.trainer, self.module, error)
 
 
 class ModuleHooks:

@@ -6,11 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
 
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import given_seed
@@ -18,7 +16,6 @@ from rankwise.trainer.checkpointing import (
     CheckpointFiles,
     restore_module,
     restore_training,
-    save_stop_checkpoint,
 )
 from rankwise.trainer.consistency import (
     agreed_order_seeds,
@@ -35,15 +32,13 @@ from rankwise.trainer.data_loaders import (
     shard_for_phase,
 )
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
-from rankwise.trainer.loops.context import LoopContext
 from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
 from rankwise.trainer.loops.fit import FitLoop
 from rankwise.trainer.module import is_defined, undefined
-from rankwise.trainer.state import StopCondition
 
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.state import StageName, TrainerParts
+    from rankwise.trainer.state import StageContext, StageName
     from rankwise.trainer.state_transfer import RankState
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -59,7 +54,7 @@ _LOADER_HOOKS = {
 @final
 @dataclass
 class StageSpec:
-    """The arguments of a stage, beside the trainer's parts and the loaders.
+    """The arguments of a stage, beside its context and the loaders.
 
     `seed` is this process's; the trainer's is rank 0's, or that of the run that continues.
     """
@@ -106,25 +101,26 @@ def torch_flags_set(deterministic: bool | str, benchmark: bool | None) -> Iterat
         yield
 
 
-def run_stage(parts: TrainerParts, loaders: dict[str, Any], spec: StageSpec) -> Any:
+def run_stage(context: StageContext, loaders: dict[str, Any], spec: StageSpec) -> Any:
     """Run a stage on this rank; return its value. Collective: every rank must call this.
 
     `loaders` has the user's loaders by phase; None for the module's own.
     """
-    status = "failed"
+    status, loggers = "failed", list(context.loggers)
     try:
-        with torch_flags_set(parts.options.deterministic, parts.options.benchmark):
-            value = _Stage(parts, loaders, spec).run()
+        with torch_flags_set(context.options.deterministic, context.options.benchmark):
+            value = _Stage(context, loaders, spec).run()
         status = "success"
     except BaseException as error:
         failure_time_of(error)  # notes the time before the hooks take theirs
-        parts.hooks.call_exception_hooks(error)
+        context.hooks.call_exception_hooks(error)
         raise
     finally:
         report_phase(TEARDOWN)
-        parts.hooks.call("teardown", spec.stage)
-        if parts.strategy.is_global_zero:
-            for logger in parts.loggers:
+        context.hooks.call("teardown", spec.stage)
+        if context.strategy.is_global_zero:
+            used = [*loggers, *context.loggers]  # hooks may have replaced some
+            for logger in {id(logger): logger for logger in used}.values():
                 logger.finalize(status)
     return value
 
@@ -133,12 +129,11 @@ def run_stage(parts: TrainerParts, loaders: dict[str, Any], spec: StageSpec) -> 
 class _Stage:
     """A stage on this rank."""
 
-    def __init__(self, parts: TrainerParts, loaders: dict[str, Any], spec: StageSpec) -> None:
-        self._parts = parts
-        self._strategy = parts.strategy
-        self._module = parts.module
-        self._options = parts.options
-        self._state = parts.state
+    def __init__(self, context: StageContext, loaders: dict[str, Any], spec: StageSpec) -> None:
+        self._context = context
+        self._strategy = context.strategy
+        self._module = context.module
+        self._state = context.state
         self._loaders = loaders
         self._spec = spec
 
@@ -149,9 +144,9 @@ class _Stage:
         if self._strategy.local_rank == 0:
             self._module.prepare_data()
         self._strategy.barrier("prepare_data")
-        self._parts.hooks.call("setup", self._spec.stage)
+        self._context.hooks.call("setup", self._spec.stage)
         if self._spec.checkpoint is not None:
-            restore_module(self._parts, self._spec.checkpoint, self._spec.checkpoint_path)
+            restore_module(self._context, self._spec.checkpoint, self._spec.checkpoint_path)
         if self._spec.stage == "fit":
             return self._fit()
         # A module that is only evaluated is not wrapped: the ranks may have different numbers of batches.
@@ -161,14 +156,14 @@ class _Stage:
     def _find_checkpoint(self) -> None:
         """After a restart, use the job's newest checkpoint; make sure that all ranks have the same."""
         spec = self._spec
-        if spec.stage == "fit" and (found := CheckpointFiles(self._parts).find_after_restart()):
+        if spec.stage == "fit" and (found := CheckpointFiles(self._context).find_after_restart()):
             spec.checkpoint_path, spec.checkpoint = found
             self._state.ckpt_path = spec.checkpoint_path
         check_ranks_agree(self._strategy, fingerprint_of_checkpoint(spec.checkpoint))
 
     def _agree_on_seed_and_loggers(self) -> None:
         """Use rank 0's seed, or that of the run that continues, and the state of rank 0's loggers."""
-        spec, loggers = self._spec, self._parts.loggers
+        spec, loggers = self._spec, self._context.loggers
         saved = spec.checkpoint if spec.stage == "fit" and spec.checkpoint else {}
         self._state.seed = self._strategy.broadcast(saved.get("seed", spec.seed))
         states = self._strategy.broadcast([logger.state_dict() for logger in loggers])
@@ -176,51 +171,51 @@ class _Stage:
             logger.load_state_dict(state)
 
     def _fit(self) -> None:
+        context = self._context
         check_ranks_agree(self._strategy, fingerprint_of(self._module, given_seed()))
-        wrapped = self._strategy.setup_module(self._module)
-        optimizers = self._parts.optimizers
-        optimizers.create(self._module, self._strategy.precision)
-        self._strategy.on_after_setup_optimizers(optimizers.optimizers)
-        rank_state = self._restore_fit(wrapped)
+        context.wrapped = self._strategy.setup_module(self._module)
+        context.optimizer_set.create(self._module, self._strategy.precision)
+        self._strategy.on_after_setup_optimizers(context.optimizers)
+        rank_state = self._restore_fit()
         self._log_hyper_parameters()
         data = self._train_data()
-        context = loop_context(self._parts, wrapped)
-        validation = self._validation(context)
+        validation = self._validation()
         self._state.has_validation = validation is not None
         context.hooks.call("on_fit_start")
         loop = FitLoop(context, data, validation, rank_state)
-        self._parts.stage.manual_optimization = loop.manual_optimization
+        context.stage.manual_optimization = loop.manual_optimization
         loop.run()
         self._strategy.restore_module(self._module)
+        context.wrapped = self._module  # nothing may keep the wrapper when the process group is destroyed
         context.hooks.call("on_fit_end")
 
-    def _restore_fit(self, wrapped: nn.Module) -> RankState | None:
+    def _restore_fit(self) -> RankState | None:
         """Restore what the checkpoint holds beside the weights; return this rank's part of it."""
         checkpoint = self._spec.checkpoint
         if checkpoint is None:
             return None
-        replay_gradient_order(self._strategy, wrapped, checkpoint.get("gradient_order", []))
-        return restore_training(self._parts, checkpoint, self._spec.checkpoint_path)
+        replay_gradient_order(self._strategy, self._context.wrapped, checkpoint.get("gradient_order", []))
+        return restore_training(self._context, checkpoint, self._spec.checkpoint_path)
 
     def _log_hyper_parameters(self) -> None:
         if self._module.hparams and self._strategy.is_global_zero:
-            for logger in self._parts.loggers:
+            for logger in self._context.loggers:
                 logger.log_hyperparams(self._module.hparams)
 
     def _train_data(self) -> TrainDataShard:
         order_seed = (self._spec.checkpoint or {}).get("order_seed")  # a run that continues keeps its order
         shard = self._shards("train", order_seed)[0]
-        data = TrainDataShard(shard, self._state.seed, self._options.limit("train"), self._strategy)
+        data = TrainDataShard(shard, self._state.seed, self._context.options.limit("train"), self._strategy)
         self._state.num_training_batches = data.num_batches
         return data
 
-    def _validation(self, context: LoopContext) -> EvaluationLoop | None:
+    def _validation(self) -> EvaluationLoop | None:
         has_step = is_defined(self._module, "validation_step")
         if not has_step or not _has_loader(self._module, "validate", self._loaders):
             return None
         shards = self._shards("validate")
         self._state.num_val_batches = [shard.num_batches for shard in shards]
-        return EvaluationLoop(context, shards, "validate") if any(self._state.num_val_batches) else None
+        return EvaluationLoop(self._context, shards, "validate") if any(self._state.num_val_batches) else None
 
     def _evaluate(self) -> list[dict[str, float]]:
         stage: Any = self._spec.stage
@@ -230,20 +225,18 @@ class _Stage:
             self._state.num_test_batches = counts
         else:
             self._state.num_val_batches = counts
-        return EvaluationLoop(loop_context(self._parts, self._module), shards, stage).run()
+        return EvaluationLoop(self._context, shards, stage).run()
 
     def _predict(self) -> list[Any]:
         shards = self._shards("predict")
         if self._spec.gather is not None:
             check_can_be_gathered(shards, self._strategy.world_size)
         self._state.num_predict_batches = [shard.num_batches for shard in shards]
-        return EvaluationLoop(loop_context(self._parts, self._module), shards, "predict").predict(
-            self._spec.gather
-        )
+        return EvaluationLoop(self._context, shards, "predict").predict(self._spec.gather)
 
     def _shards(self, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
         """Return this rank's part of each loader of a phase; `order_seed` replaces the training loader's."""
-        given, options = self._loaders[phase], self._options
+        given, options = self._loaders[phase], self._context.options
         loaders = as_list(getattr(self._module, _LOADER_HOOKS[phase])() if given is None else given)
         is_split_here = options.use_distributed_sampler
         check_ranks_agree(self._strategy, fingerprint_of_loaders(phase, loaders, is_split_here))
@@ -256,20 +249,3 @@ class _Stage:
             shard_for_phase(phase, loader, seed, options, self._strategy)
             for loader, seed in zip(loaders, seeds, strict=True)
         ]
-
-
-def loop_context(parts: TrainerParts, wrapped: nn.Module) -> LoopContext:
-    """Return what the loops of a stage use of the trainer; `wrapped` is the module itself in evaluation."""
-    options, state = parts.options, parts.state
-    return LoopContext(
-        strategy=parts.strategy,
-        module=parts.module,
-        wrapped=wrapped,
-        optimizer_set=parts.optimizers,
-        state=state,
-        hooks=parts.hooks,
-        metrics=parts.stage,
-        settings=options,
-        stop=StopCondition(options, state, parts.strategy.is_global_zero),
-        save_stop_checkpoint=None if options.fast_dev_run else partial(save_stop_checkpoint, parts),
-    )

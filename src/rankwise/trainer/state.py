@@ -1,4 +1,4 @@
-"""The mutable state of a Trainer: progress and metrics, the running stage, and when training stops."""
+"""The mutable state of a Trainer, and `StageContext`: what stages and loops use of the Trainer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from rankwise.callbacks import Callback
     from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.hooks import Hooks
-    from rankwise.trainer.loops.optimizers import OptimizerSet
+    from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
     from rankwise.trainer.metrics import Reported, Results
     from rankwise.trainer.module import TrainingModule
 
@@ -119,11 +120,9 @@ class TrainerState:
 @final
 @dataclass
 class StageState:
-    """The stage that runs now: its phase, and where its metrics go; all defaults outside of stages."""
+    """The stage that runs now, and what its metrics are logged to; all defaults outside of stages."""
 
-    state: TrainerState
     name: StageName | None = None
-    loggers: list[Logger] = field(default_factory=list)  # empty on all ranks but global rank 0
     phase: str | None = None  # "train", "validate", "test" or "predict"; None outside of the loops
     results: Results | None = None  # where the module logs to; None outside of the loops
     epoch_results: Results | None = None  # what was logged in the current training epoch so far
@@ -139,8 +138,48 @@ class StageState:
         finally:
             self.phase, self.results = before
 
+
+@final
+@dataclass
+class StageContext:
+    """What stages, loops and checkpoints use of a Trainer, for one module on this rank.
+
+    Attributes:
+        wrapped: the module as the strategy wrapped it; in evaluation, the module itself.
+        options: the Trainer's arguments. A callback may change them between two batches.
+    """
+
+    strategy: Strategy
+    module: TrainingModule
+    wrapped: nn.Module
+    options: TrainerOptions
+    state: TrainerState
+    stage: StageState
+    optimizer_set: OptimizerSet
+    hooks: Hooks
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The fit's optimizers; a callback may replace the list."""
+        return self.optimizer_set.optimizers
+
+    @property
+    def schedulers(self) -> list[SchedulerConfig]:
+        """The fit's schedulers; a callback may replace the list."""
+        return self.optimizer_set.schedulers
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The Trainer's callbacks; a callback may replace the list."""
+        return self.hooks.trainer.callbacks
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The Trainer's loggers; a callback may replace the list."""
+        return self.hooks.trainer.loggers
+
     def publish(self, values: list[Reported], *, is_logged: bool) -> None:
-        """Show metrics to callbacks and the progress bar, and with `is_logged` to the loggers."""
+        """Show metrics to callbacks and the progress bar, and with `is_logged` to rank 0's loggers."""
         state = self.state
         for value in values:
             state.callback_metrics[value.name] = state.callback_metrics[value.base_name] = value.value
@@ -150,19 +189,9 @@ class StageState:
         if is_logged and logged:
             state.logged_metrics.update(logged)
             epoch, step = state.progress.current_epoch, state.progress.global_step
-            for logger in self.loggers:
+            for logger in self.loggers if self.strategy.is_global_zero else ():
                 numbers = {name: float(value) for name, value in logged.items()}
                 logger.log_metrics({"epoch": epoch, **numbers}, step)
-
-
-@final
-@dataclass(frozen=True)
-class StopCondition:
-    """When training stops: at a limit, or when `should_stop` is set and `min_epochs` are done."""
-
-    options: TrainerOptions
-    state: TrainerState
-    is_global_zero: bool
 
     @property
     def is_at_limit(self) -> bool:
@@ -182,7 +211,7 @@ class StopCondition:
     def warn_if_done(self) -> bool:
         """Warn if there is nothing left to train, and return whether that is so."""
         is_done = self.is_at_limit or self.wants_to_stop
-        if is_done and self.is_global_zero:
+        if is_done and self.strategy.is_global_zero:
             remedy = (
                 "raise trainer.max_epochs or trainer.max_steps"
                 if self.is_at_limit
@@ -195,19 +224,3 @@ class StopCondition:
                 stacklevel=3,
             )
         return is_done
-
-
-@final
-@dataclass(frozen=True)
-class TrainerParts:
-    """The parts of a Trainer that stages, checkpoints and the transfer of state use, for one module."""
-
-    strategy: Strategy
-    module: TrainingModule
-    options: TrainerOptions
-    state: TrainerState
-    optimizers: OptimizerSet
-    callbacks: list[Callback]
-    loggers: list[Logger]
-    hooks: Hooks
-    stage: StageState

@@ -16,8 +16,10 @@ from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
+    from rankwise.callbacks import Callback
+    from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
-    from rankwise.trainer.state import TrainerParts, TrainerState
+    from rankwise.trainer.state import StageContext, TrainerState
 
 _METRICS = {  # keys in checkpoints, and attributes of `TrainerState`
     "callback_metrics": "callback_metrics",
@@ -44,16 +46,18 @@ class CallerState:
     is_sharded: bool  # whether the optimizers exist only where a process group does
 
 
-def capture(parts: TrainerParts, known_modules: set[str]) -> CallerState | None:
+def capture(
+    context: StageContext, known_modules: set[str], callbacks: list[Callback], loggers: list[Logger]
+) -> CallerState | None:
     """Return the state on each node's first rank, for the calling process there; None on the others.
 
-    Moves the module to the CPU. The calling process has the submodules with the names `known_modules`.
-
-    Collective: every rank must call this, as sharded optimizers gather their state.
+    Moves the module to the CPU. The other arguments are what the calling process has: the dotted names of
+    submodules, callbacks and loggers. Collective: every rank must call this, as sharded optimizers gather
+    their state.
     """
-    strategy, module = parts.strategy, parts.module
+    strategy, module = context.strategy, context.module
     module.cpu()
-    optimizers, schedulers = parts.optimizers.states(strategy)
+    optimizers, schedulers = context.optimizer_set.states(strategy)
     comm_hooks = strategy.comm_hook_states()
     if strategy.num_nodes > 1:  # only global rank 0 has the whole state of a sharded optimizer
         optimizers = strategy.broadcast(optimizers)
@@ -71,13 +75,13 @@ def capture(parts: TrainerParts, known_modules: set[str]) -> CallerState | None:
         },
         optimizers=_on_cpu(optimizers),
         schedulers=_on_cpu(schedulers),
-        callbacks=_on_cpu([callback.state_dict() for callback in parts.callbacks]),
-        loggers=[logger.state_dict() for logger in parts.loggers],
+        callbacks=_on_cpu([callback.state_dict() for callback in callbacks]),
+        loggers=[logger.state_dict() for logger in loggers],
         precision=_on_cpu(strategy.precision.state_dict()),
-        trainer=_on_cpu(parts.state),
+        trainer=_on_cpu(context.state),
         hparams=module.hparams,
         comm_hooks=_on_cpu(comm_hooks),
-        is_sharded=any(strategy.is_sharded(optimizer) for optimizer in parts.optimizers.optimizers),
+        is_sharded=any(strategy.is_sharded(optimizer) for optimizer in context.optimizers),
     )
 
 
@@ -85,9 +89,9 @@ def _on_cpu(state: Any) -> Any:
     return apply_to_collection(state, Tensor, lambda tensor: tensor.detach().cpu())
 
 
-def restore(parts: TrainerParts, state: CallerState) -> None:
+def restore(context: StageContext, state: CallerState) -> None:
     """Give the calling process's objects the worker's state; parameters keep their identity."""
-    module = parts.module
+    module = context.module
     for name, submodule in state.new_modules.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, submodule)
@@ -96,18 +100,18 @@ def restore(parts: TrainerParts, state: CallerState) -> None:
         _put(module.get_submodule(owner), leaf, tensor)
     module.hparams = state.hparams
     for field in dataclasses.fields(state.trainer):
-        setattr(parts.state, field.name, getattr(state.trainer, field.name))
-    for callback, saved in zip(parts.callbacks, state.callbacks, strict=True):
+        setattr(context.state, field.name, getattr(state.trainer, field.name))
+    for callback, saved in zip(context.callbacks, state.callbacks, strict=True):
         callback.load_state_dict(saved)
-    for logger, saved in zip(parts.loggers, state.loggers, strict=True):
+    for logger, saved in zip(context.loggers, state.loggers, strict=True):
         logger.load_state_dict(saved)
-    parts.strategy.load_comm_hook_states(state.comm_hooks)
+    context.strategy.load_comm_hook_states(state.comm_hooks)
     if state.is_sharded:
-        parts.optimizers.keep_states(state.optimizers, state.schedulers)
+        context.optimizer_set.keep_states(state.optimizers, state.schedulers)
     elif state.optimizers:
-        parts.optimizers.create(module, parts.strategy.precision)
-        parts.optimizers.load(state.optimizers, state.schedulers)
-    parts.strategy.precision.load_state_dict(state.precision)
+        context.optimizer_set.create(module, context.strategy.precision)
+        context.optimizer_set.load(state.optimizers, state.schedulers)
+    context.strategy.precision.load_state_dict(state.precision)
 
 
 def _put(owner: nn.Module, name: str, value: Tensor) -> None:
@@ -129,15 +133,15 @@ def _put(owner: nn.Module, name: str, value: Tensor) -> None:
         current.requires_grad_(value.requires_grad)
 
 
-def gather_rank_states(parts: TrainerParts) -> list[dict[str, Any]]:
+def gather_rank_states(context: StageContext) -> list[dict[str, Any]]:
     """Return what each rank needs to continue from here. Collective: every rank must call this."""
-    results = parts.stage.epoch_results
+    results = context.stage.epoch_results
     own = {
-        "random": get_random_state(parts.strategy.root_device),
+        "random": get_random_state(context.strategy.root_device),
         "results": None if results is None else results.state_dict(),
-        "metrics": {key: dict(getattr(parts.state, name)) for key, name in _METRICS.items()},
+        "metrics": {key: dict(getattr(context.state, name)) for key, name in _METRICS.items()},
     }
-    return parts.strategy.all_gather_object(own, dist.group.WORLD)
+    return context.strategy.all_gather_object(own, dist.group.WORLD)
 
 
 def seed_rank(seed: int, global_step: int, global_rank: int) -> None:

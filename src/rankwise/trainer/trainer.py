@@ -25,10 +25,9 @@ from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.stages import StageSpec, check_module, run_stage
 from rankwise.trainer.state import (
     Progress,
+    StageContext,
     StageName,
     StageState,
-    StopCondition,
-    TrainerParts,
     TrainerState,
 )
 from rankwise.trainer.state_transfer import CallerState, capture, restore
@@ -112,8 +111,9 @@ class Trainer:
     Attributes:
         strategy: the strategy, bound: the given one, or a copy of it if the trainer has a precision, a
             checkpoint IO or `sync_batchnorm` for it, or if the given one is bound already.
-        callbacks: all callbacks, those that save checkpoints last.
-        loggers: all loggers.
+        callbacks: all callbacks, those that save checkpoints last. A list that is assigned within a stage
+            counts from the next hook on, in the processes of the stage.
+        loggers: all loggers; a list that is assigned within a stage counts likewise.
         progress: how far training has come.
         seed: rank 0's, which determines all random numbers of the run.
         order_seed: the seed of the order of training data: of its loader's generator, or `seed`.
@@ -196,7 +196,7 @@ class Trainer:
         self._module: TrainingModule | None = None
         self._fitted_module: TrainingModule | None = None
         self.state = TrainerState()
-        self._stage = StageState(self.state)
+        self._stage = StageState()
         self._optimizers = OptimizerSet()
 
     def fit(
@@ -226,8 +226,7 @@ class Trainer:
             self._forget_fit()
             self.strategy.load_comm_hook_states([])
         self.should_stop = False
-        stop = StopCondition(self.options, self.state, self.is_global_zero)
-        if ckpt_path is None and stop.warn_if_done():
+        if ckpt_path is None and self.context(model).warn_if_done():
             return
         self._launch("fit", model, {"train": train_dataloaders, "validate": val_dataloaders}, ckpt_path)
 
@@ -309,7 +308,7 @@ class Trainer:
                 needed="a fit",
                 remedy="call trainer.fit(model, ...) first.",
             )
-        save_checkpoint(self.parts(self._fitted_module), path)
+        save_checkpoint(self.context(self._fitted_module), path)
 
     def _evaluate(
         self, stage: StageName, model: Any, dataloaders: Any, ckpt_path: Any, gather: Gather = "all"
@@ -322,7 +321,7 @@ class Trainer:
     ) -> Any:
         """Run a stage on every rank, and restore its state here."""
         self._check_stage(stage, model, loaders)
-        path = CheckpointFiles(self.parts(model)).find(ckpt_path)
+        path = CheckpointFiles(self.context(model)).find(ckpt_path)
         spec = StageSpec(
             stage,
             seed=torch.initial_seed(),
@@ -341,7 +340,7 @@ class Trainer:
             brings_state_back=not self.strategy.runs_in_caller,
         )
         if state is not None:
-            restore(self.parts(model), state)
+            restore(self.context(model), state)
         return value
 
     def _check_stage(self, stage: StageName, model: Any, loaders: dict[str, Any]) -> None:
@@ -358,15 +357,16 @@ class Trainer:
         if stage == "fit":
             check_manual(model, self.strategy, self.options)
             check_hook(self.strategy, self.on_nonfinite)
-            check_hyper_parameters(self.parts(model))
+            check_hyper_parameters(self.context(model))
         for phase, given in loaders.items():
             check_loaders(phase, given, self.options, self.world_size)
 
-    def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> None:
+    def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> StageContext:
         """Use this rank's strategy and module, and start a stage."""
         self.strategy = strategy
         self._set_module(model, stage)
-        self._stage = StageState(self.state, stage, self.loggers if self.is_global_zero else [])
+        self._stage = StageState(stage)
+        return self.context(model)
 
     def _set_module(self, model: TrainingModule, stage: StageName) -> None:
         self._module = model
@@ -374,18 +374,17 @@ class Trainer:
             self._fitted_module = model
         model.trainer = self
 
-    def parts(self, module: TrainingModule) -> TrainerParts:
-        """Return the parts that stages, checkpoints and the transfer of state use, for a module."""
-        return TrainerParts(
+    def context(self, module: TrainingModule) -> StageContext:
+        """Return what stages, checkpoints and the transfer of state use, for a module."""
+        return StageContext(
             strategy=self.strategy,
             module=module,
+            wrapped=module,
             options=self.options,
             state=self.state,
-            optimizers=self._optimizers,
-            callbacks=self.callbacks,
-            loggers=self.loggers,
-            hooks=Hooks(self, module),
             stage=self._stage,
+            optimizer_set=self._optimizers,
+            hooks=Hooks(self, module),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -522,10 +521,11 @@ def _run_on_rank(
     Collective: every rank must call this.
     """
     known_modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    trainer.enter_stage(strategy, model, spec.stage)
+    callbacks, loggers = list(trainer.callbacks), list(trainer.loggers)  # the calling process has no others
+    context = trainer.enter_stage(strategy, model, spec.stage)
     try:
-        value = run_stage(trainer.parts(model), loaders, spec)
+        value = run_stage(context, loaders, spec)
     finally:
-        trainer._stage = StageState(trainer.state)
+        trainer._stage = StageState()
         report_phase("running")
-    return value, capture(trainer.parts(model), known_modules) if brings_state_back else None
+    return value, capture(context, known_modules, callbacks, loggers) if brings_state_back else None

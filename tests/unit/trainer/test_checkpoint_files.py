@@ -114,7 +114,7 @@ def stopped(folder: Path, **options: Any) -> None:
     train.fit(Line(), loader())
     for path in folder.rglob("*.ckpt"):  # a file system's clock may stand still meanwhile
         os.utime(path, (path.stat().st_mtime - 60,) * 2)
-    save_stop_checkpoint(train.parts(train.module))
+    save_stop_checkpoint(train.context(train.module))
 
 
 @pytest.mark.parametrize("callbacks", [None, ModelCheckpoint()])

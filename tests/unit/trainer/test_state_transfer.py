@@ -66,7 +66,7 @@ def fit_elsewhere(train: Trainer, model: Line) -> None:
         spec=spec,
         brings_state_back=True,
     )
-    restore(train.parts(model), pickle.loads(pickle.dumps(result[1])))
+    restore(train.context(model), pickle.loads(pickle.dumps(result[1])))
 
 
 def test_weights_come_back_in_place(tmp_path: Path) -> None:

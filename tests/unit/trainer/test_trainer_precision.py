@@ -53,12 +53,13 @@ def test_state_comes_back(tmp_path: Path, name: str) -> None:
     """A worker's formats, scale and copies are restored in the caller; parameters keep their identity."""
     there, model = trainer(tmp_path, precision=name), Line()
     there.fit(model, loader())
-    state = capture(there.parts(model), {name for name, _ in model.named_modules()})
+    known_modules = {name for name, _ in model.named_modules()}
+    state = capture(there.context(model), known_modules, there.callbacks, there.loggers)
     here, mine = trainer(tmp_path, precision=name), Line()
     here._set_module(mine, "fit")
     weight = mine.layer.weight
     assert state is not None
-    restore(here.parts(mine), state)
+    restore(here.context(mine), state)
     assert mine.layer.weight is weight
     assert weight.dtype is model.layer.weight.dtype
     assert torch.equal(weight, model.layer.weight)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
-    from rankwise.trainer.loops.context import LoopContext
+    from rankwise.trainer.state import StageContext
 
 
 @final
@@ -29,7 +29,7 @@ class AutomaticOptimization:
         has_stepped: whether the last window changed the weights; a step may have been skipped.
     """
 
-    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
+    def __init__(self, context: StageContext, schedule: BatchSchedule) -> None:
         self._context = context
         self._strategy = context.strategy
         self._module = context.module
@@ -115,7 +115,7 @@ class AutomaticOptimization:
         self._context.state.progress.global_step += 1
 
     def _clip_gradients(self, optimizer: Optimizer) -> None:
-        settings, precision = self._context.settings, self._strategy.precision
+        settings, precision = self._context.options, self._strategy.precision
         if limit := settings.gradient_clip_val:
             is_norm = settings.gradient_clip_algorithm == "norm"
             clip = precision.clip_gradients_norm if is_norm else precision.clip_gradients_value

@@ -18,8 +18,8 @@ from rankwise.trainer.metrics import Results
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.data_loaders import LoaderShard
-    from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.loops.stopping import Stopping
+    from rankwise.trainer.state import StageContext
 
 Gather = Literal["all", "rank_zero"] | None
 GATHERINGS: tuple[Gather, ...] = ("all", "rank_zero", None)
@@ -54,7 +54,7 @@ class EvaluationLoop:
     The ranks communicate once, at the end, to reduce the metrics or to gather the predictions.
     """
 
-    context: LoopContext
+    context: StageContext
     shares: list[LoaderShard]
     stage: Literal["validate", "test", "predict"]
 
@@ -77,7 +77,7 @@ class EvaluationLoop:
             results.suffix = ""
             self._hook("epoch_end")
             values = results.epoch_values(context.strategy)
-            context.metrics.publish(values, is_logged=True)
+            context.publish(values, is_logged=True)
             if stopping is not None:
                 context.state.progress.is_validated = True
         return self._by_loader({value.base_name: value.value.item() for value in values})
@@ -103,7 +103,7 @@ class EvaluationLoop:
 
     @contextlib.contextmanager
     def _running(self, results: Results) -> Iterator[None]:
-        with self.context.metrics.in_phase(self.stage, results), _evaluating(self.context.module):
+        with self.context.stage.in_phase(self.stage, results), _evaluating(self.context.module):
             self._hook("start")
             self._hook("epoch_start")
             yield

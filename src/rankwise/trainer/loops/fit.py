@@ -19,9 +19,9 @@ from rankwise.trainer.state_transfer import RankState, seed_rank
 
 if TYPE_CHECKING:
     from rankwise.trainer.data_loaders import TrainDataShard
-    from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.loops.evaluation import EvaluationLoop
     from rankwise.trainer.loops.optimizers import SchedulerConfig
+    from rankwise.trainer.state import StageContext
 
 
 @final
@@ -40,7 +40,7 @@ class FitLoop:
 
     def __init__(
         self,
-        context: LoopContext,
+        context: StageContext,
         share: TrainDataShard,
         validation: EvaluationLoop | None,
         rank_state: RankState | None = None,
@@ -48,11 +48,11 @@ class FitLoop:
         self._context = context
         self._strategy = context.strategy
         self._progress = context.state.progress
-        self._settings = context.settings
+        self._settings = context.options
         self._hooks = context.hooks
-        self._metrics = context.metrics
+        self._stage = context.stage
         self._share = share
-        schedule = BatchSchedule(context.strategy, context.module, share, context.settings.uneven_inputs)
+        schedule = BatchSchedule(context.strategy, context.module, share, context.options.uneven_inputs)
         self._schedule = schedule
         self._validation = validation
         self._rank_state = rank_state
@@ -70,9 +70,9 @@ class FitLoop:
         context, progress = self._context, self._progress
         context.module.train()
         progress.repeat_window()
-        with self._metrics.in_phase("train", self._results), self._stopping:
+        with self._stage.in_phase("train", self._results), self._stopping:
             self._hooks.call("on_train_start")
-            context.stop.warn_if_done()
+            context.warn_if_done()
             record_gradient_order(context)
             if self._strategy.world_size > 1:
                 seed_rank(context.state.seed, progress.global_step, self._strategy.global_rank)
@@ -93,7 +93,7 @@ class FitLoop:
             progress.begin_epoch()
         continued = self._rank_state if progress.is_within_epoch else None
         results = continued.results() if continued is not None else Results(is_evaluation=False)
-        self._results = self._metrics.results = self._metrics.epoch_results = results
+        self._results = self._stage.results = self._stage.epoch_results = results
         self._optimization.weighting.begin_epoch()
         self._hooks.call("on_train_epoch_start")
         report_phase("data loading", step=progress.global_step)
@@ -121,7 +121,7 @@ class FitLoop:
         return enumerate(self._schedule.batches(batches, progress.batches_done), progress.batches_done)
 
     def _end_metrics(self) -> None:
-        self._metrics.publish(self._results.epoch_values(self._strategy), is_logged=True)
+        self._context.publish(self._results.epoch_values(self._strategy), is_logged=True)
         if self._progress.is_epoch_done:
             _step_schedulers(self._context, "epoch", needs_metric=True)
         self._progress.is_epoch_closed = True
@@ -146,7 +146,7 @@ class FitLoop:
     def _publish_step(self) -> None:
         is_logged = self._progress.global_step % self._settings.log_every_n_steps == 0
         values = self._results.step_values(self._strategy, is_synced=is_logged)
-        self._metrics.publish(values, is_logged=is_logged)
+        self._context.publish(values, is_logged=is_logged)
 
     def _validate_if_due(self, batch_idx: int, is_last: bool) -> None:
         """Validate if that fell due in the window that this batch ends.
@@ -183,7 +183,7 @@ class FitLoop:
         return max(1, int(self._schedule.num_batches * interval))
 
 
-def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool) -> None:
+def _step_schedulers(context: StageContext, interval: str, *, needs_metric: bool) -> None:
     """Step the schedulers that are due, either those that read a metric or those that do not.
 
     In manual optimisation the module steps them.
@@ -201,7 +201,7 @@ def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool)
             config.scheduler.step(metric)
 
 
-def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | None:
+def _agreed_metric(context: StageContext, config: SchedulerConfig) -> float | None:
     """Return rank 0's value of the metric on every rank, so that learning rates stay equal."""
     metrics = context.state.callback_metrics
     value = metrics.get(config.monitor or "")

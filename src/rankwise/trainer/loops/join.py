@@ -18,7 +18,7 @@ from rankwise.trainer.metrics import is_metric_object
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rankwise.trainer.loops.context import LoopContext
+    from rankwise.trainer.state import StageContext
 
 
 @contextmanager
@@ -75,7 +75,7 @@ class PaddingGradients:
     all-reduce, in windows with padding steps only.
     """
 
-    def __init__(self, context: LoopContext) -> None:
+    def __init__(self, context: StageContext) -> None:
         strategy, wrapped = context.strategy, context.wrapped
         self._strategy = strategy
         parameters_of = strategy.precision.model_parameters

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
-    from rankwise.trainer.loops.context import LoopContext
     from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.state import StageContext
 
 
 def check_manual(module: TrainingModule, strategy: Strategy, settings: TrainerOptions) -> None:
@@ -72,7 +72,7 @@ class ManualOptimization:
 
     has_stepped = False
 
-    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
+    def __init__(self, context: StageContext, schedule: BatchSchedule) -> None:
         self._context = context
         self._strategy = context.strategy
         self._module = module = context.module
@@ -174,7 +174,7 @@ class ManualOptimization:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step an optimizer once, in the trainer's precision; return what its `step` returns."""
-        if closure is not None and self._context.settings.on_nonfinite is not None:
+        if closure is not None and self._context.options.on_nonfinite is not None:
             raise ConfigurationError(
                 message="on_nonfinite cannot check a step whose closure computes the gradients.",
                 remedy="leave out the closure, or on_nonfinite.",

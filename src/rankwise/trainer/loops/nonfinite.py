@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rankwise.strategies import Strategy
-    from rankwise.trainer.loops.context import LoopContext
+    from rankwise.trainer.state import StageContext
 
 _log = logging.getLogger(__name__)
 
@@ -55,10 +55,10 @@ class NonFiniteGuard:
         may_differ: whether gradients may differ between ranks, so that the ranks must agree on each step.
     """
 
-    def __init__(self, context: LoopContext) -> None:
+    def __init__(self, context: StageContext) -> None:
         self._strategy = context.strategy
         self._progress = context.state.progress
-        self._policy = context.settings.on_nonfinite
+        self._policy = context.options.on_nonfinite
         self.may_differ = context.strategy.gradients_may_differ(context.wrapped)
         self._is_bad: Tensor | None = None
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, TypeVar, final
 from typing_extensions import Self
 
 from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal
+from rankwise.trainer.checkpointing import save_stop_checkpoint
 
 if TYPE_CHECKING:
-    from rankwise.trainer.loops.context import LoopContext
+    from rankwise.trainer.state import StageContext
 
 _SIGNAL = "signal:"
 T = TypeVar("T")
@@ -31,10 +32,9 @@ class Stopping:
     143. If the signal comes a second time, later than the debounce time, this process exits at once.
     """
 
-    def __init__(self, context: LoopContext) -> None:
+    def __init__(self, context: StageContext) -> None:
         self._strategy = context.strategy
-        self._condition = context.stop
-        self._save_checkpoint = context.save_stop_checkpoint
+        self._context = context
         self._caught: int | None = None
         self._cleanup = ExitStack()
 
@@ -63,9 +63,9 @@ class Stopping:
 
         A signal that stops training raises `StoppedBySignal` on all ranks, after a checkpoint was written.
         """
-        if self._condition.is_at_limit:
+        if self._context.is_at_limit:
             return False
-        if self._condition.wants_to_stop:
+        if self._context.wants_to_stop:
             self._agreement.request("should_stop")
         if self._agreement.begin_step():
             return True
@@ -97,10 +97,10 @@ class Stopping:
         """Stop, after all ranks agreed to; for a signal, save a checkpoint and raise `StoppedBySignal`."""
         number = self._signal
         if number is None:
-            self._condition.state.should_stop = True
+            self._context.state.should_stop = True
             return
-        if self._save_checkpoint is not None:
-            self._save_checkpoint()
+        if not self._context.options.fast_dev_run:
+            save_stop_checkpoint(self._context)
         environment = self._strategy.environment
         if number == environment.requeue_signal and self._strategy.is_global_zero:
             # The scheduler may end the job when it requeues it: first wait for asynchronous checkpoints.

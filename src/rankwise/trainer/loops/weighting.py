@@ -14,7 +14,7 @@ from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rankwise.trainer.loops.batch_schedule import BatchSchedule
-    from rankwise.trainer.loops.context import LoopContext
+    from rankwise.trainer.state import StageContext
 
 
 @contextmanager
@@ -35,11 +35,11 @@ def zero_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 class BatchWeighting:
     """Scale each batch's loss, so that the gradients of a window are the average that was asked for."""
 
-    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
+    def __init__(self, context: StageContext, schedule: BatchSchedule) -> None:
         self._strategy = context.strategy
         self._module = context.module
         self._progress = context.state.progress
-        self._settings = context.settings
+        self._settings = context.options
         self._schedule = schedule
         self._sizes: BatchSizes | None = None
         self._begin = 0

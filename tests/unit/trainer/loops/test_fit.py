@@ -17,7 +17,6 @@ from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.data_loaders import LoaderShard, TrainDataShard
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.batch_schedule import BatchSchedule
-from rankwise.trainer.stages import loop_context
 from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
 
 
@@ -237,8 +236,7 @@ def test_none_with_other_ranks(tmp_path: Path) -> None:
     train.strategy = with_second_rank(lambda mine: mine)
     model, share = Line(), TrainDataShard(LoaderShard([], 0), 0, 1.0, train.strategy)
     schedule = BatchSchedule(train.strategy, model, share, "error")
-    train.enter_stage(train.strategy, model, "fit")
-    optimization = AutomaticOptimization(loop_context(train.parts(model), nn.Identity()), schedule)
+    optimization = AutomaticOptimization(train.enter_stage(train.strategy, model, "fit"), schedule)
     with pytest.raises(ConfigurationError, match="returned None"):
         optimization._loss_of(None, 3)
 

@@ -1,0 +1,76 @@
+"""Callbacks and loggers that a hook replaces within a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rankwise.callbacks import Callback, ModelCheckpoint
+from rankwise.loggers import Logger
+from rankwise.trainer import Trainer
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class Recording(Logger):
+    """Keeps the steps that it gets, and how it was finalized."""
+
+    def __init__(self) -> None:
+        self.steps: list[int | None] = []
+        self.ends: list[str] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.steps.append(step)
+
+    def finalize(self, status: str) -> None:
+        self.ends.append(status)
+
+
+class Noting(Callback):
+    """Notes the batches that ended while it was a callback."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch_idx)
+
+
+class Replacing(Line):
+    """Calls `replace` in the training step of batch 2."""
+
+    def __init__(self, replace: Callable[[Trainer], None]) -> None:
+        super().__init__()
+        self.replace = replace
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            self.replace(self.trainer)
+        return super().training_step(batch, batch_idx)
+
+
+def test_new_loggers_get_the_next_metrics(tmp_path: Path) -> None:
+    """The new loggers get the metrics from then on; the old ones are finalized too."""
+    old, new = Recording(), Recording()
+    train = trainer(tmp_path, logger=old, log_every_n_steps=1)
+    train.fit(Replacing(lambda train: setattr(train, "loggers", [new])), loader(8, 2))
+    assert (old.steps, new.steps) == ([1, 2], [3, 4])
+    assert (old.ends, new.ends) == (["success"], ["success"])
+
+
+def test_new_callbacks_get_the_next_hook(tmp_path: Path) -> None:
+    """The new callbacks' hooks are called from the next hook on, and the old ones' no more."""
+    old, new = Noting(), Noting()
+    train = trainer(tmp_path, callbacks=old)
+    train.fit(Replacing(lambda train: setattr(train, "callbacks", [new])), loader(8, 2))
+    assert (old.batches, new.batches) == ([0, 1], [2, 3])
+
+
+def test_a_new_checkpoint_callback_saves(tmp_path: Path) -> None:
+    """A checkpoint holds the new callbacks' state, and `ckpt_path="best"` is theirs."""
+    saving = ModelCheckpoint(dirpath=tmp_path / "new", filename="end")
+    train, model = trainer(tmp_path), Replacing(lambda train: setattr(train, "callbacks", [saving]))
+    train.fit(model, loader(8, 2))
+    assert saving.best_model_path == str(tmp_path / "new" / "end.ckpt")
+    train.test(model, loader(8, 2), ckpt_path="best")
+    assert train.ckpt_path == saving.best_model_path
