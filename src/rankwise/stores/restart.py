@@ -43,41 +43,6 @@ from rankwise.stores.rendezvous import (
 from rankwise.stores.waiting import poll_until
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-
-
-@final
-@dataclass(frozen=True)
-class AgentWorker:
-    """A worker of an elastic agent.
-
-    Attributes:
-        name: the same in all processes of the worker; different in each worker and each restart.
-        is_itself: whether the agent has started this very process.
-    """
-
-    name: str
-    is_itself: bool
-
-
-def current_agent_worker() -> AgentWorker | None:
-    """Return the worker that this process belongs to; None without an elastic agent."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if count is None:
-        return None
-    # Without error files only the agent's own count is left, which misses restarts when nodes come or go.
-    file = os.environ.get(_ERROR_FILE, "")
-    created = 0
-    if file:
-        with suppress(OSError):
-            created = Path(file).parent.parent.stat().st_mtime_ns
-    try:
-        variables = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-        is_itself = os.fsencode(f"{_ERROR_FILE}={file}") not in variables
-    except OSError:
-        is_itself = False  # unknown: the parent may be a process of the same worker
-    return AgentWorker(f"{socket.gethostname()}/{count}/{file}/{created}", is_itself)
-
-
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _UNNAMED = "none"  # torchrun's default run id
 
@@ -132,48 +97,49 @@ def find_restart(
 
 
 def agree_on_restart(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> RestartInfo:
-    """Return the restart that all present ranks belong to.
+    """Return the restart that all present ranks belong to; `store` outlives a restart.
 
     Collective: every rank must call this, once.
-
-    Args:
-        store: a store that outlives a restart.
-        ranks: this process's ranks.
-        timeout: how long to wait for the others.
 
     Raises:
         RendezvousTimeoutError: when not all came in time; names those that did not.
         ProcessGroupError: when all ranks are there, but this one is not among them.
     """
-    store = dist.PrefixStore("rankwise", store)
-    own = identity_of(ranks)
-    worker = current_agent_worker() if ranks.world_size == 1 else None
-    if worker is not None:
-        number = _lead_once(worker, store, own, timeout)
-        if not _is_only_one(worker, store):
-            return RestartInfo(number - 1)
-    else:
+    store, own, part = dist.PrefixStore("rankwise", store), identity_of(ranks), ""
+    if ranks.world_size > 1:
         number = (_lead if ranks.is_global_zero else _follow)(store, own, timeout)
+    else:
+        of_worker = dist.PrefixStore(_worker_name(), store)
+        if not of_worker.check(["number"]):  # the first of the worker's processes takes it
+            of_worker.compare_set("number", "", str(_lead(store, own, timeout)))
+        number = int(of_worker.get("number"))
+        part = "/child" if _is_child() else ""
+        if of_worker.add(f"processes{part}", 1) > 1:
+            store.set(f"several{part}", "1")
+        if store.check([f"several{part}"]):
+            return RestartInfo(number - 1)
     # One token for the job, from its first start.
     token = store.compare_set("job", "", secrets.token_hex(8)).decode()
-    part = "" if worker is None or worker.is_itself else "/child"
     return RestartInfo(number - 1, f"{os.environ.get(_RUN_ID, _UNNAMED)}/{token}{part}")
 
 
-def _lead_once(worker: AgentWorker, store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
-    """Return the number of a worker's restart, which the first of its processes takes."""
-    of_worker = dist.PrefixStore(worker.name, store)
-    if not of_worker.check(["number"]):
-        of_worker.compare_set("number", "", str(_lead(store, own, timeout)))
-    return int(of_worker.get("number"))
+def _worker_name() -> str:
+    """Return the same name in all processes of an agent's worker, another in each worker and restart."""
+    count, file = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get(_ERROR_FILE, "")
+    created = 0
+    # Without error files only the agent's own count is left, which misses restarts when nodes come or go.
+    with suppress(OSError, IndexError):
+        created = Path(file).parents[1].stat().st_mtime_ns
+    return f"{socket.gethostname()}/{count}/{file}/{created}"
 
 
-def _is_only_one(worker: AgentWorker, store: dist.Store) -> bool:
-    """Return whether no restart so far had several such processes: workers, or children of a worker."""
-    kind = "itself" if worker.is_itself else "child"
-    if dist.PrefixStore(worker.name, store).add(kind, 1) > 1:
-        store.set(f"several/{kind}", "1")
-    return not store.check([f"several/{kind}"])
+def _is_child() -> bool:
+    """Return whether the parent is a process of the same worker, not its agent; True if unknown."""
+    variable = os.fsencode(f"{_ERROR_FILE}={os.environ.get(_ERROR_FILE, '')}")
+    try:
+        return variable in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return True
 
 
 def _lead(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
@@ -191,29 +157,24 @@ def _lead(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
 
 def _follow(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
     """Come under the current number, and wait until rank 0 has counted this rank."""
-    number = arrival = 0
+    number, arrival, counted = 0, 0, 0
+    restart: dist.Store = store
 
     def is_counted() -> bool:
-        nonlocal number, arrival
+        nonlocal number, arrival, counted, restart
         current = int(store.get("start")) if store.check(["start"]) else 0
         if current != number:
             number, restart = current, dist.PrefixStore(f"start{current}", store)
             arrival = restart.add("arrived", 1)
             write_identity(restart, arrival, own)
-        return number > 0 and arrival <= _complete(dist.PrefixStore(f"start{number}", store))
+        counted = int(restart.get("complete")) if restart.check(["complete"]) else 0
+        return 0 < arrival <= counted
 
-    if not poll_until(is_counted, timeout):
-        restart = dist.PrefixStore(f"start{number}", store)
-        if _complete(restart):
-            raise duplicate_rank_error(own)
-        here = _arrived(restart) if number else [own]
-        raise missing_ranks_error(here, own.world_size, timeout)
-    return number
-
-
-def _complete(restart: dist.Store) -> int:
-    """Return how many ranks belong to a restart beside its rank 0; 0 as long as that is unknown."""
-    return int(restart.get("complete")) if restart.check(["complete"]) else 0
+    if poll_until(is_counted, timeout):
+        return number
+    if counted:
+        raise duplicate_rank_error(own)
+    raise missing_ranks_error(_arrived(restart) if number else [own], own.world_size, timeout)
 
 
 def _arrived(restart: dist.Store) -> list[RankIdentity]:
