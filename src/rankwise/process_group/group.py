@@ -176,13 +176,12 @@ def _torch_state_kept() -> Iterator[None]:
     import torch.distributed.nn.functional  # noqa: F401 -- see above
 
     hook = sys.excepthook
-    world = getattr(dist.distributed_c10d, "_world", None)
-    count = getattr(world, "group_count", None)
+    world = dist.distributed_c10d._world
+    count = world.group_count
     try:
         yield
     except BaseException:
-        if world is not None and count is not None:
-            world.group_count = count
+        world.group_count = count
         raise
     finally:
         sys.excepthook = hook

@@ -18,38 +18,22 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-# What must be the same on all ranks, for each method of a process group (newer and older names): the
-# tensors at a position among the arguments, or only their dtype, or nothing.
+# What must be the same on all ranks: the tensors at a position among the arguments, or only their dtype, or
+# nothing. By rule, the methods of a process group (newer and older names).
 _WHOLE, _DTYPE, _NOTHING = "whole", "dtype", "nothing"
-_METHODS: dict[str, tuple[str, int]] = {
-    "allreduce": (_WHOLE, 0),
-    "allreduce_coalesced": (_WHOLE, 0),
-    "broadcast": (_WHOLE, 0),
-    "reduce": (_WHOLE, 0),
-    "allgather": (_WHOLE, 0),  # its outputs: all parts, on every rank
-    "allgather_coalesced": (_WHOLE, 0),
-    "allgather_into_tensor_coalesced": (_WHOLE, 0),
-    "all_gather_single": (_WHOLE, 0),
-    "all_gather_single_coalesced": (_WHOLE, 0),
-    "_allgather_base": (_WHOLE, 0),
-    "gather": (_WHOLE, 1),  # its inputs: only the root has outputs
-    "scatter": (_WHOLE, 0),  # its outputs: only the root has inputs
-    "reduce_scatter": (_WHOLE, 1),
-    "reduce_scatter_tensor_coalesced": (_WHOLE, 1),
-    "reduce_scatter_single": (_WHOLE, 1),
-    "reduce_scatter_single_coalesced": (_WHOLE, 1),
-    "_reduce_scatter_base": (_WHOLE, 1),
-    "alltoall": (_DTYPE, 0),
-    "alltoall_base": (_DTYPE, 0),
-    "all_to_all_single": (_DTYPE, 0),
-    "barrier": (_NOTHING, 0),
-    "monitored_barrier": (_NOTHING, 0),
+_RULES = {
+    # of allgather and scatter the outputs: every rank has all of them, and only the root of a scatter inputs
+    (_WHOLE, 0): "allreduce allreduce_coalesced broadcast reduce scatter allgather allgather_coalesced "
+    "allgather_into_tensor_coalesced all_gather_single all_gather_single_coalesced _allgather_base",
+    # the inputs: only the root of a gather has outputs
+    (_WHOLE, 1): "gather reduce_scatter reduce_scatter_tensor_coalesced reduce_scatter_single "
+    "reduce_scatter_single_coalesced _reduce_scatter_base",
+    (_DTYPE, 0): "alltoall alltoall_base all_to_all_single",
+    (_NOTHING, 0): "barrier monitored_barrier",
 }
+_METHODS = {name: rule for rule, names in _RULES.items() for name in names.split()}
 # Functions of torch.distributed that DDP calls with a group and tensors.
-_FUNCTIONS: dict[str, tuple[str, int]] = {
-    "_broadcast_coalesced": (_WHOLE, 0),
-    "_verify_params_across_processes": (_WHOLE, 0),
-}
+_FUNCTIONS = dict.fromkeys(("_broadcast_coalesced", "_verify_params_across_processes"), (_WHOLE, 0))
 _WRAPPERS = "torch.distributed.c10d_logger"  # around every function of torch.distributed
 _BACKWARD = ("backward", "grad")  # of torch.autograd
 # Modules between the user's call and the collective. Calls from rankwise's other modules are reported as
@@ -70,41 +54,20 @@ _MOST_TENSORS = 4
 @final
 @dataclass(frozen=True)
 class Call:
-    """A collective that is about to run."""
+    """A collective that is about to run.
+
+    Attributes:
+        name: of torch's function that was called, or of the group's method.
+        what: the collective, with its tensors, operation and root, as text.
+        where: the caller, as text.
+        identity: text that is the same on all ranks of the same collective.
+    """
 
     group: dist.ProcessGroup
-    name: str  # of torch's function that was called, or of the group's method
-    tensors: str = ""  # dtypes and shapes that must be the same on all ranks; empty where none must
-    details: str = ""  # the operation, or the root
-    is_rooted: bool = False  # whether one rank has another part than the others, as in a broadcast
-    location: str = ""  # file and line of the caller; empty where no Python code called
-    function: str = ""  # that called
-    is_in_backward: bool = False  # whether the call is part of a backward pass that the caller runs
-
-    @property
-    def what(self) -> str:
-        """The collective as text."""
-        of = f" of {self.tensors}" if self.tensors else ""
-        return f"{self.name}{of}{f' ({self.details})' if self.details else ''}"
-
-    @property
-    def where(self) -> str:
-        """The caller as text."""
-        if not self.location:
-            return "in a backward pass"  # in a thread of C++
-        return (
-            f"{'in the backward pass ' if self.is_in_backward else ''}at {self.location} in {self.function}"
-        )
-
-    @property
-    def identity(self) -> str:
-        """Text that is the same on all ranks of the same collective.
-
-        Code often branches on being the root, so for a collective with a root it leaves out the line number.
-        """
-        if not self.is_rooted:
-            return f"{self.what} {self.where}"
-        return f"{self.what} {self.where.replace(self.location, self.location.partition(':')[0])}"
+    name: str
+    what: str
+    where: str
+    identity: str
 
 
 Observer = Callable[[Call], None]
@@ -157,20 +120,20 @@ def _observed(plain: Any, name: str, rule: tuple[str, int]) -> Any:
 
 def call_from_here(group: dist.ProcessGroup, name: str) -> Call:
     """Describe the calling code as a collective of the given name."""
-    return Call(group, **{**_caller(name, sys._getframe(1)), "name": name})
+    _, where, _ = _caller(name, sys._getframe(1))
+    return Call(group, name, name, where, f"{name} {where}")
 
 
-def _call(group: dist.ProcessGroup, name: str, rule: tuple[str, int], args: tuple[Any, ...]) -> Call:
+def _call(group: dist.ProcessGroup, method: str, rule: tuple[str, int], args: tuple[Any, ...]) -> Call:
     amount, position = rule
     tensors = args[position] if amount != _NOTHING and position < len(args) else ()
-    details, is_rooted = _details(name, args)
-    return Call(
-        group,
-        tensors=_described(tensors, whole=amount == _WHOLE),
-        details=details,
-        is_rooted=is_rooted,
-        **_caller(name, sys._getframe(2)),
-    )
+    described = _described(tensors, whole=amount == _WHOLE)
+    details, is_rooted = _details(method, args)
+    name, where, where_without_line = _caller(method, sys._getframe(2))
+    of = f" of {described}" if described else ""
+    what = f"{name}{of}{f' ({details})' if details else ''}"
+    # Code often branches on being the root, so for a collective with a root the line may differ.
+    return Call(group, name, what, where, f"{what} {where_without_line if is_rooted else where}")
 
 
 def _described(tensors: Any, *, whole: bool) -> str:
@@ -214,8 +177,8 @@ def _details(name: str, args: tuple[Any, ...]) -> tuple[str, bool]:
     return ", ".join(details), is_rooted
 
 
-def _caller(name: str, frame: FrameType | None) -> dict[str, Any]:
-    """Return the function of torch.distributed that was called, and where, as fields of a `Call`."""
+def _caller(name: str, frame: FrameType | None) -> tuple[str, str, str]:
+    """Return the function of torch.distributed that was called, and where, with and without the line."""
     is_torch, is_in_backward = True, False
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -226,10 +189,11 @@ def _caller(name: str, frame: FrameType | None) -> dict[str, Any]:
             name = frame.f_code.co_name
         is_in_backward |= module.startswith("torch.autograd") and frame.f_code.co_name in _BACKWARD
         frame = frame.f_back
-    fields: dict[str, Any] = {"name": name, "is_in_backward": is_in_backward}
-    if frame is not None:
-        fields |= {"location": f"{_file_of(frame)}:{frame.f_lineno}", "function": frame.f_code.co_name}
-    return fields
+    if frame is None:  # in a thread of C++
+        return name, "in a backward pass", "in a backward pass"
+    at = f"{'in the backward pass ' if is_in_backward else ''}at {_file_of(frame)}"
+    function = f" in {frame.f_code.co_name}"
+    return name, f"{at}:{frame.f_lineno}{function}", f"{at}{function}"
 
 
 def _file_of(frame: FrameType) -> str:
