@@ -36,13 +36,15 @@ RankwiseError
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import pickle
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar
+
+from typing_extensions import dataclass_transform
 
 __all__ = [
     "CheckpointError",
@@ -89,6 +91,11 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return by_lower[matches[0]] if matches else None
 
 
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    suggestion = nearest(name, known)
+    return f" Did you mean {suggestion!r}?" if suggestion else ""
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal."""
     try:
@@ -105,12 +112,19 @@ def _ranks(who: Iterable[int]) -> str:
     return f"global_rank {', '.join(map(str, who))}"
 
 
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False, repr=False)
 class RankwiseError(Exception):
-    """Base of all exceptions of rankwise. The text is one sentence, `Seen:` (facts), `Fix:` (what to do)."""
+    """Base of all exceptions of rankwise. The text is one sentence, `Seen:` (facts), `Fix:` (what to do).
+
+    Each subclass becomes a dataclass.
+    """
 
     SUMMARY: ClassVar[str] = ""
     ADVICE: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(eq=False, repr=False)(cls)
 
     def summary(self) -> str:
         """Return what happened, as one sentence: by default `SUMMARY` with the fields filled in."""
@@ -119,8 +133,8 @@ class RankwiseError(Exception):
         return self.SUMMARY.format(**vars(self))
 
     def seen(self) -> str:
-        """Return the facts, or an empty string."""
-        return ""
+        """Return the facts, by default the field `facts`, or an empty string."""
+        return getattr(self, "facts", "")
 
     def fix(self) -> str:
         """Return what to do: the field `remedy`, or `ADVICE` with the fields filled in."""
@@ -144,8 +158,8 @@ class RankwiseError(Exception):
         return f"<{type(self).__name__}: {self.summary()}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {field.name: _portable(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return _rebuild, (type(self), values)
+        values = {each.name: _portable(getattr(self, each.name)) for each in fields(self)}
+        return partial(type(self), **values), ()
 
 
 def _portable(value: object) -> object:
@@ -157,47 +171,35 @@ def _portable(value: object) -> object:
     return value
 
 
-def _rebuild(cls: type[RankwiseError], values: dict[str, Any]) -> RankwiseError:
-    return cls(**values)
-
-
 # ---------------------------------------------------------------------------------------- configuration
 
 
-@dataclass(eq=False, repr=False)
 class ConfigurationError(RankwiseError, ValueError):
     """The configuration cannot work: `message` says why, `facts` what was seen, `remedy` what to do."""
 
-    SUMMARY: ClassVar[str] = "{message}"
+    SUMMARY = "{message}"
 
     message: str = ""
     facts: str = ""
     remedy: str = ""
 
-    def seen(self) -> str:
-        return self.facts
 
-
-@dataclass(eq=False, repr=False)
 class UnknownNameError(ConfigurationError):
     """`name` is not one of the `known` names; `kind` says what it names."""
 
-    ADVICE: ClassVar[str] = "use one of the names above."
+    ADVICE = "use one of the names above."
 
     kind: str = "name"
     name: str = ""
     known: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        suggestion = nearest(self.name, self.known)
-        question = f" Did you mean {suggestion!r}?" if suggestion else ""
-        return f"Unknown {self.kind} {self.name!r}.{question}"
+        return f"Unknown {self.kind} {self.name!r}.{_suggestion(self.name, self.known)}"
 
     def seen(self) -> str:
         return f"known are {_listed(sorted(self.known))}."
 
 
-@dataclass(eq=False, repr=False)
 class UnknownStrategyError(UnknownNameError, KeyError):
     """A strategy name is not registered."""
 
@@ -216,24 +218,20 @@ class UnknownStrategyError(UnknownNameError, KeyError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class InvalidArgumentError(ConfigurationError):
     """`argument` has an invalid `value`; `expected` describes valid ones."""
 
-    SUMMARY: ClassVar[str] = "{argument}={value!r} is not possible: expected {expected}."
+    SUMMARY = "{argument}={value!r} is not possible: expected {expected}."
 
     argument: str = ""
     value: object = None
     expected: str = ""
 
 
-@dataclass(eq=False, repr=False)
 class InvalidTypeError(RankwiseError, TypeError):
     """`argument` has a `value` of the wrong type; `expected` describes valid ones."""
 
-    SUMMARY: ClassVar[str] = (
-        "{argument}={value!r} is of type {value.__class__.__name__}: expected {expected}."
-    )
+    SUMMARY = "{argument}={value!r} is of type {value.__class__.__name__}: expected {expected}."
 
     argument: str
     value: object
@@ -241,7 +239,6 @@ class InvalidTypeError(RankwiseError, TypeError):
     remedy: str = ""
 
 
-@dataclass(eq=False, repr=False)
 class UnknownArgumentError(ConfigurationError, TypeError):
     """`target` has no keyword `name`. Suggests the closest known one, unless there is a `remedy`."""
 
@@ -250,27 +247,24 @@ class UnknownArgumentError(ConfigurationError, TypeError):
     known: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        suggestion = None if self.remedy else nearest(self.name, self.known)
-        question = f" Did you mean {suggestion!r}?" if suggestion else ""
-        return f"{self.target} takes no argument {self.name!r}.{question}"
+        suggestion = "" if self.remedy else _suggestion(self.name, self.known)
+        return f"{self.target} takes no argument {self.name!r}.{suggestion}"
 
     def seen(self) -> str:
         return f"it takes {_listed(sorted(self.known))}."
 
 
-@dataclass(eq=False, repr=False)
 class DuplicateNameError(ConfigurationError):
     """`name` is registered already in `registry`; `kind` says what it names."""
 
-    SUMMARY: ClassVar[str] = "{kind} {name!r} is registered already."
-    ADVICE: ClassVar[str] = '{registry}.register("{name}", ..., override=True), or choose another name.'
+    SUMMARY = "{kind} {name!r} is registered already."
+    ADVICE = '{registry}.register("{name}", ..., override=True), or choose another name.'
 
     name: str = ""
     kind: str = "Strategy"
     registry: str = "StrategyRegistry"
 
 
-@dataclass(eq=False, repr=False)
 class WorldSizeMismatchError(ConfigurationError):
     """The requested number of processes is not the number that exists.
 
@@ -281,7 +275,7 @@ class WorldSizeMismatchError(ConfigurationError):
     num_nodes: int = 0
     launched_by: str = ""
     world_size: int = 0
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     detection: str = ""
 
     def summary(self) -> str:
@@ -302,30 +296,28 @@ class WorldSizeMismatchError(ConfigurationError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class EnvironmentVariableError(ConfigurationError):
     """The variables of a cluster environment are incomplete or contradictory; `problem` says how."""
 
-    SUMMARY: ClassVar[str] = "The variables of {environment} cannot be right: {problem}."
-    ADVICE: ClassVar[str] = (
+    SUMMARY = "The variables of {environment} cannot be right: {problem}."
+    ADVICE = (
         "start the job with {environment} itself, unset these variables, or name the environment: "
         "RANKWISE_ENVIRONMENT=local."
     )
 
     environment: str = ""
     problem: str = ""
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def seen(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.variables.items())
 
 
-@dataclass(eq=False, repr=False)
 class NotPicklableError(ConfigurationError, TypeError):
     """An object cannot be sent to the workers or back: `path` names it, `reason` is pickle's message."""
 
-    SUMMARY: ClassVar[str] = "{path} cannot be pickled, which start_method={start_method!r} needs: {reason}."
-    ADVICE: ClassVar[str] = (
+    SUMMARY = "{path} cannot be pickled, which start_method={start_method!r} needs: {reason}."
+    ADVICE = (
         "make it a function or class at the top level of a module, or use a start method that "
         'does not pickle its arguments: strategy="ddp" or "ddp_fork".'
     )
@@ -335,28 +327,25 @@ class NotPicklableError(ConfigurationError, TypeError):
     start_method: str = ""
 
 
-@dataclass(eq=False, repr=False)
 class LaunchRefusedError(ConfigurationError, RuntimeError):
     """The start method cannot work here."""
 
 
-@dataclass(eq=False, repr=False)
 class MissingExtraError(ConfigurationError, ImportError):
     """`purpose` needs the optional `package`, which the extra `extra` installs."""
 
-    SUMMARY: ClassVar[str] = "{purpose} needs the package {package!r}, which is not installed."
-    ADVICE: ClassVar[str] = 'pip install "rankwise[{extra}]"'
+    SUMMARY = "{purpose} needs the package {package!r}, which is not installed."
+    ADVICE = 'pip install "rankwise[{extra}]"'
 
     package: str = ""
     extra: str = ""
     purpose: str = ""
 
 
-@dataclass(eq=False, repr=False)
 class UnshardableLoaderError(ConfigurationError):
     """A data loader cannot be split over the ranks; `reason` says why."""
 
-    SUMMARY: ClassVar[str] = "{loader} cannot be split over the ranks: {reason}."
+    SUMMARY = "{loader} cannot be split over the ranks: {reason}."
 
     loader: str = ""
     reason: str = ""
@@ -365,11 +354,10 @@ class UnshardableLoaderError(ConfigurationError):
 # ---------------------------------------------------------------------------------------- lifecycle
 
 
-@dataclass(eq=False, repr=False)
 class LifecycleError(RankwiseError, RuntimeError):
     """`call` needs `needed`, but the object is in `state`."""
 
-    SUMMARY: ClassVar[str] = "{call} was called in state {state!r}, but it needs {needed}."
+    SUMMARY = "{call} was called in state {state!r}, but it needs {needed}."
 
     call: str
     state: str
@@ -380,7 +368,6 @@ class LifecycleError(RankwiseError, RuntimeError):
 # ---------------------------------------------------------------------------------------- workers
 
 
-@dataclass(eq=False, repr=False)
 class WorkerError(RankwiseError, RuntimeError):
     """A worker failed; the fields describe the first worker that did.
 
@@ -429,11 +416,10 @@ class WorkerError(RankwiseError, RuntimeError):
         return f"  --- traceback of global_rank={self.global_rank} ---\n{self.traceback_text}"
 
 
-@dataclass(eq=False, repr=False)
 class WorkerRaisedError(WorkerError):
     """A worker raised an exception of `exception_type` with `exception_message`."""
 
-    ADVICE: ClassVar[str] = "start from the traceback of global_rank={global_rank} below."
+    ADVICE = "start from the traceback of global_rank={global_rank} below."
 
     exception_type: str = ""
     exception_message: str = ""
@@ -443,7 +429,6 @@ class WorkerRaisedError(WorkerError):
         return f"raised {self.exception_type}{first_line and ': '}{first_line}"
 
 
-@dataclass(eq=False, repr=False)
 class WorkerTimedOutError(WorkerRaisedError):
     """A worker waited too long for others, in a collective or at the rendezvous.
 
@@ -452,7 +437,7 @@ class WorkerTimedOutError(WorkerRaisedError):
         last_seen: the last step and phase of each other rank, one line each.
     """
 
-    ADVICE: ClassVar[str] = (
+    ADVICE = (
         "see above what the other ranks were doing, and their stacks on stderr; if they only needed more "
         "time, raise timeout (for the rendezvous: init_timeout)."
     )
@@ -468,7 +453,6 @@ class WorkerTimedOutError(WorkerRaisedError):
         return "".join([super().seen(), *(f"\n        {line}" for line in self.last_seen)])
 
 
-@dataclass(eq=False, repr=False)
 class WorkerExitedError(WorkerError):
     """A worker exited with `exit_code` before it had finished."""
 
@@ -489,7 +473,6 @@ class WorkerExitedError(WorkerError):
         return "look for sys.exit() or os._exit() in the code of this rank; every rank must return."
 
 
-@dataclass(eq=False, repr=False)
 class WorkerKilledError(WorkerError):
     """The signal `signal_number`, which rankwise did not send, killed a worker."""
 
@@ -509,24 +492,20 @@ class WorkerKilledError(WorkerError):
 # ---------------------------------------------------------------------------------------- between ranks
 
 
-@dataclass(eq=False, repr=False)
 class ProcessGroupError(RankwiseError, RuntimeError):
     """The existing process group does not match the ranks; `problem` says how."""
 
-    SUMMARY: ClassVar[str] = "{problem}"
+    SUMMARY = "{problem}"
 
     problem: str
     remedy: str = ""
 
 
-@dataclass(eq=False, repr=False)
 class TensorMismatchError(RankwiseError, ValueError):
     """The ranks gave incompatible tensors to `call`; `found` describes each rank's."""
 
-    SUMMARY: ClassVar[str] = "The ranks gave incompatible tensors to {call}."
-    ADVICE: ClassVar[str] = (
-        "give every rank a dense tensor of the same dtype and number of dimensions; sizes may differ."
-    )
+    SUMMARY = "The ranks gave incompatible tensors to {call}."
+    ADVICE = "give every rank a dense tensor of the same dtype and number of dimensions; sizes may differ."
 
     call: str
     found: tuple[str, ...]
@@ -535,7 +514,6 @@ class TensorMismatchError(RankwiseError, ValueError):
         return "; ".join(f"rank {rank} of the group: {what}" for rank, what in enumerate(self.found))
 
 
-@dataclass(eq=False, repr=False)
 class CollectiveMismatchError(RankwiseError, RuntimeError):
     """The ranks of `group` called different collectives as its number `number`, or some called none.
 
@@ -544,7 +522,7 @@ class CollectiveMismatchError(RankwiseError, RuntimeError):
         missing: the last calls of the global ranks that called nothing within `timeout_s` seconds.
     """
 
-    ADVICE: ClassVar[str] = (
+    ADVICE = (
         "every rank must call the same collectives, in the same order; look for code that depends on the "
         "rank: a branch, an early return, a loop that ends earlier, a caught exception."
     )
@@ -552,7 +530,7 @@ class CollectiveMismatchError(RankwiseError, RuntimeError):
     group: str
     number: int
     calls: Mapping[str, tuple[int, ...]]
-    missing: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    missing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     timeout_s: float = 0.0
 
     def summary(self) -> str:
@@ -571,24 +549,20 @@ class CollectiveMismatchError(RankwiseError, RuntimeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class RankZeroFailedError(RankwiseError, RuntimeError):
     """The block of `rank_zero_first()` failed on `global_rank` with the exception `failure`."""
 
-    SUMMARY: ClassVar[str] = "The block of rank_zero_first() failed on global_rank {global_rank}: {failure}."
-    ADVICE: ClassVar[str] = "start from the traceback of global_rank {global_rank}."
+    SUMMARY = "The block of rank_zero_first() failed on global_rank {global_rank}: {failure}."
+    ADVICE = "start from the traceback of global_rank {global_rank}."
 
     global_rank: int
     failure: str
 
 
-@dataclass(eq=False, repr=False)
 class NodesLostError(RankwiseError, ConnectionError):
     """The ranks `lost` on other nodes stopped responding; `symptom` is the error on this rank."""
 
-    ADVICE: ClassVar[str] = (
-        "check those nodes, and the network between them, for a killed or stopped process or a cut link."
-    )
+    ADVICE = "check those nodes, and the network between them, for a killed or stopped process or a cut link."
 
     lost: tuple[str, ...]
     symptom: str = ""
@@ -600,22 +574,20 @@ class NodesLostError(RankwiseError, ConnectionError):
         return self.symptom.partition("\n")[0]
 
 
-@dataclass(eq=False, repr=False)
 class RendezvousTimeoutError(RankwiseError, TimeoutError):
     """The rendezvous took longer than `timeout_s` seconds."""
 
-    SUMMARY: ClassVar[str] = "Waited {timeout_s:g} s for {waiting_for}."
-    ADVICE: ClassVar[str] = "look for a rank that is still starting or hangs, or raise init_timeout."
+    SUMMARY = "Waited {timeout_s:g} s for {waiting_for}."
+    ADVICE = "look for a rank that is still starting or hangs, or raise init_timeout."
 
     waiting_for: str
     timeout_s: float
 
 
-@dataclass(eq=False, repr=False)
 class StopAgreementError(RankwiseError, TimeoutError):
     """The ranks `missing` did not report their step within `timeout_s` seconds when all had to stop."""
 
-    ADVICE: ClassVar[str] = "find out what these ranks were doing: they hang, or never started to train."
+    ADVICE = "find out what these ranks were doing: they hang, or never started to train."
 
     missing: tuple[int, ...]
     timeout_s: float
@@ -624,7 +596,6 @@ class StopAgreementError(RankwiseError, TimeoutError):
         return f"Training was to stop, but {_ranks(self.missing)} did not say when, in {self.timeout_s:g} s."
 
 
-@dataclass(eq=False, repr=False)
 class RankMismatchError(RankwiseError, RuntimeError):
     """The ranks differ; `differences` maps each property to its values, and each value to global ranks."""
 
@@ -655,11 +626,10 @@ def _by_rank(values: Mapping[str, tuple[int, ...]]) -> str:
     return "; ".join(f"{value} on {_ranks(who)}" for value, who in values.items())
 
 
-@dataclass(eq=False, repr=False)
 class UnevenInputsError(RankwiseError, RuntimeError):
     """The ranks have different numbers of batches; `lengths` has each rank's, as "5" or "unknown"."""
 
-    SUMMARY: ClassVar[str] = "{loader} has a different number of batches on different ranks."
+    SUMMARY = "{loader} has a different number of batches on different ranks."
 
     loader: str
     lengths: tuple[str, ...]
@@ -676,14 +646,13 @@ class UnevenInputsError(RankwiseError, RuntimeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class NonFiniteLossError(RankwiseError, FloatingPointError):
     """A loss or a gradient is infinite or NaN; raised on every rank at the same step.
 
     `global_ranks` are those with such a loss; empty if all losses were finite, but not the gradients.
     """
 
-    ADVICE: ClassVar[str] = (
+    ADVICE = (
         "look for log(0), sqrt(0), a division by 0 or a learning rate that is too high; "
         'torch.autograd.set_detect_anomaly(True) finds the operation; on_nonfinite="skip" skips the step.'
     )
@@ -702,11 +671,10 @@ class NonFiniteLossError(RankwiseError, FloatingPointError):
         return f"The loss is infinite or NaN {where}: on {ranks} of {self.world_size} ranks."
 
 
-@dataclass(eq=False, repr=False)
 class UnusedParametersError(RankwiseError, RuntimeError):
     """Parameters of `module` had no part in the loss; `names_by_rank` has their names."""
 
-    ADVICE: ClassVar[str] = (
+    ADVICE = (
         "use them in every step (loss + 0 * sum(parameter.sum() ...) is enough); or freeze them with "
         "parameter.requires_grad_(False) before training; or let DDP look for them: "
         "DDPStrategy(find_unused_parameters=True)."
@@ -729,11 +697,10 @@ class UnusedParametersError(RankwiseError, RuntimeError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class CheckpointError(RankwiseError, RuntimeError):
     """A checkpoint at `path` could not be written or read; `problem` says why."""
 
-    SUMMARY: ClassVar[str] = "Checkpoint {path!r}: {problem}."
+    SUMMARY = "Checkpoint {path!r}: {problem}."
 
     path: str
     problem: str
