@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankwise.doctor.examination import Request, examine
+from rankwise.doctor.examination import examine
 from rankwise.doctor.report import table
 from rankwise.registry import RegisteredStrategy, StrategyRegistry
 
@@ -50,14 +50,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    request = Request(
+    report, is_printed = examine(
+        os.environ,
         devices=chosen.devices,
         num_nodes=chosen.num_nodes,
         timeout_s=chosen.timeout,
         runs_collectives=not chosen.no_collectives,
         tries_start_methods=not chosen.no_start_methods,
     )
-    report, is_printed = examine(request, os.environ)
     if is_printed:
         sys.stdout.write(f"{report.to_json() if chosen.json else report.to_text()}\n")
     elif not report.is_healthy:

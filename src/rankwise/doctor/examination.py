@@ -2,71 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import os
+import socket
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
 from rankwise.doctor.machine import (
     examine_backends,
     examine_devices,
     examine_environment,
+    examine_network,
     examine_start_methods,
     examine_versions,
+    lookup_seconds,
+    versions,
 )
-from rankwise.doctor.measure import JobFacts, describe_measurements, describe_ranks, measure
-from rankwise.doctor.network import examine_network, lookup_seconds
-from rankwise.doctor.report import Finding, Report, Section
+from rankwise.doctor.report import Finding, Report, Section, table
 from rankwise.environments import Detection, NodesEnvironment
 from rankwise.errors import RankwiseError
-from rankwise.ranks import rank_zero_only
-from rankwise.strategies import DDPStrategy
+from rankwise.ranks import RankInfo, rank_zero_only
+from rankwise.strategies import DDPStrategy, Strategy
 
 _CHECK_RANKS = (
     "check that every rank was started, with the same main address and port, and that the nodes can reach "
     "each other (firewall, interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
 )
 
-
-@final
-@dataclass(frozen=True)
-class Request:
-    """The options of the command line.
-
-    Attributes:
-        devices: processes per node, or `"auto"`.
-        num_nodes: nodes, or None for as many as there are.
-        timeout_s: limit of the rendezvous and of a collective.
-        runs_collectives: False to start no process and connect nowhere.
-        tries_start_methods: whether each start method is tried, if no launcher started ranks.
-    """
-
-    devices: str = "auto"
-    num_nodes: int | None = None
-    timeout_s: float = 60.0
-    runs_collectives: bool = True
-    tries_start_methods: bool = True
+# Bytes per tensor: from a flag to a little more than a bucket of DDP (25 MiB).
+_SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20)
+_REPEATS = 10
+_WARM_UP = 2
 
 
 @final
 @dataclass(frozen=True)
-class ExaminedJob:
-    """A bound strategy, and the result of its run: `facts`, a `problem`, or None if it did not run."""
+class JobFacts:
+    """What rank 0 of a job reports: its back end, what each rank is, and how long each all-reduce takes."""
 
-    strategy: DDPStrategy
-    how_started: str
-    is_alone: bool
-    facts: JobFacts | None = None
-    problem: Finding | None = None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether this process is alone and the job has one node."""
-        return self.is_alone and self.strategy.ranks.is_one_node
+    backend: str | None
+    ranks: Sequence[Mapping[str, Any]]
+    measurements: Sequence[Mapping[str, Any]]
 
 
-def examine(request: Request, environ: Mapping[str, str]) -> tuple[Report, bool]:
+def examine(
+    environ: Mapping[str, str],
+    *,
+    devices: str = "auto",
+    num_nodes: int | None = None,
+    timeout_s: float = 60.0,
+    runs_collectives: bool = True,
+    tries_start_methods: bool = True,
+) -> tuple[Report, bool]:
     """Return the report, and whether this process prints it (rank 0, as far as ranks are known).
 
     Collective: if an outer launcher has started ranks, every rank must call this, unless
@@ -79,78 +71,76 @@ def examine(request: Request, environ: Mapping[str, str]) -> tuple[Report, bool]
         report.sections += machine
         return report, getattr(rank_zero_only, "rank", 0) == 0
     try:
-        job = _bind(request, detection)
+        strategy = _bind(detection, devices, num_nodes, timeout_s)
     except RankwiseError as error:
-        problem = Finding(error.summary(), error.fix())
-        report.sections += [_unknown_ranks(problem), *machine]
+        report.sections += [_unknown_ranks(Finding(error.summary(), error.fix())), *machine]
         return report, detection.environment.global_rank == 0
-    if request.runs_collectives:
-        job = _run(job)
-    if not job.strategy.is_global_zero:
-        report.sections += [_unknown_ranks(job.problem)] if job.problem else []
+    facts, problem = _run(strategy) if runs_collectives else (None, None)
+    if not strategy.is_global_zero:
+        report.sections += [_unknown_ranks(problem)] if problem else []
         return report, False
-    report.sections += _examine_job(job, environ)
-    if request.runs_collectives and request.tries_start_methods and job.is_local:
-        report.sections.append(examine_start_methods(request.timeout_s))
+    report.sections += _examine_job(strategy, facts, problem, environ)
+    is_external = strategy.environment.creates_processes_externally
+    is_local = strategy.ranks.is_one_node and not is_external
+    if runs_collectives and tries_start_methods and is_local:
+        report.sections.append(examine_start_methods(timeout_s))
     report.sections += machine
-    report.next_step = _next_step(job)
+    report.next_step = _next_step(strategy.world_size, is_local)
     return report, True
 
 
-def _bind(request: Request, detection: Detection) -> ExaminedJob:
-    """Bind a strategy to the existing ranks, or to local ones if this process is alone.
-
-    Raises:
-        RankwiseError: if the request is not possible.
-    """
+def _bind(detection: Detection, devices: str, num_nodes: int | None, timeout_s: float) -> DDPStrategy:
+    """Bind a strategy to the existing ranks, or to local ones if this process is alone."""
     environment = detection.environment
-    is_alone = not environment.creates_processes_externally
     gpus = torch.cuda.device_count()  # does not initialise CUDA
-    options: dict[str, Any] = {"devices": request.devices, "num_nodes": request.num_nodes or "auto"}
-    is_one_machine = is_alone and not isinstance(environment, NodesEnvironment)
-    if is_one_machine and request.devices == "auto" and gpus < 2:
-        options |= {"devices": 2, "accelerator": "cpu"}  # NCCL does not put two ranks on one device
-    start_method = "spawn" if gpus else "fork"
     strategy = DDPStrategy(
-        start_method=start_method,
+        start_method="spawn" if gpus else "fork",
         cluster_environment=environment,
-        init_timeout=request.timeout_s,
-        timeout=request.timeout_s,
+        init_timeout=timeout_s,
+        timeout=timeout_s,
     )
+    options: dict[str, Any] = {"devices": devices, "num_nodes": num_nodes or "auto"}
+    is_alone = not environment.creates_processes_externally
+    is_one_machine = is_alone and not isinstance(environment, NodesEnvironment)
+    if is_one_machine and devices == "auto" and gpus < 2:
+        options |= {"devices": 2, "accelerator": "cpu"}  # NCCL does not put two ranks on one device
     strategy.bind(**options)
-    by_us, by_others = f"started for this report by {start_method}", "started outside of rankwise"
-    return ExaminedJob(strategy, by_us if is_alone else f"{by_others} ({environment.name})", is_alone)
+    return strategy
 
 
-def _run(job: ExaminedJob) -> ExaminedJob:
+def _run(strategy: DDPStrategy) -> tuple[JobFacts | None, Finding | None]:
     """Connect the ranks and measure; an error becomes a finding."""
     try:
-        return replace(job, facts=job.strategy.launch(measure))
+        return strategy.launch(measure), None
     except RankwiseError as error:
-        return replace(job, problem=Finding(error.summary(), error.fix() or _CHECK_RANKS))
+        return None, Finding(error.summary(), error.fix() or _CHECK_RANKS)
     except RuntimeError as error:  # torch's, in a rank that an outer launcher has started
-        return replace(job, problem=Finding(f"The ranks failed: {error}", _CHECK_RANKS))
+        return None, Finding(f"The ranks failed: {error}", _CHECK_RANKS)
 
 
 def _unknown_ranks(problem: Finding) -> Section:
     return Section("ranks", "Ranks", None, ["not connected: see below"], [problem])
 
 
-def _examine_job(job: ExaminedJob, environ: Mapping[str, str]) -> list[Section]:
-    environment, facts = job.strategy.environment, job.facts
-    main_address = None if job.strategy.ranks.is_one_node else environment.main_address
+def _examine_job(
+    strategy: DDPStrategy, facts: JobFacts | None, problem: Finding | None, environ: Mapping[str, str]
+) -> list[Section]:
+    environment = strategy.environment
+    main_address = None if strategy.ranks.is_one_node else environment.main_address
     if facts is None:
         lookups = {"this host": lookup_seconds()}
-        ranks = _unknown_ranks(job.problem) if job.problem else _this_rank(job)
+        ranks = _unknown_ranks(problem) if problem else _this_rank(strategy.ranks)
     else:
-        lookups = {rank.host: rank.lookup_seconds for rank in facts.ranks if rank.local_rank == 0}
-        ranks = describe_ranks(facts, job.how_started)
+        lookups = {rank["host"]: rank["lookup_seconds"] for rank in facts.ranks if rank["local_rank"] == 0}
+        how_started = f"started for this report by {strategy.start_method}"
+        if environment.creates_processes_externally:
+            how_started = f"started outside of rankwise ({environment.name})"
+        ranks = describe_ranks(facts, how_started)
     sections = [ranks, examine_network(environ, main_address, lookups, environment.other_node)]
     return [*sections, describe_measurements(facts)] if facts and facts.measurements else sections
 
 
-def _this_rank(job: ExaminedJob) -> Section:
-    ranks = job.strategy.ranks
+def _this_rank(ranks: RankInfo) -> Section:
     place = (
         f"global_rank {ranks.global_rank} of {ranks.world_size}, local_rank {ranks.local_rank} of "
         f"{ranks.local_world_size}, node_rank {ranks.node_rank} of {ranks.num_nodes}"
@@ -158,9 +148,8 @@ def _this_rank(job: ExaminedJob) -> Section:
     return Section("ranks", "Ranks", None, [place, "no process was started or connected: --no-collectives"])
 
 
-def _next_step(job: ExaminedJob) -> str:
-    if job.is_local:
-        count = job.strategy.local_world_size
+def _next_step(count: int, is_local: bool) -> str:
+    if is_local:
         return (
             f'Trainer(strategy="ddp", devices={count}) in a script starts {count} processes. '
             "To examine a job on a cluster, start this command as you start the job, such as: srun python -m "
@@ -168,5 +157,119 @@ def _next_step(job: ExaminedJob) -> str:
         )
     return (
         "start your training as you started this command, with your script in place of -m rankwise doctor; "
-        f'Trainer(strategy="ddp") in it uses these {job.strategy.world_size} ranks.'
+        f'Trainer(strategy="ddp") in it uses these {count} ranks.'
     )
+
+
+def measure(strategy: Strategy) -> JobFacts:
+    """Gather every rank's facts and measure all-reduces.
+
+    Collective: every rank must call this.
+    """
+    device = strategy.root_device
+    rank = {
+        "global_rank": strategy.global_rank,
+        "node_rank": strategy.node_rank,
+        "local_rank": strategy.local_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "lookup_seconds": lookup_seconds() if strategy.local_rank == 0 else 0.0,
+    }
+    ranks = strategy.all_gather_object(rank)
+    measurements = [_measure(size, strategy) for size in _SIZES] if strategy.world_size > 1 else []
+    return JobFacts(dist.get_backend() if dist.is_initialized() else None, ranks, measurements)
+
+
+def _measure(size: int, strategy: Strategy) -> dict[str, Any]:
+    times = []
+    is_right = True
+    expected = sum(range(1, strategy.world_size + 1))
+    for _ in range(_WARM_UP + _REPEATS):
+        tensor = torch.full((size // 4,), strategy.global_rank + 1.0, device=strategy.root_device)
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(tensor)
+        is_right = bool((tensor == expected).all()) and is_right  # also waits for the device
+        times.append(time.perf_counter() - started)
+    seconds = statistics.median(times[_WARM_UP:])
+    # In a ring each link carries every byte 2 (n - 1) / n times.
+    carried = size * 2 * (strategy.world_size - 1) / strategy.world_size
+    return {
+        "size": size,
+        "seconds": seconds,
+        "bytes_per_second": carried / seconds,
+        "is_right": strategy.reduce_boolean_decision(is_right),
+    }
+
+
+def describe_ranks(job: JobFacts, how_started: str) -> Section:
+    """Report the ranks, different versions, and devices that several ranks use."""
+    header = ("global_rank", "node_rank", "local_rank", "host", "pid", "device", "threads")
+    rows = [[_device(rank) if key == "device" else rank[key] for key in header] for rank in job.ranks]
+    count = f"{len(rows)} ranks" if len(rows) > 1 else "1 rank"
+    lines = [f"{count}, {how_started}", *table(header, rows)]
+    findings = [*_differences(job.ranks), *_shared_devices(job.ranks)]
+    return Section("ranks", "Ranks", list(job.ranks), lines, findings)
+
+
+def _device(rank: Mapping[str, Any]) -> str:
+    return "cpu" if rank["device"] == "cpu" else "{device} ({device_name})".format(**rank)
+
+
+def _differences(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    findings = []
+    fix = "use the same Python environment on every node, such as one on a shared file system."
+    for package in ranks[0]["versions"]:
+        by_version: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_version.setdefault(rank["versions"][package], []).append(rank["global_rank"])
+        if len(by_version) > 1:
+            groups = "; ".join(f"{version} on ranks {_short(who)}" for version, who in by_version.items())
+            findings.append(Finding(f"The ranks have different versions of {package}: {groups}.", fix))
+    return findings
+
+
+def _shared_devices(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    by_device: dict[tuple[str, str], list[int]] = {}
+    for rank in ranks:
+        if rank["device"] != "cpu":
+            by_device.setdefault((rank["host"], rank["device"]), []).append(rank["global_rank"])
+    # If each rank sees only its own device, all of them are called cuda:0.
+    is_isolated = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1
+    fix = "start no more ranks on a node than it has devices."
+    return [
+        Finding(f"Ranks {_short(who)} share {device} on {host}.", fix)
+        for (host, device), who in by_device.items()
+        if len(who) > 1 and not is_isolated
+    ]
+
+
+def _short(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
+
+
+def describe_measurements(job: JobFacts) -> Section:
+    """Report how long all-reduces take."""
+    rows = []
+    for one in job.measurements:
+        bandwidth = _bytes(round(one["bytes_per_second"]))
+        rows.append((_bytes(one["size"]), f"{one['seconds'] * 1000:.3f} ms", f"{bandwidth}/s"))
+    header = ("tensor", "time", "bandwidth per link")
+    lines = [f"back end {job.backend}; median of {_REPEATS}", *table(header, rows)]
+    fix = "test memory and network; with NCCL try NCCL_P2P_DISABLE=1."
+    wrong = [_bytes(one["size"]) for one in job.measurements if not one["is_right"]]
+    findings = [Finding(f"The all-reduce of {size} gave wrong sums.", fix) for size in wrong]
+    facts = {"backend": job.backend, "all_reduce": list(job.measurements)}
+    return Section("collectives", "All-reduce", facts, lines, findings)
+
+
+def _bytes(count: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} B"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from rankwise.doctor import Report
-from rankwise.doctor.examination import Request, examine
-from rankwise.doctor.measure import JobFacts, Measurement, RankFacts, describe_measurements, describe_ranks
-from rankwise.doctor.network import examine_network, interfaces
+from rankwise.doctor.examination import JobFacts, describe_measurements, describe_ranks, examine
+from rankwise.doctor.machine import examine_network
 from rankwise.environments import network
 from rankwise.environments.detect import environment_names
 from rankwise.ranks import rank_zero_only
@@ -33,7 +33,7 @@ def _resolver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examined(environ: Mapping[str, str], devices: str = "auto") -> tuple[Report, bool]:
-    return examine(Request(devices=devices, runs_collectives=False), environ)
+    return examine(environ, devices=devices, runs_collectives=False)
 
 
 def facts(report: Report, key: str) -> Mapping[str, object]:
@@ -102,8 +102,8 @@ def test_known_to_crash() -> None:
 
 def test_interfaces() -> None:
     """Loopback is among the interfaces, and what is at it is reached through it."""
-    assert interfaces()["lo"] == "127.0.0.1"
     facts = examine_network({}, "127.0.0.1", {}).facts
+    assert facts["interfaces"]["lo"] == "127.0.0.1"
     assert facts["interface"] == "lo"
 
 
@@ -158,8 +158,9 @@ def test_a_host_that_is_loopback_to_itself(
     assert "MASTER_ADDR" in note.fix
 
 
-def rank(number: int, torch_version: str = "2.13.0") -> RankFacts:
-    return RankFacts(number, 0, number, "host", 100, "cpu", "CPU", 1, {"torch": torch_version}, 0.0)
+def rank(number: int, torch_version: str = "2.13.0") -> dict[str, Any]:
+    place = {"global_rank": number, "node_rank": 0, "local_rank": number, "host": "host", "pid": 100}
+    return {**place, "device": "cpu", "threads": 1, "versions": {"torch": torch_version}}
 
 
 def test_different_versions() -> None:
@@ -171,7 +172,8 @@ def test_different_versions() -> None:
 
 def test_wrong_sums() -> None:
     """An all-reduce whose sum was wrong on any rank is wrong."""
-    measured = (Measurement(4, 0.001, 4000.0, True), Measurement(4096, 0.001, 4e6, False))
+    right = {"size": 4, "seconds": 0.001, "bytes_per_second": 4000.0, "is_right": True}
+    measured = (right, {**right, "size": 4096, "bytes_per_second": 4e6, "is_right": False})
     section = describe_measurements(JobFacts("gloo", (rank(0), rank(1)), measured))
     assert [finding.what for finding in section.findings] == ["The all-reduce of 4 KiB gave wrong sums."]
     assert section.lines[-1].split() == ["4", "KiB", "1.000", "ms", "3.81", "MiB/s"]
