@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, final
@@ -50,17 +51,77 @@ def reduce_gradients(
     buckets = list(buckets_of(require_dense(parameters), bucket_bytes))
     # The weight is part of the first bucket, or sent alone if that bucket's dtype is too coarse for it.
     is_weight_inside = bool(buckets) and buckets[0][0].dtype in FULL_PRECISION
-    works: list[tuple[_Bucket, Any]] = []
+    works: list[tuple[list[Tensor], Tensor, Any]] = []
     for number, members in enumerate(buckets):
-        extra = weight if number == 0 and is_weight_inside else None
-        bucket = _Bucket.packed(members, extra, 1 / dist.get_world_size(group))
-        works.append((bucket, dist.all_reduce(bucket.flat, group=group, async_op=True)))
-    for bucket, work in works:
+        tail = [float(parameter.grad is not None) for parameter in members]
+        if weight is not None and number == 0 and is_weight_inside:
+            tail.append(weight)
+        first = members[0]
+        sent = torch.tensor(tail, dtype=first.dtype).to(first.device, non_blocking=True)
+        flat = concatenated_gradients(members, sent).mul_(1 / dist.get_world_size(group))
+        works.append((members, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    for members, flat, work in works:
         work.wait()
-        bucket.unpack()
+        write_means(members, flat, flat[sum(parameter.numel() for parameter in members) :].tolist())
     if weight is None:
         return None
-    return float(works[0][0].flat[-1]) if is_weight_inside else mean_over_ranks(weight, group)
+    return float(works[0][1][-1]) if is_weight_inside else mean_over_ranks(weight, group)
+
+
+@final
+class HookBucket:
+    """The gradients of some parameters in one tensor, with the methods of torch's `GradBucket`."""
+
+    def __init__(self, parameters: list[Tensor], index: int, is_last: bool) -> None:
+        self._parameters = parameters
+        self._index = index
+        self._is_last = is_last
+        self._buffer = concatenated_gradients(parameters)
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        views = _unflatten_dense_tensors(self._buffer, self._parameters)
+        return [view.view(like.shape) for view, like in zip(views, self._parameters, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+
+def reduce_with_hook(
+    parameters: Iterable[Tensor], hook: Callable[[Any], Any], group: dist.ProcessGroup | None
+) -> None:
+    """Average the gradients of `parameters` with a hook, which gets one `HookBucket` after the other.
+
+    A separate all-reduce says which gradients exist, because a hook may round or drop the flags. A gradient
+    that exists on no rank stays None, as in `reduce_gradients`.
+
+    Collective: every rank must call this, with the same parameters in the same order.
+    """
+    buckets = list(buckets_of(require_dense(parameters), BUCKET_BYTES))
+    futures = [
+        hook(HookBucket(members, index, index + 1 == len(buckets))) for index, members in enumerate(buckets)
+    ]
+    if not buckets:
+        return
+    flags = [float(member.grad is not None) for members in buckets for member in members]
+    exist = torch.tensor(flags, device=buckets[0][0].device)
+    dist.all_reduce(exist, group=group)
+    exists = iter(exist.tolist())
+    for members, future in zip(buckets, futures, strict=True):
+        reduced: Any = future.wait()
+        flat = reduced if isinstance(reduced, Tensor) else reduced[0]
+        write_means(members, flat, list(itertools.islice(exists, len(members))))
 
 
 def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
@@ -128,29 +189,6 @@ def write_means(parameters: Sequence[Tensor], flat: Tensor, exists: Iterable[flo
             sources.append(mean)
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-@final
-@dataclass
-class _Bucket:
-    """The gradients of some parameters in one tensor, then one flag for each, then perhaps a weight."""
-
-    parameters: list[Tensor]
-    flat: Tensor
-
-    @classmethod
-    def packed(cls, parameters: list[Tensor], weight: float | None, scale: float) -> _Bucket:
-        flags = [float(parameter.grad is not None) for parameter in parameters]
-        if weight is not None:
-            flags.append(weight)
-        first = parameters[0]
-        tail = torch.tensor(flags, dtype=first.dtype).to(first.device, non_blocking=True)
-        return cls(parameters, concatenated_gradients(parameters, tail).mul_(scale))
-
-    def unpack(self) -> None:
-        """Write the means, which creates the gradients that only other ranks had."""
-        count = sum(parameter.numel() for parameter in self.parameters)
-        write_means(self.parameters, self.flat, self.flat[count:].tolist())
 
 
 @final

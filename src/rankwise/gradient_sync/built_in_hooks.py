@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
@@ -10,8 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError
-from rankwise.gradient_sync.hook_registry import CommHookRegistry, HookPlace
+from rankwise.errors import (
+    ConfigurationError,
+    InvalidArgumentError,
+    MissingExtraError,
+    UnknownArgumentError,
+)
+from rankwise.gradient_sync.hook_registry import CommHookRegistry, Hook, HookPlace
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -29,16 +35,17 @@ def averaged(group: Any, tensor: torch.Tensor) -> torch.futures.Future[torch.Ten
 
 @final
 @dataclass(frozen=True)
-class CompressHook:
-    """A hook that averages gradients in `dtype`."""
+class CastHook:
+    """Runs another hook on a bucket in `dtype`."""
 
     dtype: torch.dtype
+    hook: Hook
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket over the process group, which is the state."""
-        buffer = bucket.buffer()
-        future = averaged(state, buffer.to(self.dtype))
-        return future.then(lambda done: buffer.copy_(done.value()))
+        """Reduce a bucket."""
+        original = bucket.buffer()
+        bucket.set_buffer(original.to(self.dtype))
+        return self.hook(state, bucket).then(lambda done: original.copy_(done.value()))
 
 
 def allreduce_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -118,36 +125,35 @@ class PowerSGDMemory:
 
     def _collect(self, first: int) -> None:
         """Move the memory of the buckets from index `first` on back to the parameter names."""
-        self._errors, self._bases = self._errors_by_name(first), self._bases_by_layout(first)
-        for memory in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
+        self._errors, self._bases = self._by_name(first)
+        state = self.state
+        memories: list[dict[int, Any]] = [state.error_dict, state.p_memory_dict, state.q_memory_dict]
+        for memory in (*memories, self._layouts):
             for index in [index for index in memory if index >= first]:
                 del memory[index]
-        self._layouts = {index: layout for index, layout in self._layouts.items() if index < first}
 
-    def _errors_by_name(self, first: int) -> dict[str, Tensor]:
-        errors = dict(self._errors)
-        for index, flat in self.state.error_dict.items():
-            if index >= first:
-                layout = self._layouts[index]
-                errors.update(zip(layout, flat.split([self._sizes[name] for name in layout]), strict=True))
-        return errors
-
-    def _bases_by_layout(self, first: int) -> dict[Layout, Tensor]:
-        kept = {
-            self._layouts[index]: basis for index, basis in self.state.q_memory_dict.items() if index >= first
-        }
-        return {**self._bases, **kept}
+    def _by_name(self, first: int) -> tuple[dict[str, Tensor], dict[Layout, Tensor]]:
+        """Return the errors by parameter and the bases by layout, of buckets from index `first` on."""
+        errors, bases = dict(self._errors), dict(self._bases)
+        for index, layout in self._layouts.items():
+            if index >= first and index in self.state.error_dict:
+                sizes = [self._sizes[name] for name in layout]
+                errors.update(zip(layout, self.state.error_dict[index].split(sizes), strict=True))
+            if index >= first and index in self.state.q_memory_dict:
+                bases[layout] = self.state.q_memory_dict[index]
+        return errors, bases
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, in plain types and tensors."""
         random_state: Any = self.state.rng.get_state(legacy=True)
         kind, keys, position, has_gauss, gauss = random_state
+        errors, bases = self._by_name(0)
         return {
             "iter": self.state.iter,
-            "errors": {name: error.detach().clone() for name, error in self._errors_by_name(0).items()},
+            "errors": {name: error.detach().clone() for name, error in errors.items()},
             "bases": [
                 {"parameters": list(layout), "basis": basis.detach().clone()}
-                for layout, basis in self._bases_by_layout(0).items()
+                for layout, basis in bases.items()
             ],
             "random": [kind, keys.tolist(), position, has_gauss, gauss],
         }
@@ -163,22 +169,14 @@ class PowerSGDMemory:
         self.state.rng.set_state(tuple(state["random"]))
 
 
-def _make_powersgd_state(
-    place: HookPlace,
-    *,
-    matrix_approximation_rank: int = 1,
-    start_powerSGD_iter: int = 1000,  # noqa: N803  torch's name
-    min_compression_rate: float = 2,
-    use_error_feedback: bool = True,
-    warm_start: bool = True,
-    orthogonalization_epsilon: float = 0,
-    random_seed: int = 0,
-    batch_tensors_with_same_shape: bool = False,
-) -> PowerSGDMemory:
-    options = {name: value for name, value in locals().items() if name != "place"}
+def _make_powersgd_state(place: HookPlace, **options: Any) -> PowerSGDMemory:
     try:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
+        known = tuple(inspect.signature(PowerSGDState).parameters)[1:]
+        for option in options:
+            if option not in known:
+                raise UnknownArgumentError(target="comm_hook 'powersgd'", name=option, known=known)
         return PowerSGDMemory(PowerSGDState(place.process_group, **options))
     except ImportError:
         raise MissingExtraError(package="numpy", extra="powersgd", purpose="PowerSGD") from None
@@ -242,8 +240,8 @@ def _local_sgd_hook(state: Any, bucket: Any) -> Any:
 
 for _name, _hook, _description in (
     ("allreduce", allreduce_hook, "average, as DDP does without a hook"),
-    ("fp16_compress", CompressHook(torch.float16), "average in 16-bit floating point"),
-    ("bf16_compress", CompressHook(torch.bfloat16), "average in bfloat16"),
+    ("fp16_compress", CastHook(torch.float16, allreduce_hook), "average in 16-bit floating point"),
+    ("bf16_compress", CastHook(torch.bfloat16, allreduce_hook), "average in bfloat16"),
     ("noop", _noop_hook, "communicate nothing, to measure what communication costs"),
 ):
     CommHookRegistry.register(_name, _hook, description=_description, averages=_name != "noop")

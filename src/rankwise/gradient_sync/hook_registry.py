@@ -43,21 +43,16 @@ class NamedHook:
 
     def check_options(self, name: str, options: Mapping[str, Any]) -> None:
         """Raise for options that `make_state` does not take, or `check` refuses."""
-        known = self._options()
-        for option in options:
-            if known is not None and option not in known:
-                raise UnknownArgumentError(target=f"comm_hook {name!r}", name=option, known=known)
+        parameters = (
+            [] if self.make_state is None else list(inspect.signature(self.make_state).parameters.values())
+        )
+        known = tuple(parameter.name for parameter in parameters[1:])
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            for option in options:
+                if option not in known:
+                    raise UnknownArgumentError(target=f"comm_hook {name!r}", name=option, known=known)
         if self.check is not None:
             self.check(**options)
-
-    def _options(self) -> tuple[str, ...] | None:
-        """Return the names of the options; None where any name is valid."""
-        if self.make_state is None:
-            return ()
-        parameters = list(inspect.signature(self.make_state).parameters.values())[1:]
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return None
-        return tuple(parameter.name for parameter in parameters)
 
 
 @final

@@ -1,9 +1,12 @@
-"""`GradientSync`: how a strategy averages gradients; validated in its constructor, kept from job to job."""
+"""`GradientSync`: when, by which hook and with which weights a strategy averages gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -12,15 +15,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from rankwise.gradient_sync.buckets import reduce_gradients, reduce_with_hook
 from rankwise.gradient_sync.built_in_hooks import allreduce_hook
 from rankwise.gradient_sync.comm_hook import CommHook, read_state, state_for_rank, write_state
 from rankwise.gradient_sync.hook_registry import HookPlace
 from rankwise.gradient_sync.model_averaging import ModelAveraging, refuse_distributed_optimizer
-from rankwise.gradient_sync.modes import GradientSyncMode, resolve_sync_mode
-from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, trained_parameters
-from rankwise.gradient_sync.sync_context import NoSync, synchronised
-from rankwise.gradient_sync.unused import UnusedParameterMonitor
-from rankwise.gradient_sync.weights import WeightAccumulator, WeightCarrier, WeightedReduction
+from rankwise.gradient_sync.parameters import (
+    ParametersOf,
+    parameters_of,
+    share_buffers_next,
+    trained_parameters,
+)
+from rankwise.gradient_sync.unused import UnusedParameterMonitor, check_finished
+from rankwise.gradient_sync.weights import (
+    WeightAccumulator,
+    WeightCarrier,
+    WeightedReduction,
+    divide,
+    missing_gradient_error,
+)
 from rankwise.named_options import check_name
 
 if TYPE_CHECKING:
@@ -29,6 +42,38 @@ if TYPE_CHECKING:
 WEIGHTINGS = ("samples", "logged")
 _OF_A_JOB = ("_states", "_group", "_averaging", "_monitors", "_carriers", "_carrier", "weights")
 States = list[list[dict[str, Any]]]
+NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
+"""`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
+
+# Modules whose static graph DDP has recorded.
+_recorded_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@final
+class GradientSyncMode(Enum):
+    """When the gradients of a window of microbatches are averaged; the values are the names to use.
+
+    Attributes:
+        SINGLE_AUTO_SYNC: by DDP, during the window's last backward pass.
+        MULTI_AUTO_SYNC: by DDP, during every backward pass of the window.
+        FORCED_SYNC: by rankwise, in a few large buckets after the window's last backward pass. A parameter
+            that has a gradient on some ranks only counts as zero on the others.
+    """
+
+    SINGLE_AUTO_SYNC = "single_auto_sync"
+    MULTI_AUTO_SYNC = "multi_auto_sync"
+    FORCED_SYNC = "forced_sync"
+
+
+def resolve_sync_mode(mode: object = "auto", *, finds_unused_parameters: bool = False) -> GradientSyncMode:
+    """Return a mode, or that of a name; `"auto"` depends on whether DDP looks for unused parameters."""
+    if isinstance(mode, GradientSyncMode):
+        return mode
+    names = ("auto", *(mode.value for mode in GradientSyncMode))
+    name = check_name("sync_mode", mode, names, "a GradientSyncMode or its name")
+    if name == "auto":
+        name = "multi_auto_sync" if finds_unused_parameters else "single_auto_sync"
+    return GradientSyncMode(name)
 
 
 @final
@@ -63,7 +108,6 @@ class GradientSync:
         is_carried = self.weighting == "logged" and is_plain and not ddp_kwargs.get("mixed_precision")
         self._has_carrier = is_carried  # whether a `WeightCarrier` averages the weights in DDP's buckets
         self._saved: States = []  # hook states of a checkpoint or an earlier job, by rank and wrapped module
-        self._own: list[dict[str, Any]] = []  # this rank's, by wrapped module
         self._clear()
 
     def _clear(self) -> None:
@@ -146,9 +190,10 @@ class GradientSync:
             state = self.hook.attach(wrapped, place)
             write_state(state, self._saved_state(len(self._states)))
             self._states.append(state)
-        if self.period is not None and self.hook is not None and self._averaging is None:
-            self._averaging = ModelAveraging(self.period, self.hook.first_local_step, group)
-            self._averaging.steps = self._saved_state(0).get("averaging", [])
+            if self.period is not None and self._averaging is None:
+                first_local_step = getattr(state, "start_localSGD_iter", 100)  # torch's default
+                self._averaging = ModelAveraging(self.period, first_local_step, group)
+                self._averaging.steps = self._saved_state(0).get("averaging", [])
 
     def _weighted_hook(self, wrapped: DistributedDataParallel) -> CommHook | None:
         """Return the hook that averages weights with gradients; None without weights, or with a carrier."""
@@ -159,38 +204,104 @@ class GradientSync:
 
     def detach(self) -> None:
         """End a job; keep the states of the hooks for the next one."""
-        self._own = self.own_states()
+        if own := self.own_states():
+            self._saved = [own]
         self._clear()
 
+    @contextmanager
     def context(
         self,
         module: nn.Module,
-        optimizers: Iterable[Optimizer],
+        optimizers: Iterable[Optimizer] | Optimizer,
         is_final_microbatch: bool,
         no_sync: NoSync,
         parameters_of: ParametersOf = parameters_of,
-    ) -> AbstractContextManager[None]:
-        """Return the block for a microbatch's forward and backward pass; see `gradient_sync_context`.
+        group: dist.ProcessGroup | None = None,
+    ) -> Iterator[None]:
+        """Run a microbatch's forward and backward pass in the block; see `gradient_sync_context`.
 
         `no_sync(module, enabled)` returns a block in which DDP does not average gradients if enabled.
         `parameters_of(optimizer)` returns the model's parameters that it updates, directly or as copies.
         """
-        self._carrier = self._carriers.get(id(module))
-        block = synchronised(
-            module,
-            optimizers,
-            is_final_microbatch,
-            self.mode,
-            no_sync=no_sync,
-            group=self._group,
-            weights=self.weights,
-            carrier=self._carrier,
-            parameters_of=parameters_of,
-        )
-        monitor = self._monitors.get(id(module))
-        if monitor is None or monitor.is_done:
-            return block
-        return monitor.watching(block, is_final_microbatch, self.mode)
+        is_reducing, weights = self._is_reducing(module, is_final_microbatch), self.weights
+        self._carrier = carrier = self._carriers.get(id(module))
+        if weights is not None:
+            weights.is_weighted = False
+        before = None if carrier is None else carrier.before()
+        with no_sync(module, not is_reducing):
+            yield
+        if isinstance(module, DistributedDataParallel) and is_reducing:
+            if carrier is not None:
+                carrier.check_weighted()
+            check_finished(module)
+            if carrier is not None:
+                carrier.check_after(before)
+            if is_final_microbatch:
+                self._divide(module)
+            if monitor := self._monitors.get(id(module)):
+                monitor.record(is_final_microbatch)
+        elif is_final_microbatch:
+            self._reduce_now(module, trained_parameters(module, optimizers, parameters_of), group)
+        if is_final_microbatch and weights is not None:
+            weights.close()
+
+    def _is_reducing(self, module: nn.Module, is_final_microbatch: bool) -> bool:
+        """Return whether DDP averages gradients in this microbatch."""
+        if self.mode is GradientSyncMode.FORCED_SYNC:
+            return False
+        if is_final_microbatch or self.mode is GradientSyncMode.MULTI_AUTO_SYNC:
+            return True
+        # DDP records a static graph in its first backward pass, and fails if that one does not average.
+        is_first = bool(getattr(module, "static_graph", False)) and module not in _recorded_graphs
+        if is_first:
+            _recorded_graphs.add(module)
+        return is_first
+
+    def _divide(self, module: DistributedDataParallel) -> None:
+        """Divide the gradients that DDP has averaged by the averaged weights."""
+        if self._carrier is not None:
+            self._carrier.divide()
+        elif self.weights is not None and self.weights.is_used:
+            if self.weights.num_reductions == 0:
+                raise missing_gradient_error()
+            divide(trained_parameters(module), self.weights.averaged)
+
+    def _reduce_now(
+        self, module: nn.Module, parameters: list[Tensor], group: dist.ProcessGroup | None
+    ) -> None:
+        """Average the gradients that DDP has not averaged."""
+        if isinstance(module, DistributedDataParallel):
+            group = module.process_group
+        elif self.mode is not GradientSyncMode.FORCED_SYNC and parameters and _is_distributed(group):
+            raise InvalidTypeError(
+                argument="module",
+                value=type(module).__name__,
+                expected="the module that setup_module() returned, wrapped with DDP",
+                remedy='module = strategy.setup_module(module), or mode="forced_sync".',
+            )
+        self.average(parameters, group)
+        share_buffers_next(module)
+
+    def average(
+        self,
+        parameters: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        hook: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Average gradients without DDP, with the window's weights, or with a hook.
+
+        Collective: every rank must call this.
+        """
+        weights = self.weights
+        weight = None if weights is None or not weights.is_used else weights.take()
+        if parameters and _is_distributed(group):
+            if hook is not None:
+                reduce_with_hook(parameters, hook, group)
+            else:
+                weight = reduce_gradients(parameters, group, weight=weight)
+        if weights is not None and weight is not None:
+            weights.store_mean(weight)
+            divide(parameters, weight)
 
     def weight_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """Return the loss times its weight, and add the weight to the window's.
@@ -245,7 +356,7 @@ class GradientSync:
         """
         own = self.own_states()
         if not dist.is_initialized() or not self._states:
-            return [own or self._own] if own or self._own else self._saved
+            return [own] if own else self._saved
         if all(isinstance(state, (dist.ProcessGroup, type(None))) for state in self._states):
             return []
         gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -254,7 +365,7 @@ class GradientSync:
 
     def load_states(self, states: States) -> None:
         """Restore what `gathered_states` returned on rank 0, now or for the next job."""
-        self._saved, self._own = states, []
+        self._saved = states
         for number, state in enumerate(self._states):
             write_state(state, self._saved_state(number))
         if self._averaging is not None:
@@ -262,16 +373,12 @@ class GradientSync:
 
     def _saved_state(self, number: int) -> dict[str, Any]:
         """Return the saved state of this rank and a wrapped module; {} for none."""
-        if number < len(self._own):
-            return self._own[number]
         by_rank = [states[number] for states in self._saved if number < len(states)]
         return state_for_rank(by_rank, dist.get_rank(), dist.get_world_size()) if by_rank else {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the objects of a job, which belong to a process group."""
-        kept = {name: value for name, value in self.__dict__.items() if name not in _OF_A_JOB}
-        saved = [self._own] if self._own and not self._saved else self._saved
-        return {**kept, "_saved": saved, "_own": []}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_A_JOB}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -298,3 +405,50 @@ def _check_period(period: Any, hook: CommHook | None) -> int | None:
             remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4).',
         )
     return period
+
+
+def gradient_sync_context(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer] | Optimizer = (),
+    is_final_microbatch: bool = True,
+    mode: GradientSyncMode | str = "auto",
+    group: dist.ProcessGroup | None = None,
+) -> AbstractContextManager[None]:
+    """Compute gradients in the block, and average them over the ranks after the window's last microbatch.
+
+    Works with any `DistributedDataParallel` in any training loop. It does nothing without a process group,
+    and with `forced_sync` the module need not be wrapped. If the block raises, nothing is averaged after
+    it.
+
+    Collective: every rank must enter it, with the same mode and parameters. In the window's last microbatch
+    (with `multi_auto_sync` in each one) the ranks wait for each other.
+
+    Args:
+        module: the wrapped module.
+        optimizers: `forced_sync` also averages those of their parameters that the module does not list.
+        is_final_microbatch: whether the optimizers step next.
+        mode: when gradients are averaged.
+        group: for a module that is not wrapped, the ranks to average over; all of them by default.
+
+    Raises:
+        UnknownNameError: for an unknown mode.
+        InvalidTypeError: for a module that is not wrapped with DDP, in a mode that needs DDP.
+        UnusedParametersError: when the loss does not depend on some parameters, and DDP does not look for
+            unused ones.
+    """
+    finds_unused = bool(getattr(module, "find_unused_parameters", False))
+    sync = _sync_in(resolve_sync_mode(mode, finds_unused_parameters=finds_unused))
+    return sync.context(module, optimizers, is_final_microbatch, _no_sync, group=group)
+
+
+@functools.cache
+def _sync_in(mode: GradientSyncMode) -> GradientSync:
+    return GradientSync(sync_mode=mode)
+
+
+def _no_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+    return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def _is_distributed(group: dist.ProcessGroup | None) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, final
@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import UnusedParametersError
 from rankwise.failures.classify import text_of
-from rankwise.gradient_sync.modes import GradientSyncMode
 from rankwise.stores.tcp import default_store
 
 _MESSAGE = "Expected to have finished reduction in the prior iteration"
@@ -101,22 +100,18 @@ class UnusedParameterMonitor:
         self._num_reductions = 0
         self._num_extra = 0
         self._found = False
-        self.is_done = False
+        self._is_done = False
 
-    @contextmanager
-    def watching(
-        self, block: AbstractContextManager[None], is_final_microbatch: bool, mode: GradientSyncMode
-    ) -> Iterator[None]:
-        """Run the block, and record whether its reduction found unused parameters."""
-        with block:
-            yield
-        if is_final_microbatch or mode is GradientSyncMode.MULTI_AUTO_SYNC:
-            self._num_reductions += 1
-            self._num_extra += not is_final_microbatch
-            data = self._wrapped._get_ddp_logging_data()
-            self._found = self._found or bool(data.get("unused_parameter_size"))
+    def record(self, is_final_microbatch: bool) -> None:
+        """Record whether the last reduction found unused parameters."""
+        if self._is_done:
+            return
+        self._num_reductions += 1
+        self._num_extra += not is_final_microbatch
+        data = self._wrapped._get_ddp_logging_data()
+        self._found = self._found or bool(data.get("unused_parameter_size"))
         if is_final_microbatch and self._num_reductions >= self.LENGTH:
-            self.is_done = True
+            self._is_done = True
             self._warn_if_unnecessary()
 
     def _warn_if_unnecessary(self) -> None:

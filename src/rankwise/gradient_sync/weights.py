@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -206,6 +206,7 @@ class WeightedReduction:
     weights: WeightAccumulator
     group: dist.ProcessGroup | None
     others: Hook
+    averages: ClassVar[bool] = True
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce a bucket of gradients."""

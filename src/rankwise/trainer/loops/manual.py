@@ -7,14 +7,11 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.errors import ConfigurationError
-from rankwise.gradient_sync import reduce_gradients
-from rankwise.gradient_sync.comm_hook import ManualHookRunner
+from rankwise.gradient_sync.comm_hook import hook_of
 from rankwise.gradient_sync.parameters import share_buffers_next
-from rankwise.gradient_sync.weights import divide
 from rankwise.trainer.loops.join import discard_new_gradients
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
@@ -78,7 +75,8 @@ class ManualOptimization:
         self._module = module = context.module
         self._wrapped = wrapped = context.wrapped
         self._schedule = schedule
-        self._hook = ManualHookRunner.of(wrapped)
+        is_logged = self._strategy.gradient_weighting == "logged"  # a hook would not average the weights
+        self._hook = None if is_logged else hook_of(wrapped)
         self._weight = 1.0
         self._guard = NonFiniteGuard(context)
         ignored: set[str] = getattr(wrapped, "parameters_to_ignore", set())
@@ -149,18 +147,10 @@ class ManualOptimization:
 
     def _average(self) -> None:
         self._has_local_gradients = False
-        group = self._strategy.data_parallel_group
-        weights = self._strategy.gradients.weights
-        mean = None if weights is None else weights.take()
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            if self._hook is not None:
-                self._hook.reduce(self._parameters, group)
-            else:
-                mean = reduce_gradients(self._parameters, group, weight=mean)
-        if weights is not None and mean is not None:
-            divide(self._parameters, mean)
-            weights.store_mean(mean)
-            weights.close()
+        sync = self._strategy.gradients
+        sync.average(self._parameters, self._strategy.data_parallel_group, self._hook)
+        if sync.weights is not None:
+            sync.weights.close()
 
     @contextmanager
     def blocked(self, enabled: bool = True) -> Iterator[None]:
