@@ -104,26 +104,32 @@ class FailureExchange:
 
         call_with_limit(wait, _REQUESTS_S)
 
-    def wait_for_other_ranks(self, timeout: timedelta = _LONGEST_WAIT) -> bytes | NodesLostError | None:
-        """Report that this rank is done, and wait until all are.
+    def wait_for_other_ranks(self, timeout: timedelta = _LONGEST_WAIT) -> None:
+        """Wait until all ranks are done, so that a failure on one node fails the job on all.
 
-        Returns the record of a rank that failed instead; or which ranks do not reply after `timeout`; None
-        where all are done, are still at work, or are gone with the store.
+        The wait ends too when the others are still at work after `timeout`, or gone with the store.
+
+        Raises:
+            RemoteFailure: when a rank has failed; `resolve_cause` turns it into that failure.
+            NodesLostError: when ranks do not reply after `timeout`.
         """
-        if not call_with_limit(self._count_as_done, _REQUESTS_S):
-            return self._received
-        outcomes: list[bytes] = []
+        outcome = b""
 
         def is_over() -> bool:
-            outcomes[:] = call_with_limit(lambda: _outcome(self.store), _REQUESTS_S)
-            return outcomes != [b""]
+            nonlocal outcome
+            answer = call_with_limit(lambda: _outcome(self.store), _REQUESTS_S)
+            outcome = answer[0] if answer else self._received or _ALL_DONE
+            return outcome != b""
 
-        if not poll_until(is_over, timeout):
+        if not call_with_limit(self._count_as_done, _REQUESTS_S):
+            outcome = self._received or _ALL_DONE
+        elif not poll_until(is_over, timeout):
             cause = self.find_cause(TimeoutError(f"done, and waited {timeout} for the others"))
-            return None if isinstance(cause, StatusReport) else cause
-        if not outcomes:
-            return self._received
-        return None if outcomes == [_ALL_DONE] else outcomes[0]
+            if isinstance(cause, NodesLostError):
+                raise cause
+            outcome = cause if isinstance(cause, bytes) else _ALL_DONE
+        if outcome != _ALL_DONE:
+            raise RemoteFailure(outcome)
 
     def _count_as_done(self) -> None:
         if self.store.add(_DONE_COUNT, 1) == len(self.identities):
@@ -139,21 +145,19 @@ class FailureExchange:
         """
         if self._received is not None:
             return self._received
-        found = call_with_limit(lambda: self._record_or_report(error, is_timeout), _REQUESTS_S)
-        if found:
+        if found := call_with_limit(lambda: self._record_or_report(error, is_timeout), _REQUESTS_S):
             cause = found[0]
         else:
             # Node 0 hosts the store: for other nodes that node is lost, for node 0 all others are.
             is_host = self.own.node_rank == 0
             lost = (each for each in self.identities if (each.node_rank == 0) != is_host)
             cause = StatusReport((), (), tuple(lost))
-        if isinstance(cause, StatusReport):
-            replied = {each.node_rank for each in self.identities if each not in cause.lost}
-            misses_a_node = any(each.node_rank not in replied for each in cause.lost)
-            if misses_a_node or (cause.lost and not is_timeout):
-                return NodesLostError(
-                    tuple(map(str, cause.lost)), f"{type(error).__name__}: {text_of(error)}"
-                )
+        if isinstance(cause, bytes):
+            return cause
+        replied = {each.node_rank for each in self.identities if each not in cause.lost}
+        misses_a_node = any(each.node_rank not in replied for each in cause.lost)
+        if misses_a_node or (cause.lost and not is_timeout):
+            return NodesLostError(tuple(map(str, cause.lost)), f"{type(error).__name__}: {text_of(error)}")
         return cause
 
     def _record_or_report(self, error: BaseException, is_timeout: bool) -> bytes | StatusReport:
@@ -199,21 +203,6 @@ def wait_until_read(store: dist.Store, ranks: Iterable[int]) -> None:
     """Wait a little until ranks have read what has failed; they cannot once the store's host has ended."""
     keys = [read_key(rank) for rank in ranks]
     poll_until(lambda: store.check(keys), _READ_TIMEOUT)
-
-
-def wait_for_other_nodes(failure_exchange: FailureExchange | None) -> None:
-    """Wait until the ranks of all nodes are done, so that a failure on one node fails the job on all.
-
-    Raises `RemoteFailure` where a rank has failed, which `resolve_cause` turns into that failure, and
-    `NodesLostError` where a rank does not reply any more.
-    """
-    if failure_exchange is None or failure_exchange.is_one_node:
-        return  # the process that started the ranks sees all of them
-    outcome = failure_exchange.wait_for_other_ranks()
-    if isinstance(outcome, NodesLostError):
-        raise outcome
-    if outcome is not None:
-        raise RemoteFailure(outcome)
 
 
 def resolve_cause(
@@ -282,12 +271,13 @@ class CrossNodeFailures:
         is_ours = record.node_rank == self.ranks.node_rank
         is_cause = not (record.is_consequence or record.is_timeout)
         is_unpublished = record.exit_status is not None or not record.has_met
-        if self.endpoint is None or self._thread is not None or not (is_ours and is_cause and is_unpublished):
+        endpoint = self.endpoint
+        if endpoint is None or self._thread is not None or not (is_ours and is_cause and is_unpublished):
             return
 
         def publish() -> None:
             with suppress(*OUT_OF_REACH):
-                publish_failure(self._store(), record.to_json(), self.ranks.world_size)
+                publish_failure(self._store(endpoint), record.to_json(), self.ranks.world_size)
 
         self._thread = threading.Thread(target=publish, name="rankwise-publish-failure", daemon=True)
         self._thread.start()
@@ -296,9 +286,9 @@ class CrossNodeFailures:
         """Wait a little until a failure is published; and read, where this process hosts the store."""
         if self._thread is not None:
             self._thread.join(_CONNECT_TIMEOUT.total_seconds())
-        if self.endpoint is not None and self.endpoint.hosts:
+        if (endpoint := self.endpoint) is not None and endpoint.hosts:
             with suppress(*OUT_OF_REACH):
-                self._wait_until_read()
+                self._wait_until_read(endpoint)
 
     def forget_store_soon(self, is_in_job: Callable[[], bool]) -> None:
         """Drop the store where this process hosts it and is still in its job then; a wait in it ends so.
@@ -319,17 +309,15 @@ class CrossNodeFailures:
         timer.daemon = True
         timer.start()
 
-    def _wait_until_read(self) -> None:
-        store = self._store()
+    def _wait_until_read(self, endpoint: RendezvousEndpoint) -> None:
+        store = self._store(endpoint)
         if (record := published_failure(store)) is not None:
             nodes = {self.ranks.node_rank, FailureRecord.from_json(record).node_rank}
             everyone = range(self.ranks.world_size)
             size = self.ranks.local_world_size
             wait_until_read(store, [rank for rank in everyone if rank // size not in nodes])
 
-    def _store(self) -> dist.Store:
-        if self.endpoint is None:
-            raise ValueError("a job on one node has no other nodes")
-        address = self.endpoint.address
-        store = hosted_here(address) if self.endpoint.hosts else open_another(address, _CONNECT_TIMEOUT)
+    def _store(self, endpoint: RendezvousEndpoint) -> dist.Store:
+        address = endpoint.address
+        store = hosted_here(address) if endpoint.hosts else open_another(address, _CONNECT_TIMEOUT)
         return store_of_job(store, self.job)

@@ -19,8 +19,8 @@ from rankwise.stores.tcp import default_store
 
 _TIMEOUT = timedelta(days=7)  # a download may take hours; the launcher ends the job when a rank dies
 _DONE = "done"
-# The block of `rank_zero_first()` that this thread runs first: the process (a forked one does not run it), and
-# whether only the ranks of this node wait for it.
+# The block of `rank_zero_first()` that this thread runs first: the process (a forked one does not run it),
+# and whether only the ranks of this node wait for it.
 _first_block = ContextVar("first_block", default=(0, False))
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rankwise.checkpoint import CheckpointIO
 from rankwise.failures.classify import mark_propagated, start_exception_chain
-from rankwise.failures.exchange import resolve_cause, wait_for_other_nodes
+from rankwise.failures.exchange import resolve_cause
 from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import TEARDOWN, blocked_in, report_phase, report_saving
 from rankwise.process_group import collectives
@@ -176,7 +176,8 @@ class RankEntry:
             value = self.function(self.strategy, *self.args, **self.kwargs)
             job.collectives.finish()
             self.strategy.checkpoint_io.teardown()
-            wait_for_other_nodes(worker.failure_exchange)
+            if (exchange := worker.failure_exchange) is not None and not exchange.is_one_node:
+                exchange.wait_for_other_ranks()
             return value
         except BaseException as error:
             translated = self.strategy.translate_error(error)

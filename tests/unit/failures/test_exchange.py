@@ -29,7 +29,7 @@ from rankwise.monitoring.rank_monitor import (
     reply_key,
     reply_to_status_queries,
 )
-from rankwise.stores.rendezvous import RankIdentity, read_key
+from rankwise.stores.rendezvous import RankIdentity, RemoteFailure, read_key
 
 RANKS = [RankIdentity(rank, rank % 2, rank // 2, 4, "ab"[rank // 2], 100 + rank) for rank in range(4)]
 LOST_PEER = RuntimeError("Connection closed by peer")
@@ -96,12 +96,11 @@ def test_a_rank_that_is_done_waits_for_the_others() -> None:
     def finish(rank: int) -> object:
         time.sleep(0.1 * rank)
         order.append(rank)
-        found = FailureExchange(store, RANKS, RANKS[rank]).wait_for_other_ranks()
-        assert sorted(order) == [0, 1, 2, 3]
-        return found
+        FailureExchange(store, RANKS, RANKS[rank]).wait_for_other_ranks()
+        return sorted(order)
 
     with ThreadPoolExecutor(4) as ranks:
-        assert list(ranks.map(finish, range(4))) == [None] * 4
+        assert list(ranks.map(finish, range(4))) == [[0, 1, 2, 3]] * 4
 
 
 def test_a_rank_that_is_done_receives_a_later_failure() -> None:
@@ -110,14 +109,16 @@ def test_a_rank_that_is_done_receives_a_later_failure() -> None:
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(FailureExchange(store, RANKS, RANKS[0]).wait_for_other_ranks)
         FailureExchange(store, RANKS, RANKS[3]).publish(b"the first")
-        assert waiting.result(timeout=30) == b"the first"
+        with pytest.raises(RemoteFailure) as caught:
+            waiting.result(timeout=30)
+    assert caught.value.record == b"the first"
 
 
 def test_a_rank_that_is_done_waits_with_a_limit() -> None:
     """Ranks that are neither done nor failed, and do not reply, are lost after the time limit."""
-    found = FailureExchange(dist.HashStore(), RANKS, RANKS[0]).wait_for_other_ranks(timedelta(seconds=0.2))
-    assert isinstance(found, NodesLostError)
-    assert found.lost == tuple(str(place) for place in RANKS[1:])
+    with pytest.raises(NodesLostError) as caught:
+        FailureExchange(dist.HashStore(), RANKS, RANKS[0]).wait_for_other_ranks(timedelta(seconds=0.2))
+    assert caught.value.lost == tuple(str(place) for place in RANKS[1:])
 
 
 def test_ranks_that_are_still_at_work_are_not_lost() -> None:
@@ -125,7 +126,7 @@ def test_ranks_that_are_still_at_work_are_not_lost() -> None:
     store = dist.HashStore()
     for place in RANKS[1:]:
         store.set(reply_key(place.global_rank), own_status(place))
-    assert FailureExchange(store, RANKS, RANKS[0]).wait_for_other_ranks(timedelta(seconds=0.2)) is None
+    FailureExchange(store, RANKS, RANKS[0]).wait_for_other_ranks(timedelta(seconds=0.2))
 
 
 def test_a_store_that_is_gone_means_the_other_node() -> None:
@@ -133,7 +134,7 @@ def test_a_store_that_is_gone_means_the_other_node() -> None:
     for mine, others in ((RANKS[2], RANKS[:2]), (RANKS[0], RANKS[2:])):
         found = FailureExchange(gone(), RANKS, mine).find_cause(LOST_PEER)
         assert isinstance(found, NodesLostError)
-        assert FailureExchange(gone(), RANKS, mine).wait_for_other_ranks() is None
+        FailureExchange(gone(), RANKS, mine).wait_for_other_ranks()
         assert found.lost == tuple(str(place) for place in others)
 
 
@@ -149,7 +150,9 @@ def test_a_failure_is_sent_to_every_rank(was_asked: bool) -> None:
         FailureExchange(store, RANKS, RANKS[0]).publish(b"the first")
         store.wait([read_key(2)], timedelta(seconds=30))
     exchange.store = gone()
-    assert exchange.find_cause(LOST_PEER) == exchange.wait_for_other_ranks() == b"the first"
+    assert exchange.find_cause(LOST_PEER) == b"the first"
+    with pytest.raises(RemoteFailure):
+        exchange.wait_for_other_ranks()
 
 
 def test_the_host_of_the_store_waits_until_a_failure_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +175,7 @@ def test_the_host_of_the_store_waits_until_a_failure_is_read(monkeypatch: pytest
 def test_a_job_that_is_done_does_not_fail_any_more() -> None:
     """A failure after all ranks are done is sent to no rank."""
     store = dist.HashStore()
-    assert FailureExchange(store, RANKS[:1], RANKS[0]).wait_for_other_ranks() is None
+    FailureExchange(store, RANKS[:1], RANKS[0]).wait_for_other_ranks()
     publish_failure(store, b"too late", 1)
     assert published_failure(store) is None
     assert not store.check([message_key(0, 1)])
