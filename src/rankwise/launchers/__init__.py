@@ -3,7 +3,6 @@
 A launcher runs an entry with a `WorkerContext` on each rank; a strategy does the rest.
 """
 
-from rankwise.launchers.base import Launcher
-from rankwise.launchers.context import WorkerContext
+from rankwise.launchers.context import Launcher, WorkerContext
 
 __all__ = ["Launcher", "WorkerContext"]

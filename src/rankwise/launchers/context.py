@@ -1,15 +1,17 @@
-"""`WorkerContext`: a rank's place in the job, the rendezvous address and the channel to the supervisor."""
+"""`Launcher`, and the `WorkerContext` that it passes to what it runs: place in the job, store, channel."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind, RankChannel
@@ -26,6 +28,34 @@ if TYPE_CHECKING:
     from rankwise.stores.rendezvous import RankIdentity
 
 Entry = Callable[["WorkerContext"], Any]
+
+
+class Launcher(ABC):
+    """Run one function as every local rank.
+
+    Attributes:
+        runs_in_caller: whether the calling process is a rank itself, so that what the function changes is
+            changed in the caller.
+        pickles_entry: whether the function and its arguments are pickled.
+    """
+
+    runs_in_caller: ClassVar[bool]
+    pickles_entry: bool = False
+
+    @abstractmethod
+    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
+        """Run `entry(worker)` once per local rank; return the values by global rank.
+
+        Args:
+            entry: what to run; it sets up and tears down.
+            described: the parts of `entry` by the names that error messages use for them.
+            rendezvous: `"private"` or `"tcp"`; ignored where the processes exist already.
+
+        Raises:
+            LaunchRefusedError: when this launcher cannot work here; nothing was started.
+            NotPicklableError: when a part cannot be pickled; nothing was started.
+            WorkerError: when a rank failed; all others have ended by then.
+        """
 
 
 @final
@@ -205,8 +235,10 @@ class WorkerContext:
         block.interrupt()
 
 
-def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None, run_id: str) -> dict[str, str]:
+def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None) -> dict[str, str]:
     """Return the variables that torchrun gives its workers; `MASTER_*` only where something listens.
+
+    Runs on: the launching process, whose id names the run.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
@@ -229,6 +261,6 @@ def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None, run_id:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": 0,
-            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RUN_ID": f"rankwise-{os.getpid()}",
         }
     return {name: str(value) for name, value in variables.items()}

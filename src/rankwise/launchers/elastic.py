@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from rankwise.errors import WorkerError
 from rankwise.failures.record import FailureRecord, first_cause
-from rankwise.launchers.base import Launcher
-from rankwise.launchers.context import Entry, WorkerContext
+from rankwise.launchers.context import Entry, Launcher, WorkerContext
 from rankwise.launchers.multiprocess import create_job, refuse_where_impossible
 from rankwise.launchers.worker_main import JobSpec, bind_to_main_process, run_worker
 from rankwise.processes.command_line import count_launch
@@ -108,7 +107,6 @@ class ElasticLauncher(Launcher):
 
     def _prepare(self, entry: Entry, described: Mapping[str, object], cleanup: ExitStack) -> _Job:
         spec = create_job(self.start_method, entry, described, cleanup)
-        spec.copies_entry = True  # a restart reads it again
         parent_pipe = ParentDeathPipe()
         cleanup.callback(parent_pipe.close)
         return _Job(

@@ -10,8 +10,7 @@ from typing import Any, final
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from rankwise.launchers.base import Launcher
-from rankwise.launchers.context import Entry, WorkerContext
+from rankwise.launchers.context import Entry, Launcher, WorkerContext
 from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to
 from rankwise.monitoring.stacks import stacks_on_signal
 from rankwise.processes import parent_death

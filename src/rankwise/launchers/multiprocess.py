@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any, final
@@ -21,9 +22,9 @@ from typing import Any, final
 import torch
 
 from rankwise.errors import LaunchRefusedError
-from rankwise.launchers.context import Entry, WorkerContext, torchrun_variables
-from rankwise.launchers.supervised import SupervisedLauncher, WorkerGroup, WorkerLinks, WorkerStarter
+from rankwise.launchers.context import Entry, Launcher, WorkerContext
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
+from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks, WorkerStarter
 from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
 from rankwise.processes.command_line import count_launch
@@ -49,34 +50,36 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 @final
-class MultiprocessLauncher(SupervisedLauncher):
+@dataclass(eq=False)
+class MultiprocessLauncher(Launcher):
     """Start one process per local rank by `"spawn"`, `"fork"` or `"forkserver"`; run the function there."""
 
     runs_in_caller = False
 
-    def __init__(
-        self, start_method: str, local_ranks: tuple[RankInfo, ...], options: SupervisionOptions
-    ) -> None:
-        super().__init__(local_ranks, options)
-        self.pickles_entry = start_method != "fork"
-        self._start_method = start_method
+    start_method: str
+    local_ranks: tuple[RankInfo, ...]
+    options: SupervisionOptions
+
+    def __post_init__(self) -> None:
+        self.pickles_entry = self.start_method != "fork"
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, collect the values; see `Launcher.launch`."""
         count_launch()
-        refuse_where_impossible(self._start_method)
+        refuse_where_impossible(self.start_method)
         with ExitStack() as cleanup:
             with _one_at_a_time:
-                job = create_job(self._start_method, entry, described, cleanup)
-                group = self._new_group(job=1 if self._options.endpoint is None else next(_jobs))
+                job = create_job(self.start_method, entry, described, cleanup)
+                number = 1 if self.options.endpoint is None else next(_jobs)
+                group = WorkerGroup(self.local_ranks, self.options, number)
                 cleanup.callback(group.close)
-                group.open_rendezvous(self._options, rendezvous)
-                group.start(self._local_ranks, _starter(self._start_method, job, group))
+                group.open_rendezvous(rendezvous)
+                group.start(self.local_ranks, _starter(self.start_method, job))
             group.supervisor.start()
             group.supervisor.begin_job(until_exit=True)
             with group.supervisor.handle_signals(), _ended_with_the_program(group.supervisor):
                 group.supervisor.wait_job()
-            return {rank: unpack(descriptor, copy=False) for rank, descriptor in group.values.items()}
+            return {rank: unpack(file.number, copy=False) for rank, file in group.values.items()}
 
 
 def create_job(
@@ -128,20 +131,18 @@ def _ended_with_the_program(supervisor: Supervisor) -> Iterator[None]:
         atexit.unregister(end)
 
 
-def _starter(start_method: str, job: JobSpec, group: WorkerGroup) -> WorkerStarter:
+def _starter(start_method: str, job: JobSpec) -> WorkerStarter:
     """Return what starts a rank's process by multiprocessing."""
     context: Any = multiprocessing.get_context(start_method)
     if start_method != "fork":
         resource_tracker.ensure_running()  # otherwise it starts later, and lets SIGINT through again
 
-    def start(ranks: RankInfo, links: WorkerLinks) -> MultiprocessingProcess:
-        variables = torchrun_variables(ranks, group.address, group.run_id)
-        worker = WorkerContext(ranks, variables, group.address, job=group.cross_node_failures.job)
-        descriptors = (links.values, links.heartbeat, links.parent_pipe.worker_end)
+    def start(worker: WorkerContext, links: WorkerLinks) -> MultiprocessingProcess:
+        parent_pipe = Descriptor(links.parent_pipe.worker_end)
         process = context.Process(
             target=_work,
-            args=(job, worker, links.channel, *map(Descriptor, descriptors)),
-            name=f"rankwise-{ranks.global_rank}",
+            args=(job, worker, links.channel, links.values, links.heartbeat, parent_pipe),
+            name=f"rankwise-{worker.ranks.global_rank}",
         )
         try:
             process.start()

@@ -10,21 +10,22 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, final
 
 from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.launchers.context import Entry, WorkerContext, torchrun_variables
-from rankwise.launchers.supervised import SupervisedLauncher, WorkerGroup, WorkerLinks
+from rankwise.launchers.context import Entry, Launcher, WorkerContext
 from rankwise.launchers.supervisor import SupervisionOptions
+from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks
 from rankwise.launchers.worker_main import describe_context, inherited_context
 from rankwise.monitoring.heartbeat import HeartbeatReader, heartbeat_written_to
 from rankwise.processes import fork_safety, parent_death
 from rankwise.processes.command_line import CONTEXT_VARIABLE, count_launch, launch_count, rerun_command
 from rankwise.processes.exit_codes import exit_code_of, exit_now, write_stderr
-from rankwise.processes.shared_memory import unpack
+from rankwise.processes.shared_memory import owned_descriptor, unpack
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import PopenProcess
 from rankwise.ranks import RankInfo
@@ -35,7 +36,8 @@ _STDERR_TIMEOUT_S = 5.0
 
 
 @final
-class ScriptLauncher(SupervisedLauncher):
+@dataclass(eq=False)
+class ScriptLauncher(Launcher):
     """Be local rank 0 and start the others by re-running the script; the next job uses the same processes.
 
     Where `command` replaces this process's own command line, its first launch must be this one.
@@ -43,14 +45,9 @@ class ScriptLauncher(SupervisedLauncher):
 
     runs_in_caller = True
 
-    def __init__(
-        self,
-        local_ranks: tuple[RankInfo, ...],
-        options: SupervisionOptions,
-        command: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(local_ranks, options)
-        self._command = command
+    local_ranks: tuple[RankInfo, ...]
+    options: SupervisionOptions
+    command: Sequence[str] | None = None
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Run as this process's rank, wait for the others; see `Launcher.launch`.
@@ -61,15 +58,15 @@ class ScriptLauncher(SupervisedLauncher):
         worker = inherited_context()
         if worker is not None:
             self._check_fits(worker.ranks, worker.address, rendezvous)
-            return worker.run(entry, self._options.teardown_timeout_s)
+            return worker.run(entry, self.options.teardown_timeout_s)
         script = self._start_script(earlier, rendezvous) if _script is None else _script
         self._check_fits(script.local_ranks[0], script.group.address, rendezvous)
         return script.run(entry)
 
     def _start_script(self, earlier: int, rendezvous: str) -> _Script:
         global _script
-        command, directory = (list(self._command), str(Path.cwd())) if self._command else rerun_command()
-        if earlier and self._command is None:
+        command, directory = (list(self.command), str(Path.cwd())) if self.command else rerun_command()
+        if earlier and self.command is None:
             raise LaunchRefusedError(
                 message='strategy="ddp" cannot run the script again for this launch: '
                 "it would come to an earlier one first.",
@@ -77,9 +74,9 @@ class ScriptLauncher(SupervisedLauncher):
                 "of another strategy or ended by a failure.",
                 remedy='use strategy="ddp_spawn" or "ddp_fork" there: their processes run only the function.',
             )
-        script = _Script(self._local_ranks, self._new_group(job=1))
+        script = _Script(self.local_ranks, self.options)
         try:
-            script.group.open_rendezvous(self._options, rendezvous)
+            script.group.open_rendezvous(rendezvous)
             script.start(command, directory)
             _script = script
         except BaseException:
@@ -89,10 +86,10 @@ class ScriptLauncher(SupervisedLauncher):
 
     def _check_fits(self, existing: RankInfo, address: tuple[str, int] | None, rendezvous: str) -> None:
         """Refuse what the processes of this script cannot do; each of them comes to the same answer."""
-        if existing.local_world_size != len(self._local_ranks):
+        if existing.local_world_size != len(self.local_ranks):
             raise LaunchRefusedError(
                 message=f"This script already runs as {existing.local_world_size} processes; "
-                f"it cannot go on as {len(self._local_ranks)}.",
+                f"it cannot go on as {len(self.local_ranks)}.",
                 remedy=f"use devices={existing.local_world_size} for every strategy of the script; "
                 'strategy="single_device" runs in each of its processes by itself.',
             )
@@ -131,16 +128,16 @@ def script_place() -> RankInfo | None:
 
 
 def _start_command(
-    command: list[str], directory: str, group: WorkerGroup, ranks: RankInfo, links: WorkerLinks
+    command: list[str], directory: str, worker: WorkerContext, links: WorkerLinks
 ) -> PopenProcess:
     """Run a command as one more rank."""
-    descriptors = {"channel": links.channel.fileno(), "values": links.values, "heartbeat": links.heartbeat}
-    context = describe_context(ranks, group.address, group.run_id, descriptors)
-    variables = torchrun_variables(ranks, group.address, group.run_id)
+    files = {"values": links.values.number, "heartbeat": links.heartbeat.number}
+    descriptors = {"channel": links.channel.fileno(), **files}
+    context = describe_context(worker, descriptors)
     popen = subprocess.Popen(
         command,
         cwd=directory,
-        env={**os.environ, **variables, CONTEXT_VARIABLE: context},
+        env={**os.environ, **worker.variables, CONTEXT_VARIABLE: context},
         pass_fds=(*descriptors.values(), links.parent_pipe.worker_end),
     )
     try:
@@ -155,13 +152,13 @@ def _start_command(
 class _Script:
     """The processes that run one script together, until the script ends or one of them fails."""
 
-    def __init__(self, local_ranks: tuple[RankInfo, ...], group: WorkerGroup) -> None:
+    def __init__(self, local_ranks: tuple[RankInfo, ...], options: SupervisionOptions) -> None:
         self.local_ranks = local_ranks
-        self.group = group
-        self._supervisor = group.supervisor
+        self.group = WorkerGroup(local_ranks, options, job=1)
+        self._supervisor = self.group.supervisor
         self._jobs = 0
         self._is_in_job = False
-        self._heartbeat = group.new_memory_file()
+        self._heartbeat = owned_descriptor(self.group.memory_files).number
         ours, self._mine = socket.socketpair()
         self._supervisor.add(local_ranks[0], ours, None, HeartbeatReader(self._heartbeat))
         self._channel = RankChannel(self._mine, on_lost=lambda: None)
@@ -169,7 +166,7 @@ class _Script:
 
     def start(self, command: list[str], directory: str) -> None:
         """Start the other ranks, and supervise them until this process ends."""
-        self.group.start(self.local_ranks[1:], partial(_start_command, command, directory, self.group))
+        self.group.start(self.local_ranks[1:], partial(_start_command, command, directory))
         self._supervisor.start()
         atexit.register(self._finish_script)
 
@@ -179,15 +176,8 @@ class _Script:
             self.end()
             raise error
         self._jobs = self.group.cross_node_failures.job = self._jobs + 1
-        ranks = self.local_ranks[0]
-        worker = WorkerContext(
-            ranks,
-            torchrun_variables(ranks, self.group.address, self.group.run_id),
-            self.group.address,
-            channel=self._channel,
-            job=self._jobs,
-            on_stop=self._end_waits,
-        )
+        worker = self.group.context_of(self.local_ranks[0])
+        worker.channel, worker.on_stop = self._channel, self._end_waits
         self._is_in_job = True
         try:
             self._supervisor.begin_job(until_exit=False)
@@ -198,7 +188,7 @@ class _Script:
             ):
                 value = worker.run(entry, finish=lambda _: self._channel.send(Kind.DONE))
                 self._supervisor.wait_job()
-            values = {ranks.global_rank: value, **self._other_values()}
+            values = {worker.ranks.global_rank: value, **self._other_values()}
         except StoppedBySignal as stopped:
             self._supervisor.begin_exit()
             with suppress(SystemExit, WorkerError):  # raised below
@@ -215,9 +205,9 @@ class _Script:
 
     def _other_values(self) -> dict[int, Any]:
         values = {}
-        for rank, descriptor in self.group.values.items():
+        for rank, file in self.group.values.items():
             with suppress(EOFError):  # a value that cannot be pickled stays with its rank
-                values[rank] = unpack(descriptor, copy=True)
+                values[rank] = unpack(file.number, copy=True)
         return values
 
     def _first_failure(self, error: BaseException) -> BaseException:
@@ -240,7 +230,6 @@ class _Script:
         try:
             self.group.close()
         finally:
-            fork_safety.forget(self._mine)
             self._channel.close()
             if self.group.address is not None:
                 forget_store(self.group.address)

@@ -352,7 +352,6 @@ class Supervisor:
         if self._thread.is_alive():
             self._loop.stop()
             self._thread.join()
-        fork_safety.forget(*(worker.sock for worker in self._workers))
         for worker in self._workers:
             worker.sock.close()
             if worker.process is not None:

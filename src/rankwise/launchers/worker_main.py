@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 from rankwise.errors import RendezvousTimeoutError
 from rankwise.failures.classify import start_exception_chain
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.launchers.context import Entry, WorkerContext, torchrun_variables
+from rankwise.launchers.context import Entry, WorkerContext
 from rankwise.monitoring.heartbeat import LEAVING, report_phase, write_heartbeat_to
 from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import parent_death
@@ -45,7 +45,6 @@ class JobSpec:
     Attributes:
         entry: the function; None where it is packed.
         packed_entry: a memory file with the pickled function.
-        copies_entry: whether to copy its tensors out of the file, so that the file can be read again.
         start_method: multiprocessing's default in the launching process.
         environ: the launching process's environment, where the worker does not inherit it.
         openmp_threads: how many threads to use; None for as many as torch does.
@@ -54,7 +53,6 @@ class JobSpec:
     entry: Entry | None
     packed_entry: Descriptor | None
     start_method: str
-    copies_entry: bool = False
     environ: dict[str, str] | None = None
     openmp_threads: int | None = None
 
@@ -77,7 +75,7 @@ class JobSpec:
             return self.entry(worker)
         from rankwise.processes.shared_memory import unpack
 
-        return unpack(self.packed_entry.number, copy=self.copies_entry)(worker)
+        return unpack(self.packed_entry.number, copy=False)(worker)
 
 
 def bind_to_main_process() -> None:
@@ -123,11 +121,11 @@ def run_worker(
 @final
 @dataclass
 class InheritedContext:
-    """The rank of a re-run script: who it is, its channel, the file for its values, its jobs so far."""
+    """The rank of a re-run script: what its jobs have in common, the file for its values, its jobs so far."""
 
     ranks: RankInfo
+    variables: dict[str, str]
     address: tuple[str, int] | None
-    run_id: str
     channel: RankChannel
     values: int
     jobs: int = 0
@@ -142,8 +140,7 @@ class InheritedContext:
         self.jobs += 1
         if self.jobs == 1:
             atexit.register(report_phase, LEAVING)
-        variables = torchrun_variables(self.ranks, self.address, self.run_id)
-        worker = WorkerContext(self.ranks, variables, self.address, channel=self.channel, job=self.jobs)
+        worker = WorkerContext(self.ranks, self.variables, self.address, channel=self.channel, job=self.jobs)
 
         def finish(value: object) -> None:
             from rankwise.processes.shared_memory import pack
@@ -172,11 +169,9 @@ def inherited_context() -> InheritedContext | None:
     return _inherited
 
 
-def describe_context(
-    ranks: RankInfo, address: tuple[str, int] | None, run_id: str, descriptors: Mapping[str, int]
-) -> str:
+def describe_context(worker: WorkerContext, descriptors: Mapping[str, int]) -> str:
     """Return the text of the environment variable from which a re-run script reads its context."""
-    return json.dumps([dataclasses.asdict(ranks), address, run_id, descriptors])
+    return json.dumps([dataclasses.asdict(worker.ranks), worker.variables, worker.address, descriptors])
 
 
 def attach(description: str) -> None:
@@ -185,17 +180,12 @@ def attach(description: str) -> None:
     Mutates: the handler of SIGINT, which the main process handles.
     """
     global _inherited
-    ranks, address, run_id, descriptors = json.loads(description)
+    ranks, variables, address, descriptors = json.loads(description)
     for descriptor in descriptors.values():
         os.set_inheritable(descriptor, False)
     channel = open_channel(socket.socket(fileno=descriptors["channel"]), descriptors["heartbeat"])
-    _inherited = InheritedContext(
-        RankInfo(**ranks),
-        None if address is None else (address[0], address[1]),
-        run_id,
-        channel,
-        descriptors["values"],
-    )
+    address = address and (address[0], address[1])
+    _inherited = InheritedContext(RankInfo(**ranks), variables, address, channel, descriptors["values"])
 
 
 def _wait_until_over(channel: RankChannel, timeout_s: float | None) -> None:

@@ -111,7 +111,6 @@ class EventLoop:
 
     def close(self) -> None:
         """Close the descriptors, after `run` has returned. Do not use `call_soon` afterwards."""
-        fork_safety.forget(self._selector, self._wakeup, self._wake)
         self._selector.close()
         self._wakeup.close()
         self._wake.close()

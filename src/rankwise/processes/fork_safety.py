@@ -5,27 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Any
+from weakref import WeakSet
+
+# Sockets, selectors and files: to close one that is closed already does nothing.
+_closed_in_child: WeakSet[Any] = WeakSet()
 
 
-class Closable(Protocol):
-    """An object with a descriptor."""
-
-    def close(self) -> None:
-        """Close it."""
-
-
-_closed_in_child: set[Closable] = set()
-
-
-def close_in_child(*descriptors: Closable) -> None:
+def close_in_child(*descriptors: Any) -> None:
     """Close these in every process forked from now on, which would otherwise delay their end of file."""
     _closed_in_child.update(descriptors)
-
-
-def forget(*descriptors: Closable) -> None:
-    """Undo `close_in_child`, before the descriptors are closed here."""
-    _closed_in_child.difference_update(descriptors)
 
 
 def _after_fork() -> None:

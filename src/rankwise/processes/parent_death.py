@@ -61,7 +61,6 @@ class ParentDeathPipe:
         """Close this process's ends; the workers must have ended, or never have been started."""
         if not self._is_tied:
             os.close(self.worker_end)
-        fork_safety.forget(self._own_end)
         self._own_end.close()
 
 

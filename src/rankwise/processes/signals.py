@@ -212,7 +212,6 @@ class SignalRouter:
         self._users -= 1
         if self._users == 0:
             self._sockets = None
-            fork_safety.forget(*sockets)
             for each in sockets:
                 each.close()
 
