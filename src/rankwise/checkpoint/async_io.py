@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -67,7 +68,7 @@ class AsyncCheckpointIO(CheckpointIO):
                 second case this one is written nevertheless.
         """
         with as_checkpoint_error(path):
-            snapshot = _Snapshot().of(checkpoint)
+            snapshot = _snapshot(checkpoint, {})
         self._reset_after_fork()
         earlier = self._take_error()  # before queueing this save, whose own error is for the next call
         self._enqueue(lambda: self.wrapped.save_checkpoint(snapshot, path))
@@ -149,39 +150,26 @@ class AsyncCheckpointIO(CheckpointIO):
         if self._owner != os.getpid():
             self._reset()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"wrapped": self.wrapped, "max_pending": self.max_pending}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._notify = lambda is_saving: None
-        self._reset()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(AsyncCheckpointIO, self.wrapped, max_pending=self.max_pending), ()
 
     def __repr__(self) -> str:
         return f"AsyncCheckpointIO({type(self.wrapped).__name__}, {self._tasks.qsize()} pending)"
 
 
-class _Snapshot:
-    """Copies nested values with their tensors to the CPU; a tensor that occurs twice is copied once."""
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[Any, ...], Tensor] = {}
-
-    def of(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, dict):
-            copied = copy.copy(value)  # keeps the class, such as OrderedDict
-            copied.update((key, self.of(item)) for key, item in value.items())
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(self.of(item) for item in value)
-        return copy.deepcopy(value)
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or tensor.numel() == 0:
-            return tensor.detach().cpu().clone()
-        identity = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        if identity not in self._copies:
-            self._copies[identity] = tensor.detach().to("cpu", copy=True)
-        return self._copies[identity]
+def _snapshot(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
+    """Copy nested values with their tensors to the CPU; a tensor that occurs twice is copied once."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.numel() == 0:
+            return value.detach().cpu().clone()
+        identity = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        if identity not in copies:
+            copies[identity] = value.detach().to("cpu", copy=True)
+        return copies[identity]
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # keeps the class, such as OrderedDict
+        copied.update((key, _snapshot(item, copies)) for key, item in value.items())
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(_snapshot(item, copies) for item in value)
+    return copy.deepcopy(value)

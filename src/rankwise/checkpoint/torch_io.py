@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import io
 import itertools
@@ -26,7 +27,6 @@ from rankwise.errors import CheckpointError
 
 _MAX_NAMED = 5
 _OPEN_FILES = "/proc/self/fd"
-_USE_ANOTHER = "use an earlier file that Trainer.save_checkpoint or ModelCheckpoint wrote."
 
 
 @final
@@ -65,30 +65,22 @@ class TorchCheckpointIO(CheckpointIO):
         """
         handled = sys.exc_info()[1]
         try:
-            _check_file(Path(path))
+            if problem := _problem_of(Path(path)):
+                raise _load_error(path, problem)
             checkpoint = torch.load(path, map_location=map_location, weights_only=True)
         except CheckpointError:
             raise
         except pickle.UnpicklingError as error:
             found = re.search(r"(?:GLOBAL|global|class) ([\w.]+)", str(error))
-            raise CheckpointError(
-                path=os.fspath(path),
-                problem=f"holds {found[1] if found else 'something'}, which weights_only=True does not load: "
-                "it could run code",
-                remedy="keep plain types and tensors in a checkpoint; load untrusted files in no other way.",
-            ) from error
+            what = found[1] if found else "something"
+            problem = f"holds {what}, which weights_only=True does not load: it could run code"
+            remedy = "keep plain types and tensors in a checkpoint; load untrusted files in no other way."
+            raise _load_error(path, problem, remedy) from error
         except Exception as error:
-            raise CheckpointError(
-                path=os.fspath(path),
-                problem=f"could not be read: {reason_for(error, handled)}",
-                remedy=_USE_ANOTHER,
-            ) from error
+            raise _load_error(path, f"could not be read: {reason_for(error, handled)}") from error
         if not isinstance(checkpoint, dict):
-            raise CheckpointError(
-                path=os.fspath(path),
-                problem=f"holds a {type(checkpoint).__name__}, but a checkpoint is a dictionary",
-                remedy=_USE_ANOTHER,
-            )
+            kind = type(checkpoint).__name__
+            raise _load_error(path, f"holds a {kind}, but a checkpoint is a dictionary")
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -147,10 +139,8 @@ def _open_unnamed(folder: Path) -> IO[bytes] | None:
 def _lock(file: IO[bytes]) -> bool:
     """Lock a temporary file while it is open; return whether the lock was acquired."""
     try:
-        import fcntl
-
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):  # another process has the lock, or locks are not supported
+    except OSError:  # another process has the lock, or locks are not supported
         return False
     return True
 
@@ -214,33 +204,29 @@ class _PicklerWithoutData(pickle.Pickler):
         return "" if torch.is_storage(value) else None
 
 
-def _check_file(path: Path) -> None:
-    """Raise unless `path` is an intact archive; torch itself does not detect changed bytes in a tensor."""
-    problem, remedy = "", _USE_ANOTHER
+def _load_error(
+    path: str | os.PathLike[str],
+    problem: str,
+    remedy: str = "pass the path of a file that Trainer.save_checkpoint or ModelCheckpoint wrote.",
+) -> CheckpointError:
+    return CheckpointError(path=os.fspath(path), problem=problem, remedy=remedy)
+
+
+def _problem_of(path: Path) -> str:
+    """Return why `path` is not an intact archive, or ""; torch does not detect changed bytes in a tensor."""
+    if path.is_dir():
+        return "is a folder, not a file"
     if not path.exists():
-        problem, remedy = "does not exist", "check the path; a relative one starts at the working directory."
-    elif path.is_dir():
-        problem, remedy = "is a folder, not a file", "pass the path of a file in it."
-    elif path.stat().st_size == 0:
-        problem = "is empty"
-    elif not _has_zip_signature(path):
-        problem = "is not a file of torch.save"
-    elif not zipfile.is_zipfile(path):
-        problem = "is cut off"
-    elif get_crc32_options() and (record := _damaged_record(path)):
-        problem = f"is damaged: the checksum of its record {record!r} does not match"
-    if problem:
-        raise CheckpointError(path=str(path), problem=problem, remedy=remedy)
-
-
-def _has_zip_signature(path: Path) -> bool:
+        return "does not exist; a relative path starts at the working directory"
     with path.open("rb") as file:
-        return file.read(2) == b"PK"
-
-
-def _damaged_record(path: Path) -> str | None:
+        start = file.read(2)
+    if start != b"PK":
+        return "is not a file of torch.save" if start else "is empty"
+    if not zipfile.is_zipfile(path):
+        return "is cut off"
     try:
         with zipfile.ZipFile(path) as archive:
-            return archive.testzip()
+            damaged = archive.testzip() if get_crc32_options() else None
     except zipfile.BadZipFile:
-        return "table of contents"
+        damaged = "table of contents"
+    return f"is damaged: the checksum of its record {damaged!r} does not match" if damaged else ""

@@ -209,27 +209,28 @@ class FlatGradients:
         gradients = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
         known = self._known_gradients
         if len(gradients) != len(known) or not all(map(is_, gradients, known)):
-            self._find_pieces(gradients)
+            self._pieces = _whole_storages(gradients)
+            self._known_gradients = gradients if self._pieces else []  # others could not be freed
         return self._pieces or gradients
 
-    def _find_pieces(self, gradients: list[Tensor]) -> None:
-        """Find the shared storages. Gradients without any are not kept, because they could not be freed."""
-        self._known_gradients, self._pieces = [], []
-        by_storage: dict[int, list[Tensor]] = defaultdict(list)
-        for gradient in gradients:
-            by_storage[gradient.untyped_storage().data_ptr()].append(gradient)
-        if len(by_storage) < len(gradients) and all(map(_fill_storage, by_storage.values())):
-            self._known_gradients = gradients
-            self._pieces = [
-                torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
-                for first, *_ in by_storage.values()
-            ]
+
+def _whole_storages(tensors: list[Tensor]) -> list[Tensor]:
+    """Return a tensor for each storage of dense tensors; [] unless they share storages and fill each once."""
+    by_storage: dict[int, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+            return []
+        by_storage[tensor.untyped_storage().data_ptr()].append(tensor)
+    if len(by_storage) == len(tensors) or not all(map(_fill_storage, by_storage.values())):
+        return []
+    return [
+        torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
+        for first, *_ in by_storage.values()
+    ]
 
 
 def _fill_storage(tensors: list[Tensor]) -> bool:
-    """Return whether tensors of one storage cover it without gaps and overlaps."""
-    if not all(each.layout is torch.strided and each.is_contiguous() for each in tensors):
-        return False
+    """Return whether contiguous tensors of one storage cover it without gaps and overlaps."""
     end = 0
     for tensor in sorted(tensors, key=lambda each: (each.storage_offset(), each.numel())):
         if tensor.dtype != tensors[0].dtype or tensor.storage_offset() != end:

@@ -18,57 +18,52 @@ _DISTRIBUTED = ("ZeroRedundancyOptimizer", "DistributedOptimizer", "_NamedOptimi
 @final
 @dataclass(eq=False)
 class ModelAveraging:
-    """Runs one `PeriodicModelAverager` of torch for each optimizer."""
+    """Averages the parameters of each optimizer after every `period`-th step, after `warmup_steps`."""
 
-    period: int  # number of optimizer steps between two averages
-    warmup_steps: int  # before the first average
+    period: int
+    warmup_steps: int
     group: ProcessGroup | None
-    _averagers: list[tuple[Optimizer, Any]] = field(default_factory=list, init=False)
-    _steps: list[int] = field(default_factory=list, init=False)  # restored, for optimizers yet to step
+    _steps: dict[Optimizer, int] = field(default_factory=dict, init=False)
+    _restored: list[int] = field(default_factory=list, init=False)  # for optimizers yet to step
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Average the optimizer's parameters if the period is over.
 
         Collective: every rank must call this, after each optimizer step.
         """
-        self._averager(optimizer).average_parameters(parameters_of(optimizer))
+        number = len(self._steps)
+        if optimizer not in self._steps:
+            refuse_distributed_optimizer(optimizer)
+            self._steps[optimizer] = self._restored[number] if number < len(self._restored) else 0
+        since = self._steps[optimizer] - self.warmup_steps
+        if since >= 0 and since % self.period == 0:
+            self._average(optimizer)
+        self._steps[optimizer] += 1
 
     def finish(self) -> None:
         """Average the parameters now, unless they were averaged in this step.
 
         Collective: every rank must call this.
         """
+        for optimizer, steps in self._steps.items():
+            if steps > self.warmup_steps and (steps - 1 - self.warmup_steps) % self.period:
+                self._average(optimizer)
+
+    def _average(self, optimizer: Optimizer) -> None:
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
-        for optimizer, averager in self._averagers:
-            since = averager.step - 1 - self.warmup_steps  # torch averages, then counts
-            if averager.step > self.warmup_steps and since % self.period:
-                parameters: Any = iter(parameters_of(optimizer))
-                average_parameters(parameters, averager.process_group)
+        parameters: Any = iter(parameters_of(optimizer))
+        average_parameters(parameters, self.group)  # type: ignore[arg-type]  # None is the default group
 
     @property
     def steps(self) -> list[int]:
         """The number of steps of each optimizer."""
-        return [averager.step for _, averager in self._averagers] or self._steps
+        return list(self._steps.values()) or self._restored
 
     @steps.setter
     def steps(self, steps: list[int]) -> None:
-        self._steps = list(steps)
-        for (_, averager), step in zip(self._averagers, steps, strict=False):
-            averager.step = step
-
-    def _averager(self, optimizer: Optimizer) -> Any:
-        for known, averager in self._averagers:
-            if known is optimizer:
-                return averager
-        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-
-        refuse_distributed_optimizer(optimizer)
-        averager = PeriodicModelAverager(self.period, self.warmup_steps, self.group)
-        number = len(self._averagers)
-        averager.step = self._steps[number] if number < len(self._steps) else 0
-        self._averagers.append((optimizer, averager))
-        return averager
+        self._restored = list(steps)
+        self._steps.update(zip(self._steps, steps, strict=False))
 
 
 def refuse_distributed_optimizer(optimizer: Optimizer) -> None:

@@ -35,18 +35,12 @@ def trained_parameters(
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     ignored_names = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
-    found: dict[int, Tensor] = {}
-    ignored: set[int] = set()
-    for name, parameter in inner.named_parameters():
-        if name in ignored_names:
-            ignored.add(id(parameter))
-        else:
-            found[id(parameter)] = parameter
-    for optimizer in [optimizers] if not isinstance(optimizers, Iterable) else optimizers:
-        for parameter in parameters_of(optimizer):
-            if id(parameter) not in ignored:
-                found.setdefault(id(parameter), parameter)
-    return [parameter for parameter in found.values() if parameter.requires_grad]
+    ignored = {id(parameter) for name, parameter in inner.named_parameters() if name in ignored_names}
+    found: list[Tensor] = list(inner.parameters())
+    for optimizer in optimizers if isinstance(optimizers, Iterable) else [optimizers]:
+        found.extend(parameters_of(optimizer))
+    unique = {id(parameter): parameter for parameter in found if id(parameter) not in ignored}
+    return [parameter for parameter in unique.values() if parameter.requires_grad]
 
 
 def check_parameters(module: nn.Module) -> None:

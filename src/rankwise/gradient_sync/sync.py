@@ -121,17 +121,13 @@ class GradientSync:
         self.weights = WeightAccumulator(is_bounded=is_compressed) if self.weighting == "logged" else None
 
     def _check_combination(self, ddp_kwargs: Mapping[str, Any]) -> None:
-        is_forced = self.mode is GradientSyncMode.FORCED_SYNC
-        if is_forced and self.hook is not None:
+        needs_ddp = "static_graph=True" if ddp_kwargs.get("static_graph") else None
+        if self.hook is not None:
+            needs_ddp = f"comm_hook {self.hook.name!r}"
+        if needs_ddp and self.mode is GradientSyncMode.FORCED_SYNC:
             raise ConfigurationError(
-                message=f'comm_hook {self.hook.name!r} would never run with sync_mode="forced_sync".',
-                facts="a hook changes how DDP averages gradients, and forced_sync averages them without DDP.",
-                remedy='leave out one of them, or use sync_mode="single_auto_sync".',
-            )
-        if is_forced and ddp_kwargs.get("static_graph"):
-            raise ConfigurationError(
-                message='static_graph=True cannot work with sync_mode="forced_sync".',
-                facts="DDP records a static graph in a backward pass in which it averages gradients.",
+                message=f'{needs_ddp} cannot work with sync_mode="forced_sync".',
+                facts="DDP calls hooks and records static graphs where it averages gradients itself.",
                 remedy='leave out one of them, or use sync_mode="single_auto_sync".',
             )
         if self.period is not None and self.mode is GradientSyncMode.MULTI_AUTO_SYNC:
@@ -386,23 +382,15 @@ class GradientSync:
 
 
 def _check_period(period: Any, hook: CommHook | None) -> int | None:
-    is_local = hook is not None and hook.is_local_sgd
-    if period is None:
-        if is_local:
-            raise ConfigurationError(
-                message="Post-local SGD needs a model_averaging_period: without it ranks' models diverge.",
-                remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4).',
-            )
-        return None
-    if isinstance(period, bool) or not isinstance(period, int):
+    if period is not None and (isinstance(period, bool) or not isinstance(period, int)):
         raise InvalidTypeError(argument="model_averaging_period", value=period, expected="a number of steps")
-    if period < 1:
+    if period is not None and period < 1:
         raise InvalidArgumentError(argument="model_averaging_period", value=period, expected="1 or more")
-    if not is_local:
+    if (period is None) == (hook is not None and hook.is_local_sgd):
         raise ConfigurationError(
-            message="model_averaging_period is for post-local SGD: the models of other hooks stay the same.",
-            facts=f"comm_hook is {None if hook is None else hook.name!r}.",
-            remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4).',
+            message="model_averaging_period is for post-local SGD, and only there the ranks' models differ.",
+            facts=f"comm_hook is {None if hook is None else hook.name!r}, model_averaging_period {period!r}.",
+            remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4), or neither of the two.',
         )
     return period
 
