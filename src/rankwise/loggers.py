@@ -6,7 +6,7 @@ import csv
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -123,12 +123,17 @@ class CSVLogger(Logger):
         if not self._lines:
             return
         path = self._file("metrics.csv")
-        known = _columns(path)
-        names = list(dict.fromkeys([*known, *(name for line in self._lines for name in line)]))
-        if names == known:
-            _write(path, names, self._lines, mode="a")
-        else:
-            _write(path, names, [*_lines(path), *self._lines], mode="w")
+        path.touch()
+        with path.open("r+", newline="") as file:
+            reader = csv.DictReader(file)
+            known = list(reader.fieldnames or ())
+            names = list(dict.fromkeys([*known, *(name for line in self._lines for name in line)]))
+            earlier = [] if names == known else list(reader)
+            file.seek(0, os.SEEK_END if names == known else os.SEEK_SET)
+            writer = csv.DictWriter(file, names)
+            if names != known:
+                writer.writeheader()
+            writer.writerows([*earlier, *self._lines])
         self._lines.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,25 +146,3 @@ class CSVLogger(Logger):
         folder = Path(self.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         return folder / name
-
-
-def _columns(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return next(csv.reader(file), [])
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _write(path: Path, names: list[str], lines: Iterable[Mapping[str, Any]], mode: str) -> None:
-    with path.open(mode, newline="") as file:
-        writer = csv.DictWriter(file, names)
-        if mode == "w":
-            writer.writeheader()
-        writer.writerows(lines)

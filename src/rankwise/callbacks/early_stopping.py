@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
 _log = logging.getLogger(__name__)
+_STATE = ("best_score", "wait_count", "stopped_epoch", "stopped_by")
 
 
 @final
@@ -37,6 +38,7 @@ class EarlyStopping(MonitoringCallback):
         best_score: the best value so far.
         wait_count: number of checks since then.
         stopped_epoch: the epoch in which training was stopped; 0 before.
+        stopped_by: the limits with which it was stopped; None before.
 
     Raises:
         InvalidArgumentError: if an argument is out of range.
@@ -67,12 +69,12 @@ class EarlyStopping(MonitoringCallback):
         self.best_score = self.worst
         self.wait_count = 0
         self.stopped_epoch = 0
-        self._stopped_by: tuple[float | None, ...] | None = None
+        self.stopped_by: tuple[float | None, ...] | None = None
 
     @property
     def has_stopped(self) -> bool:
         """Whether this callback has stopped training with its present limits, also before a checkpoint."""
-        return self._stopped_by == self._limits
+        return self.stopped_by == self._limits
 
     @property
     def _limits(self) -> tuple[float | None, ...]:
@@ -90,22 +92,15 @@ class EarlyStopping(MonitoringCallback):
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "best_score": self.best_score,
-            "wait_count": self.wait_count,
-            "stopped_epoch": self.stopped_epoch,
-            "stopped_by": self._stopped_by,
-        }
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best_score = state_dict["best_score"]
-        self.wait_count = state_dict["wait_count"]
-        self.stopped_epoch = state_dict["stopped_epoch"]
-        self._stopped_by = state_dict["stopped_by"]
+        for name in _STATE:
+            setattr(self, name, state_dict[name])
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         if not trainer.should_stop:  # a new fit, not one resumed from a stopped run
-            self._stopped_by = None
+            self.stopped_by = None
 
     def on_metrics_ready(self, trainer: Trainer, module: TrainingModule) -> None:
         """Compare the metric with the limits, and stop all ranks if one has a reason to."""
@@ -116,8 +111,9 @@ class EarlyStopping(MonitoringCallback):
         if trainer.strategy.reduce_boolean_decision(reason is not None, all=False):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
-            self._stopped_by = self._limits
-            _announce(reason or f"Another rank stops on {self.monitor!r}.")
+            self.stopped_by = self._limits
+            reason = reason or f"Another rank stops on {self.monitor!r}."
+            rank_zero_only(_log.info)("EarlyStopping: %s", reason)
 
     def _reason_to_stop(self, score: float | None) -> str | None:
         if score is None:
@@ -137,8 +133,3 @@ class EarlyStopping(MonitoringCallback):
         return (
             f"{self.monitor} has not improved {self.wait_count} times; its best value is {self.best_score:g}."
         )
-
-
-@rank_zero_only
-def _announce(reason: str) -> None:
-    _log.info("EarlyStopping: %s", reason)

@@ -86,11 +86,11 @@ class CheckpointFiles:
     def _last(self) -> str | None:
         """Return the newest `last.ckpt` of this trainer's runs, including one written on a signal."""
         for path in newest_first(self._matching("last.ckpt")):
-            _log_on_rank_zero(logging.INFO, f'ckpt_path="last" is {path}.')
+            rank_zero_only(_log.info)('ckpt_path="last" is %s.', path)
             return str(path)
         folders = ", ".join(dict.fromkeys(map(str, [Path(self.stop_path).parent, *self.folders])))
-        _log_on_rank_zero(
-            logging.WARNING, f'ckpt_path="last" finds no checkpoint, so none is loaded. Looked in {folders}.'
+        rank_zero_only(_log.warning)(
+            'ckpt_path="last" finds no checkpoint, so none is loaded. Looked in %s.', folders
         )
         return None
 
@@ -129,11 +129,6 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):  # another run may remove its files
             changed_at[path] = path.stat().st_mtime_ns
     return sorted(changed_at, key=lambda path: (changed_at[path], path), reverse=True)
-
-
-@rank_zero_only
-def _log_on_rank_zero(level: int, text: str) -> None:
-    _log.log(level, text)
 
 
 def check_hyper_parameters(context: StageContext) -> None:

@@ -53,7 +53,10 @@ class Hooks:
 
 
 class ModuleHooks:
-    """The hooks of a training module, to override; stages are `fit`, `validate`, `test`, `predict`."""
+    """The hooks of a training module, to override; stages are `fit`, `validate`, `test`, `predict`.
+
+    A hook that callbacks have too runs after theirs; `Callback` describes when.
+    """
 
     def prepare_data(self) -> None:
         """Download or unpack data; called in one process of each node, while the others wait."""
@@ -65,28 +68,19 @@ class ModuleHooks:
         """Called at the end of a stage, with or without an exception."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is written; may change it."""
+        """Called before a checkpoint is written, or after one was read; may change it."""
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called when a checkpoint was read, before it is used."""
+    on_load_checkpoint = on_save_checkpoint
 
     def on_fit_start(self) -> None:
-        """Called when model, optimizers and loaders are ready."""
+        """Called at the moment that the name states; `Callback` has a description of each."""
 
-    def on_fit_end(self) -> None:
-        """Called at the end of a fit."""
-
-    def on_train_start(self) -> None:
-        """Called when training begins."""
-
-    def on_train_end(self) -> None:
-        """Called when training has ended."""
-
-    def on_train_epoch_start(self) -> None:
-        """Called when a training epoch begins."""
-
-    def on_train_epoch_end(self) -> None:
-        """Called at the end of a training epoch, after the validation at its end."""
+    on_fit_end = on_train_start = on_train_end = on_fit_start
+    on_train_epoch_start = on_train_epoch_end = on_fit_start
+    on_validation_start = on_validation_end = on_fit_start
+    on_validation_epoch_start = on_validation_epoch_end = on_fit_start
+    on_test_start = on_test_end = on_test_epoch_start = on_test_epoch_end = on_fit_start
+    on_predict_start = on_predict_end = on_predict_epoch_start = on_predict_epoch_end = on_fit_start
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Called before a training batch."""
@@ -106,18 +100,6 @@ class ModuleHooks:
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before the optimizer steps; gradients are not clipped yet."""
 
-    def on_validation_start(self) -> None:
-        """Called before an evaluation (or prediction)."""
-
-    def on_validation_end(self) -> None:
-        """Called after an evaluation, when its metrics are in `trainer.callback_metrics`."""
-
-    def on_validation_epoch_start(self) -> None:
-        """Called after `on_validation_start`, before the first batch."""
-
-    def on_validation_epoch_end(self) -> None:
-        """Called after the last batch; values logged here are reduced with the rest."""
-
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before a batch; in prediction `batch_idx` counts this rank's batches."""
 
@@ -126,9 +108,5 @@ class ModuleHooks:
     ) -> None:
         """Called after a batch; `outputs` is the return value of the step."""
 
-    on_test_start = on_predict_start = on_validation_start
-    on_test_end = on_predict_end = on_validation_end
-    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
-    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end

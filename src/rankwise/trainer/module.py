@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -18,6 +19,11 @@ from rankwise.trainer.hooks import ModuleHooks
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
     from rankwise.trainer import Trainer
+
+
+def _of_trainer(name: str) -> Any:
+    """Return a property that reads `name`, an attribute of the module's trainer."""
+    return property(operator.attrgetter(f"trainer.{name}"))
 
 
 class TrainingModule(ModuleHooks, nn.Module):
@@ -47,6 +53,10 @@ class TrainingModule(ModuleHooks, nn.Module):
     Attributes:
         automatic_optimization: whether the Trainer runs backward and steps the optimizer.
         hparams: hyper parameters, saved in checkpoints and given to loggers; plain types only.
+        global_rank, local_rank: this process's ids in the whole job and on its node.
+        current_epoch: the number of the current epoch.
+        global_step: completed optimizer steps.
+        logger: the trainer's first logger.
     """
 
     automatic_optimization: bool = True
@@ -268,30 +278,11 @@ class TrainingModule(ModuleHooks, nn.Module):
             (tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu")
         )
 
-    @property
-    def global_rank(self) -> int:
-        """This process's id in the whole job."""
-        return self.trainer.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's id on its node."""
-        return self.trainer.local_rank
-
-    @property
-    def current_epoch(self) -> int:
-        """The number of the current epoch."""
-        return self.trainer.current_epoch
-
-    @property
-    def global_step(self) -> int:
-        """Completed optimizer steps."""
-        return self.trainer.global_step
-
-    @property
-    def logger(self) -> Logger | None:
-        """The trainer's first logger."""
-        return self.trainer.logger
+    global_rank: int = _of_trainer("global_rank")
+    local_rank: int = _of_trainer("local_rank")
+    current_epoch: int = _of_trainer("current_epoch")
+    global_step: int = _of_trainer("global_step")
+    logger: Logger | None = _of_trainer("logger")
 
 
 @final
