@@ -35,6 +35,12 @@ _LIMITS = {
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
 }
+_PLUGINS: Mapping[str, Any] = {
+    "cluster environment": (ClusterEnvironment, str),
+    "precision": Precision,
+    "checkpoint IO": CheckpointIO,
+    "strategy": Strategy,
+}
 
 
 def check_is_a(name: str, value: Any, kinds: Any, expected: str) -> None:
@@ -148,63 +154,48 @@ class TrainerOptions:
         return self.max_epochs
 
 
-class Plugins:
-    """The content of `plugins=[...]`, by kind; at most one of each."""
-
-    def __init__(self, plugins: Any) -> None:
-        kinds = (str, ClusterEnvironment, Precision, CheckpointIO, Strategy)
-        expected = "a ClusterEnvironment or its name, a Precision, a CheckpointIO or a Strategy"
-        self._plugins = _as_list("plugins", plugins, kinds, expected)
-        self.environment = self._only((ClusterEnvironment, str), "cluster environment")
-        self.precision: Precision | None = self._only(Precision, "precision")
-        self.checkpoint_io: CheckpointIO | None = self._only(CheckpointIO, "checkpoint IO")
-        self.strategy: Strategy | None = self._only(Strategy, "strategy")
-
-    def _only(self, kind: Any, name: str) -> Any:
-        found = [plugin for plugin in self._plugins if isinstance(plugin, kind)]
-        if len(found) > 1:
+def collect_plugins(given: Any) -> dict[str, Any]:
+    """Return the content of `plugins=[...]` by kind: at most one of each, None for the others."""
+    classes = (str, ClusterEnvironment, Precision, CheckpointIO, Strategy)
+    expected = "a ClusterEnvironment or its name, a Precision, a CheckpointIO or a Strategy"
+    plugins = _as_list("plugins", given, classes, expected)
+    found = {}
+    for name, kind in _PLUGINS.items():
+        own = [plugin for plugin in plugins if isinstance(plugin, kind)]
+        if len(own) > 1:
             raise ConfigurationError(
-                message=f"plugins holds {len(found)} of one kind ({name}).",
-                facts=", ".join(repr(plugin) for plugin in found),
+                message=f"plugins holds {len(own)} of one kind ({name}).",
+                facts=", ".join(map(repr, own)),
                 remedy="keep one of them.",
             )
-        return found[0] if found else None
-
-    def check_not_contradicting(self, name: str, value: Any, default: Any, plugin: Any) -> None:
-        """Refuse a plug-in beside an argument of the same kind."""
-        if plugin is not None and value != default:
-            raise ConfigurationError(
-                message=f"{name}={value!r} and a {name} among the plug-ins contradict each other.",
-                facts=f"plugins holds {plugin!r}.",
-                remedy="keep one of them.",
-            )
+        found[name] = own[0] if own else None
+    return found
 
 
 def collect_strategy(
-    strategy: Any, precision: Any, plugins: Plugins, *, sync_batchnorm: bool = False
+    strategy: Any, precision: Any, plugins: dict[str, Any], *, sync_batchnorm: bool = False
 ) -> Strategy:
     """Return the strategy, or one derived from it if it is bound already or gets other plug-ins."""
     check_is_a("strategy", strategy, (str, Strategy), "a name, or an instance of Strategy")
-    plugins.check_not_contradicting("strategy", strategy, "auto", plugins.strategy)
-    if plugins.strategy is not None:
-        strategy = plugins.strategy
+    for name, value, default in (("strategy", strategy, "auto"), ("precision", precision, None)):
+        if plugins[name] is not None and value != default:
+            raise ConfigurationError(
+                message=f"{name}={value!r} and a {name} among the plug-ins contradict each other.",
+                facts=f"plugins holds {plugins[name]!r}.",
+                remedy="keep one of them.",
+            )
+    if precision is not None:
+        check_is_a("precision", precision, (str, int), 'a name such as "32-true"')
+        precision = create_precision(precision)
+    strategy = plugins["strategy"] or strategy
     given: Strategy = StrategyRegistry.create(strategy) if isinstance(strategy, str) else strategy
     changes: dict[str, Any] = {
-        "precision": _collect_precision(precision, plugins),
-        "checkpoint_io": plugins.checkpoint_io,
+        "precision": plugins["precision"] or precision,
+        "checkpoint_io": plugins["checkpoint IO"],
         "sync_batchnorm": sync_batchnorm or None,
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     return given.with_(**changes) if changes or given.is_bound else given
-
-
-def _collect_precision(precision: Any, plugins: Plugins) -> Precision | None:
-    """Return the precision, or None for the strategy's."""
-    plugins.check_not_contradicting("precision", precision, None, plugins.precision)
-    if precision is None:
-        return plugins.precision
-    check_is_a("precision", precision, (str, int), 'a name such as "32-true"')
-    return create_precision(precision)
 
 
 def collect_callbacks(

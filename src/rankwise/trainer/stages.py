@@ -151,7 +151,13 @@ class _Stage:
             return self._fit()
         # A module that is only evaluated is not wrapped: the ranks may have different numbers of batches.
         self._strategy.module_to_device(self._strategy.precision.convert_module(self._module))
-        return self._predict() if self._spec.stage == "predict" else self._evaluate()
+        shards = self._shards(self._spec.stage)
+        loop = EvaluationLoop(self._context, shards, self._spec.stage)
+        if self._spec.stage != "predict":
+            return loop.run()
+        if self._spec.gather is not None:
+            check_can_be_gathered(shards, self._strategy.world_size)
+        return loop.predict(self._spec.gather)
 
     def _find_checkpoint(self) -> None:
         """After a restart, use the job's newest checkpoint; make sure that all ranks have the same."""
@@ -205,34 +211,15 @@ class _Stage:
     def _train_data(self) -> TrainDataShard:
         order_seed = (self._spec.checkpoint or {}).get("order_seed")  # a run that continues keeps its order
         shard = self._shards("train", order_seed)[0]
-        data = TrainDataShard(shard, self._state.seed, self._context.options.limit("train"), self._strategy)
-        self._state.num_training_batches = data.num_batches
-        return data
+        return TrainDataShard(shard, self._state.seed, self._context.options.limit("train"), self._strategy)
 
     def _validation(self) -> EvaluationLoop | None:
         has_step = is_defined(self._module, "validation_step")
         if not has_step or not _has_loader(self._module, "validate", self._loaders):
             return None
         shards = self._shards("validate")
-        self._state.num_val_batches = [shard.num_batches for shard in shards]
-        return EvaluationLoop(self._context, shards, "validate") if any(self._state.num_val_batches) else None
-
-    def _evaluate(self) -> list[dict[str, float]]:
-        stage: Any = self._spec.stage
-        shards = self._shards(stage)
-        counts = [shard.num_batches for shard in shards]
-        if stage == "test":
-            self._state.num_test_batches = counts
-        else:
-            self._state.num_val_batches = counts
-        return EvaluationLoop(self._context, shards, stage).run()
-
-    def _predict(self) -> list[Any]:
-        shards = self._shards("predict")
-        if self._spec.gather is not None:
-            check_can_be_gathered(shards, self._strategy.world_size)
-        self._state.num_predict_batches = [shard.num_batches for shard in shards]
-        return EvaluationLoop(self._context, shards, "predict").predict(self._spec.gather)
+        has_batches = any(shard.num_batches for shard in shards)
+        return EvaluationLoop(self._context, shards, "validate") if has_batches else None
 
     def _shards(self, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
         """Return this rank's part of each loader of a phase; `order_seed` replaces the training loader's."""
@@ -245,7 +232,9 @@ class _Stage:
         )
         if phase == "train":
             self._state.order_seed = seeds[0] = seeds[0] if order_seed is None else order_seed
-        return [
+        shards = [
             shard_for_phase(phase, loader, seed, options, self._strategy)
             for loader, seed in zip(loaders, seeds, strict=True)
         ]
+        self._state.num_batches[phase] = [shard.num_batches for shard in shards]
+        return shards

@@ -111,10 +111,7 @@ class TrainerState:
     logged_metrics: dict[str, Tensor] = field(default_factory=dict)
     progress_bar_metrics: dict[str, Tensor] = field(default_factory=dict)
     has_validation: bool = False
-    num_training_batches: float = 0
-    num_val_batches: list[float] = field(default_factory=list)
-    num_test_batches: list[float] = field(default_factory=list)
-    num_predict_batches: list[float] = field(default_factory=list)
+    num_batches: dict[str, list[float]] = field(default_factory=dict)  # of each loader of a phase
 
 
 @final

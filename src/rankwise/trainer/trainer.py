@@ -60,6 +60,18 @@ def _in_phase(phase: str) -> Any:
     return property(lambda trainer: trainer._stage.phase == phase)
 
 
+def _num_batches(phase: str) -> Any:
+    """Return a property: how many batches this rank runs of each loader of `phase`."""
+    return property(lambda trainer: trainer.state.num_batches.get(phase, []))
+
+
+def _first(kind: type[Callback]) -> Any:
+    """Return a property: the first callback of `kind`, or None."""
+    return property(
+        lambda trainer: next((item for item in trainer.callbacks if isinstance(item, kind)), None)
+    )
+
+
 @final
 class Trainer:
     """Fit, validate, test and predict with a `TrainingModule`, on the processes of a strategy.
@@ -185,10 +197,13 @@ class Trainer:
         if self.fast_dev_run:
             self.callbacks = arguments.without_side_effects(self.callbacks)
             self.loggers = []
-        found = arguments.Plugins(plugins)
+        found = arguments.collect_plugins(plugins)
         self.strategy = arguments.collect_strategy(strategy, precision, found, sync_batchnorm=sync_batchnorm)
         self.strategy.bind(
-            accelerator=accelerator, devices=devices, num_nodes=num_nodes, environment=found.environment
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            environment=found["cluster environment"],
         )
         self._forget_fit()
 
@@ -247,7 +262,9 @@ class Trainer:
         Raises:
             The same errors as `fit`.
         """
-        metrics: list[dict[str, float]] = self._evaluate("validate", model, dataloaders, ckpt_path)
+        metrics: list[dict[str, float]] = self._launch(
+            "validate", model, {"validate": dataloaders}, ckpt_path
+        )
         return metrics
 
     def test(
@@ -257,7 +274,7 @@ class Trainer:
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module (by default the one of the last stage) on test data; see `validate`."""
-        metrics: list[dict[str, float]] = self._evaluate("test", model, dataloaders, ckpt_path)
+        metrics: list[dict[str, float]] = self._launch("test", model, {"test": dataloaders}, ckpt_path)
         return metrics
 
     def predict(
@@ -289,7 +306,7 @@ class Trainer:
             Others: the same errors as `fit`.
         """
         check_choice("gather", gather, GATHERINGS)
-        predictions: list[Any] = self._evaluate("predict", model, dataloaders, ckpt_path, gather)
+        predictions: list[Any] = self._launch("predict", model, {"predict": dataloaders}, ckpt_path, gather)
         return predictions
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -310,16 +327,11 @@ class Trainer:
             )
         save_checkpoint(self.context(self._fitted_module), path)
 
-    def _evaluate(
-        self, stage: StageName, model: Any, dataloaders: Any, ckpt_path: Any, gather: Gather = "all"
-    ) -> Any:
-        model = self.module if model is None else model
-        return self._launch(stage, model, {stage: dataloaders}, ckpt_path, gather)
-
     def _launch(
         self, stage: StageName, model: Any, loaders: dict[str, Any], ckpt_path: Any, gather: Gather = "all"
     ) -> Any:
         """Run a stage on every rank, and restore its state here."""
+        model = self.module if model is None and stage != "fit" else model
         self._check_stage(stage, model, loaders)
         path = CheckpointFiles(self.context(model)).find(ckpt_path)
         spec = StageSpec(
@@ -417,10 +429,9 @@ class Trainer:
     callback_metrics: dict[str, Tensor] = _forwarded("state.callback_metrics")
     logged_metrics: dict[str, Tensor] = _forwarded("state.logged_metrics")
     has_validation: bool = _forwarded("state.has_validation")
-    num_training_batches: float = _forwarded("state.num_training_batches")
-    num_val_batches: list[float] = _forwarded("state.num_val_batches")
-    num_test_batches: list[float] = _forwarded("state.num_test_batches")
-    num_predict_batches: list[float] = _forwarded("state.num_predict_batches")
+    num_val_batches: list[float] = _num_batches("validate")
+    num_test_batches: list[float] = _num_batches("test")
+    num_predict_batches: list[float] = _num_batches("predict")
 
     optimizers: list[Optimizer] = _forwarded("_optimizers.optimizers")
     lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers.schedulers")
@@ -439,6 +450,9 @@ class Trainer:
     global_rank: int = _read_only("strategy.global_rank")
     local_rank: int = _read_only("strategy.local_rank")
     is_global_zero: bool = _read_only("strategy.is_global_zero")
+
+    checkpoint_callback: ModelCheckpoint | None = _first(ModelCheckpoint)
+    early_stopping_callback: EarlyStopping | None = _first(EarlyStopping)
 
     @property
     def module(self) -> TrainingModule:
@@ -482,6 +496,11 @@ class Trainer:
         return {name: float(value) for name, value in self.state.progress_bar_metrics.items()}
 
     @property
+    def num_training_batches(self) -> float:
+        """How many batches of an epoch this rank runs; `inf` if unknown."""
+        return sum(self.state.num_batches.get("train", ()))
+
+    @property
     def logger(self) -> Logger | None:
         """The first logger."""
         return self.loggers[0] if self.loggers else None
@@ -490,16 +509,6 @@ class Trainer:
     def log_dir(self) -> str | None:
         """The folder of the first logger."""
         return self.logger.log_dir if self.logger else None
-
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first `ModelCheckpoint`."""
-        return next((callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)), None)
-
-    @property
-    def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first `EarlyStopping`."""
-        return next((callback for callback in self.callbacks if isinstance(callback, EarlyStopping)), None)
 
     @property
     def is_fitting(self) -> bool:
