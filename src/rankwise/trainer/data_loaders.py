@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,7 +37,6 @@ _SHARDERS: dict[str, Callable[..., Any]] = {
     "test": shard_for_evaluation,
     "predict": shard_for_prediction,
 }
-_END = object()
 
 
 @final
@@ -47,9 +47,8 @@ class LoaderShard:
     loader: Iterable[Any]
     num_batches: float
 
-    def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        """Yield each batch, and whether it is the last."""
-        return _with_last(iter(self.loader), self.num_batches) if self.num_batches else iter(())
+    def __iter__(self) -> Iterator[Any]:
+        return _first(self.num_batches, self.loader) if self.num_batches else iter(())
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of samplers and iterable data sets, which then shuffle differently."""
@@ -59,13 +58,8 @@ class LoaderShard:
         set_epoch_of(epoch, batch_sampler, getattr(self.loader, "sampler", None), iterable)
 
 
-def _with_last(batches: Iterator[Any], count: float) -> Iterator[tuple[Any, bool]]:
-    """Yield at most `count` batches, each with whether it is the last; loads one batch ahead."""
-    upcoming, loaded = next(batches, _END) if count > 0 else _END, 1
-    while upcoming is not _END:
-        batch, upcoming = upcoming, next(batches, _END) if loaded < count else _END
-        loaded += 1
-        yield batch, upcoming is _END
+def _first(count: float, batches: Iterable[Any]) -> Iterator[Any]:
+    return islice(batches, None if math.isinf(count) else max(0, int(count)))
 
 
 def as_list(loaders: Any) -> list[Any]:
@@ -184,8 +178,8 @@ class TrainDataShard:
         left = length_of(self.loader) + (0 if self._replayed else done)
         self.num_batches = limited(left, self._limit)
 
-    def start(self, progress: Progress) -> Iterator[tuple[Any, bool]]:
-        """Start the loader's workers, if it has any; return each batch, and whether it is the last.
+    def start(self, progress: Progress) -> Iterator[Any]:
+        """Start the loader's workers, if it has any; return the batches that are left.
 
         The random state of this process stays as it is, except for data sets that are read again.
         """
@@ -195,32 +189,16 @@ class TrainDataShard:
             batches = iter(self.loader)
         for _ in range(self._replayed):
             next(batches, None)
-        left = self.num_batches - progress.batches_done
-        return self._counted(batches, int(left)) if self._is_exact else _with_last(batches, left)
+        return _first(self.num_batches - progress.batches_done, batches)
 
     @property
-    def _is_exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether batches are loaded in this process, and their number is known.
 
         Then none may be loaded ahead: its random numbers must come after those of the training step.
         """
         is_here = isinstance(self.loader, DataLoader) and self.loader.num_workers == 0
         return is_here and is_shardable(self.loader) and not math.isinf(self.num_batches)
-
-    def _counted(self, batches: Iterator[Any], left: int) -> Iterator[tuple[Any, bool]]:
-        for number in range(left):
-            batch = next(batches, _END)
-            if batch is _END:
-                raise ended_early(self.num_batches, self.num_batches - left + number)
-            yield batch, number + 1 == left
-
-
-def ended_early(length: float, count: float) -> ConfigurationError:
-    """Return the error for a loader that has fewer batches than its length."""
-    return ConfigurationError(
-        message=f"The training loader has a length of {length:g} batches, but it ended after {count:g}.",
-        remedy="return the number of its batches from __len__ of its sampler or batch sampler.",
-    )
 
 
 def _batch_size_of_samples(loader: Any) -> int:

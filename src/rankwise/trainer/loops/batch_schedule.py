@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 
 from rankwise.data.batches import sharded_sampler_of
-from rankwise.errors import UnevenInputsError
+from rankwise.errors import ConfigurationError, UnevenInputsError
 from rankwise.stores.waiting import StoreCounter
-from rankwise.trainer.data_loaders import ended_early
 from rankwise.trainer.loops.join import preserve_state
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class BatchSchedule:
         self._module = module
         self._share = share
         self._lengths: tuple[float, ...] = (share.num_batches,)
-        self._is_certain = True
+        self._is_known = True
         self._num_real = 1
         self._counter: StoreCounter | None = None
         self.loader = share.loader
@@ -69,8 +68,9 @@ class BatchSchedule:
         """
         numbers = self._strategy.all_gather_object((self._share.num_batches, self._share.is_certain))
         self._lengths = tuple(length for length, _ in numbers)
-        self._is_certain = all(is_certain for _, is_certain in numbers)
-        if not self._is_certain and len(numbers) > 1:
+        is_certain = all(is_certain for _, is_certain in numbers)
+        self._is_known = is_certain if len(numbers) > 1 else self._share.is_exact
+        if not is_certain and len(numbers) > 1:
             self._counter = StoreCounter(self._strategy.data_parallel_group, self._strategy.timeout)
             if any(is_certain for _, is_certain in numbers):
                 found = (str(length) if is_certain else "unknown" for length, is_certain in numbers)
@@ -81,16 +81,12 @@ class BatchSchedule:
         self.num_batches = (min if self._policy == "truncate" else max)(self._lengths)
         return self.num_batches
 
-    def batches(self, own: Batches, done: int = 0) -> Batches:
+    def batches(self, own: Iterator[Any], done: int = 0) -> Batches:
         """Yield the batches that this rank takes, each with whether it is the last of the epoch.
 
         `own` are this rank's batches that are left, after the `done` batches of the epoch that it has run.
         """
-        if len(self._lengths) == 1:
-            return own
-        if self._counter is None or self._is_certain:
-            return self._known(own, done)
-        return self._counted(own, done, self._counter)
+        return self._known(own, done) if self._is_known else self._counted(own, done)
 
     def weight(self, first: int, end: int) -> float:
         """Return the factor of the current batch's loss in the window from batch `first` to before `end`.
@@ -102,7 +98,7 @@ class BatchSchedule:
         if self.is_padding:
             return 0.0
         world_size = len(self._lengths)
-        if world_size > 1 and not self._is_certain:
+        if not self._is_known:
             return world_size / (self._num_real * (end - first))
         real = sum(max(0.0, min(length, end) - first) for length in self._lengths)
         return world_size / real if real else 1.0
@@ -111,25 +107,29 @@ class BatchSchedule:
         """Return a context that restores buffers and random state after the passes of a padding step."""
         return preserve_state(self._module, self._strategy.root_device) if self.is_padding else nullcontext()
 
-    def _known(self, own: Batches, done: int) -> Batches:
+    def _known(self, own: Iterator[Any], done: int) -> Batches:
         """Yield the batches where every rank's number of batches is known."""
         total, batch = int(self.num_batches), _END
         mine, shortest = min(total, int(self._share.num_batches)), min(self._lengths)
         for number in range(done + 1, total + 1):
             self.is_padding, self.has_padding = number > mine, number > shortest
             if not self.is_padding:
-                batch = next(own, (_END,))[0]
+                batch = next(own, _END)
                 if batch is _END:
-                    raise ended_early(self._share.num_batches, number - 1)
+                    length = f"{self._share.num_batches:g} batches"
+                    raise ConfigurationError(
+                        message=f"{_LOADER} has a length of {length}, but it ended after {number - 1}.",
+                        remedy="return the number of batches from __len__ of its sampler or batch sampler.",
+                    )
             elif batch is _END:
                 batch = self._any_batch()
             yield batch, number == total
         self.is_padding = self.has_padding = False
 
-    def _counted(self, own: Batches, done: int, counter: StoreCounter) -> Batches:
-        """Yield the batches where the ranks count before each step how many of them have one."""
-        upcoming = next(own, (_END, True))[0]
-        num_real = counter.count(done, is_for=upcoming is not _END)
+    def _counted(self, own: Iterator[Any], done: int) -> Batches:
+        """Yield the batches where the ranks count before each step how many have one; loads one ahead."""
+        upcoming = next(own, _END)
+        num_real = self._count(done, upcoming)
         if num_real < len(self._lengths):
             self._check_none_left(num_real, done, upcoming)
             return
@@ -139,13 +139,18 @@ class BatchSchedule:
             self.has_padding = num_real < len(self._lengths)
             batch = batch if self.is_padding else upcoming
             number += 1
-            upcoming = next(own, (_END, True))[0]
-            num_real = counter.count(number, is_for=upcoming is not _END)
+            upcoming = next(own, _END)
+            num_real = self._count(number, upcoming)
             if self._policy == "error":
                 self._check_none_left(num_real, number, upcoming)
             is_last = num_real < (len(self._lengths) if self._policy != "join" else 1)
             yield batch, is_last
         self.is_padding = self.has_padding = False
+
+    def _count(self, number: int, upcoming: Any) -> int:
+        """Return how many ranks have a batch left after `number` batches."""
+        has_one = upcoming is not _END
+        return int(has_one) if self._counter is None else self._counter.count(number, is_for=has_one)
 
     def _check_none_left(self, num_real: int, number: int, upcoming: Any) -> None:
         if 0 < num_real < len(self._lengths):

@@ -115,7 +115,7 @@ class EvaluationLoop:
             results.suffix = self._suffixes[dataloader_idx]
             if self.stage != "predict":  # prediction keeps the order of the data set
                 share.set_epoch(self.context.state.progress.current_epoch)
-            for batch_idx, (batch, _) in enumerate(share):
+            for batch_idx, batch in enumerate(share):
                 yield dataloader_idx, batch_idx, batch
 
     def _run_batch(self, results: Results, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:

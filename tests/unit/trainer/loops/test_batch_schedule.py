@@ -53,7 +53,7 @@ def test_a_loader_that_ends_before_its_length(tmp_path: Path) -> None:
     found = schedule(tmp_path, "error", 4, 4)
     found.agree()
     with pytest.raises(ConfigurationError, match="a length of 4 batches, but it ended after 2"):
-        list(found.batches(iter([(0, False), (1, False)])))
+        list(found.batches(iter([0, 1])))
 
 
 @pytest.mark.parametrize("policy", ["error", "truncate", "join"])
