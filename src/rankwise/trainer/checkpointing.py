@@ -168,7 +168,7 @@ def save_stop_checkpoint(context: StageContext) -> None:
 
 def _checkpoint(context: StageContext) -> dict[str, Any]:
     strategy, module, state = context.strategy, context.module, context.state
-    optimizers, schedulers = context.optimizer_set.states_or_kept(strategy)
+    optimizers, schedulers = context.optimizer_set.states(strategy) or ([], [])
     checkpoint: dict[str, Any] = {
         "version": _VERSION,
         "epoch": state.progress.current_epoch,

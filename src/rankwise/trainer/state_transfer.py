@@ -57,7 +57,8 @@ def capture(
     """
     strategy, module = context.strategy, context.module
     module.cpu()
-    optimizers, schedulers = context.optimizer_set.states(strategy)
+    states = context.optimizer_set.states(strategy) if context.optimizers else None
+    optimizers, schedulers = states or ([], [])
     comm_hooks = strategy.comm_hook_states()
     if strategy.num_nodes > 1:  # only global rank 0 has the whole state of a sharded optimizer
         optimizers = strategy.broadcast(optimizers)

@@ -10,14 +10,14 @@ from torch import Tensor
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.trainer.loops.join import PaddingGradients
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
+from rankwise.trainer.loops.uneven_inputs import PaddingGradients
 from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from rankwise.trainer.loops.batch_schedule import BatchSchedule
+    from rankwise.trainer.loops.uneven_inputs import BatchSchedule
     from rankwise.trainer.state import StageContext
 
 

@@ -10,10 +10,10 @@ from rankwise.errors import ConfigurationError
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import get_random_state, set_random_state
 from rankwise.trainer.loops.automatic import AutomaticOptimization
-from rankwise.trainer.loops.batch_schedule import BatchSchedule
 from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
 from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
+from rankwise.trainer.loops.uneven_inputs import BatchSchedule
 from rankwise.trainer.metrics import Results
 from rankwise.trainer.state_transfer import RankState, seed_rank
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.comm_hook import hook_of
 from rankwise.gradient_sync.parameters import share_buffers_next
-from rankwise.trainer.loops.join import discard_new_gradients
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
+from rankwise.trainer.loops.uneven_inputs import discard_new_gradients
 from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
 from rankwise.trainer.module import ManualOptimizer
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.loops.batch_schedule import BatchSchedule
+    from rankwise.trainer.loops.uneven_inputs import BatchSchedule
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.state import StageContext
 
@@ -181,15 +181,14 @@ class ManualOptimization:
     @contextmanager
     def _agree_on_skipping(self) -> Iterator[None]:
         """Make the ranks agree in the block whether to skip a step, if gradients are not averaged."""
-        precision, guard = self._strategy.precision, self._guard
-        before = precision.agree, guard.may_differ
+        precision = self._strategy.precision
+        before = precision.agree
         if self._has_local_gradients and self._strategy.world_size > 1:
             precision.agree = partial(self._strategy.reduce_boolean_decision, all=False)
-            guard.may_differ = True
         try:
             yield
         finally:
-            precision.agree, guard.may_differ = before
+            precision.agree = before
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Clear the gradients of an optimizer's parameters."""

@@ -50,16 +50,12 @@ class NonFiniteGuard:
 
     A loss that is not finite makes its rank's gradients NaN, and averaging makes them NaN on every rank. Only
     then do the ranks exchange whose loss it was.
-
-    Attributes:
-        may_differ: whether gradients may differ between ranks, so that the ranks must agree on each step.
     """
 
     def __init__(self, context: StageContext) -> None:
         self._strategy = context.strategy
         self._progress = context.state.progress
         self._policy = context.options.on_nonfinite
-        self.may_differ = context.strategy.gradients_may_differ(context.wrapped)
         self._is_bad: Tensor | None = None
 
     def mark(self, loss: Tensor) -> Tensor:
@@ -105,4 +101,4 @@ class NonFiniteGuard:
         precision.unscale_gradients(optimizer)
         parameters = precision.main_parameters(optimizer)
         is_finite = are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
-        return self._strategy.reduce_boolean_decision(is_finite) if self.may_differ else is_finite
+        return is_finite if precision.agree is None else not precision.agree(not is_finite)

@@ -135,7 +135,7 @@ class OptimizerSet:
 
         Their state is what the last fit left, on the device where the parameters are now.
         """
-        states = self._local_states()
+        states = self.states()
         if not self.optimizers:
             self.optimizers, self.schedulers = configure(module)
         precision.configure(module, self.optimizers)
@@ -143,19 +143,20 @@ class OptimizerSet:
             self.load(*states)
         self._pending = None
 
-    def states(self, strategy: Strategy) -> tuple[list[Any], list[Any]]:
-        """Return the whole states of the optimizers and schedulers that exist here.
+    def states(self, strategy: Strategy | None = None) -> tuple[list[Any], list[Any]] | None:
+        """Return the states of optimizers and schedulers; if no optimizer exists here, the kept ones or None.
 
-        Collective: within a stage, every rank must call this.
+        Without `strategy`, a sharded optimizer's state is this rank's part.
+
+        Collective: within a stage, with `strategy`, every rank must call this.
         """
-        optimizers = [strategy.get_optimizer_state(optimizer) for optimizer in self.optimizers]
-        return optimizers, self._scheduler_states()
-
-    def states_or_kept(self, strategy: Strategy) -> tuple[list[Any], list[Any]]:
-        """Return `states`, or the kept states where no optimizer exists. Collective: as `states`."""
-        if not self.optimizers and self._pending is not None:
+        if not self.optimizers:
             return self._pending
-        return self.states(strategy)
+        optimizers = [
+            optimizer.state_dict() if strategy is None else strategy.get_optimizer_state(optimizer)
+            for optimizer in self.optimizers
+        ]
+        return optimizers, [config.scheduler.state_dict() for config in self.schedulers]
 
     def keep_states(self, optimizers: list[Any], schedulers: list[Any]) -> None:
         """Keep the states of optimizers that cannot exist in this process."""
@@ -170,12 +171,4 @@ class OptimizerSet:
             config.scheduler.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizers": [], "schedulers": [], "_pending": self._local_states()}
-
-    def _local_states(self) -> tuple[list[Any], list[Any]] | None:
-        if not self.optimizers:
-            return self._pending
-        return [optimizer.state_dict() for optimizer in self.optimizers], self._scheduler_states()
-
-    def _scheduler_states(self) -> list[Any]:
-        return [config.scheduler.state_dict() for config in self.schedulers]
+        return {"optimizers": [], "schedulers": [], "_pending": self.states()}

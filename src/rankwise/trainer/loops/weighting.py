@@ -13,7 +13,7 @@ from rankwise.data.batches import BatchSizes, batch_sizes
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from rankwise.trainer.loops.batch_schedule import BatchSchedule
+    from rankwise.trainer.loops.uneven_inputs import BatchSchedule
     from rankwise.trainer.state import StageContext
 
 

@@ -16,7 +16,7 @@ from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.data_loaders import LoaderShard, TrainDataShard
 from rankwise.trainer.loops.automatic import AutomaticOptimization
-from rankwise.trainer.loops.batch_schedule import BatchSchedule
+from rankwise.trainer.loops.uneven_inputs import BatchSchedule
 from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
 
 

@@ -16,8 +16,7 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError, UnevenInpu
 from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
 from rankwise.trainer.data_loaders import LoaderShard, TrainDataShard, shard_for_phase
-from rankwise.trainer.loops.batch_schedule import BatchSchedule
-from rankwise.trainer.loops.join import preserve_state
+from rankwise.trainer.loops.uneven_inputs import BatchSchedule, preserve_state
 from rankwise.trainer.state import Progress
 from tests.unit.trainer.helpers import loader, trainer, with_second_rank
 
