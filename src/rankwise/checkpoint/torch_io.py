@@ -65,8 +65,7 @@ class TorchCheckpointIO(CheckpointIO):
         """
         handled = sys.exc_info()[1]
         try:
-            if problem := _problem_of(Path(path)):
-                raise _load_error(path, problem)
+            _check_file(Path(path))
             checkpoint = torch.load(path, map_location=map_location, weights_only=True)
         except CheckpointError:
             raise
@@ -212,21 +211,22 @@ def _load_error(
     return CheckpointError(path=os.fspath(path), problem=problem, remedy=remedy)
 
 
-def _problem_of(path: Path) -> str:
-    """Return why `path` is not an intact archive, or ""; torch does not detect changed bytes in a tensor."""
+def _check_file(path: Path) -> None:
+    """Raise unless `path` is an intact archive; torch itself does not detect changed bytes in a tensor."""
     if path.is_dir():
-        return "is a folder, not a file"
+        raise _load_error(path, "is a folder, not a file")
     if not path.exists():
-        return "does not exist; a relative path starts at the working directory"
+        raise _load_error(path, "does not exist; a relative path starts at the working directory")
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":
-        return "is not a file of torch.save" if start else "is empty"
+        raise _load_error(path, "is not a file of torch.save" if start else "is empty")
     if not zipfile.is_zipfile(path):
-        return "is cut off"
+        raise _load_error(path, "is cut off")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip() if get_crc32_options() else None
     except zipfile.BadZipFile:
         damaged = "table of contents"
-    return f"is damaged: the checksum of its record {damaged!r} does not match" if damaged else ""
+    if damaged:
+        raise _load_error(path, f"is damaged: the checksum of its record {damaged!r} does not match")
