@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rankwise import Trainer
 from rankwise.errors import ConfigurationError, UnusedParametersError, WorkerRaisedError
-from rankwise.gradient_sync import built_in_hooks, register_ddp_comm_hook
+from rankwise.gradient_sync import hook_registry, register_ddp_comm_hook
 from rankwise.strategies import DDPStrategy
 from tests.helpers.exactness import Case, Model, cases, expected_weights
 from tests.helpers.exactness import loader as case_loader
@@ -206,7 +206,7 @@ def registered_by_hand(strategy: DDPStrategy) -> list[Tensor]:
         ("allreduce", "fp16"),
         ("powersgd:start_powerSGD_iter=2", None),
         ("post_localsgd", None),
-        (built_in_hooks.allreduce_hook, None),
+        (hook_registry.allreduce_hook, None),
     ]
     for hook, wrapper in hooks:
         module = Regression()

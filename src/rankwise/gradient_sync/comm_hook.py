@@ -13,8 +13,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
-from rankwise.gradient_sync.built_in_hooks import CastHook, PowerSGDMemory, allreduce_hook, powersgd_hook
-from rankwise.gradient_sync.hook_registry import CommHookRegistry, Hook, HookPlace, NamedHook, check_hook
+from rankwise.gradient_sync.hook_registry import (
+    CastHook,
+    CommHookRegistry,
+    Hook,
+    HookPlace,
+    NamedHook,
+    PowerSGDMemory,
+    allreduce_hook,
+    check_hook,
+    powersgd_hook,
+)
 from rankwise.named_options import check_name, split_options
 
 Wrapper = Callable[[Hook], Hook]

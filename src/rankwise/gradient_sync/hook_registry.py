@@ -1,19 +1,32 @@
-"""`CommHookRegistry`: communication hooks by name, with their options."""
+"""`CommHookRegistry`: communication hooks by name, and those that are registered by default."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from rankwise.errors import InvalidTypeError, UnknownArgumentError, UnknownNameError
+from rankwise.errors import (
+    ConfigurationError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MissingExtraError,
+    UnknownArgumentError,
+    UnknownNameError,
+)
 from rankwise.named_options import NameTable
 
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+Layout = tuple[str, ...]
+"""The names of the parameters in a bucket."""
 
 
 @final
@@ -124,3 +137,239 @@ def check_hook(hook: object) -> Hook:
 
 
 CommHookRegistry = _Registry()
+
+
+def averaged(group: Any, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Average a tensor over the ranks, in place."""
+    work: Any = dist.all_reduce(tensor.div_(dist.get_world_size(group)), group=group, async_op=True)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+@final
+@dataclass(frozen=True)
+class CastHook:
+    """Runs another hook on a bucket in `dtype`."""
+
+    dtype: torch.dtype
+    hook: Hook
+
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Reduce a bucket."""
+        original = bucket.buffer()
+        bucket.set_buffer(original.to(self.dtype))
+        return self.hook(state, bucket).then(lambda done: original.copy_(done.value()))
+
+
+def allreduce_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over the process group, which is the state."""
+    return averaged(state, bucket.buffer())
+
+
+def _noop_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def powersgd_hook(memory: PowerSGDMemory, bucket: Any) -> Any:
+    """Call torch's `powerSGD_hook`."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+    memory.fit(bucket)
+    return powerSGD_hook(memory.state, bucket)
+
+
+@final
+@dataclass(eq=False)
+class PowerSGDMemory:
+    """torch's `PowerSGDState`, and the parameter names of each of its buckets.
+
+    torch stores the error feedback (what compression lost) and the last approximation by bucket index. DDP
+    rebuilds its buckets after the first step, and so after each restart. This class stores both by parameter
+    name and assigns them to the new buckets.
+    """
+
+    state: PowerSGDState
+    _names: dict[int, str] = field(default_factory=dict, init=False)
+    _sizes: dict[str, int] = field(default_factory=dict, init=False)
+    _layouts: dict[int, Layout] = field(default_factory=dict, init=False)
+    _errors: dict[str, Tensor] = field(default_factory=dict, init=False)  # not yet assigned to a bucket
+    _bases: dict[Layout, Tensor] = field(default_factory=dict, init=False)
+
+    def name_parameters(self, module: nn.Module) -> None:
+        """Register the names of the parameters in the buckets."""
+        for name, parameter in module.named_parameters():
+            self._names[id(parameter)], self._sizes[name] = name, parameter.numel()
+
+    def fit(self, bucket: Any) -> None:
+        """Assign memory to this bucket, if its parameters have changed."""
+        index = bucket.index()
+        parameters = bucket.parameters()
+        layout = tuple(self._names.get(id(parameter), "?") for parameter in parameters)
+        if self._layouts.get(index) == layout:
+            return
+        if index in self._layouts:  # DDP has rebuilt its buckets
+            self._collect(index)
+        self._layouts[index] = layout
+        buffer, state = bucket.buffer(), self.state
+        if any(name in self._errors for name in layout):
+            pieces = [
+                self._errors.pop(name, parameter.new_zeros(parameter.numel())).to(buffer)
+                for name, parameter in zip(layout, parameters, strict=True)
+            ]
+            state.error_dict[index] = torch.cat(pieces)
+        if (basis := self._bases.pop(layout, None)) is not None:
+            state.q_memory_dict[index] = basis.to(buffer)
+            state.p_memory_dict[index] = buffer.new_empty(self._left_factor_size(parameters))
+
+    def _left_factor_size(self, parameters: list[Tensor]) -> int:
+        """Return the number of elements of a bucket's left factors (torch's P matrices)."""
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
+
+        size = 0
+        for parameter in parameters:
+            rows = parameter.shape[0]
+            columns = parameter.numel() // rows
+            rank = min(rows, columns, self.state.matrix_approximation_rank)
+            if _should_compress(rows, columns, rank, self.state.min_compression_rate)[0]:
+                size += rows * rank
+        return size
+
+    def _collect(self, first: int) -> None:
+        """Move the memory of the buckets from index `first` on back to the parameter names."""
+        self._errors, self._bases = self._by_name(first)
+        state = self.state
+        memories: list[dict[int, Any]] = [state.error_dict, state.p_memory_dict, state.q_memory_dict]
+        for memory in (*memories, self._layouts):
+            for index in [index for index in memory if index >= first]:
+                del memory[index]
+
+    def _by_name(self, first: int) -> tuple[dict[str, Tensor], dict[Layout, Tensor]]:
+        """Return the errors by parameter and the bases by layout, of buckets from index `first` on."""
+        errors, bases = dict(self._errors), dict(self._bases)
+        for index, layout in self._layouts.items():
+            if index >= first and index in self.state.error_dict:
+                sizes = [self._sizes[name] for name in layout]
+                errors.update(zip(layout, self.state.error_dict[index].split(sizes), strict=True))
+            if index >= first and index in self.state.q_memory_dict:
+                bases[layout] = self.state.q_memory_dict[index]
+        return errors, bases
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, in plain types and tensors."""
+        random_state: Any = self.state.rng.get_state(legacy=True)
+        kind, keys, position, has_gauss, gauss = random_state
+        errors, bases = self._by_name(0)
+        return {
+            "iter": self.state.iter,
+            "errors": {name: error.detach().clone() for name, error in errors.items()},
+            "bases": [
+                {"parameters": list(layout), "basis": basis.detach().clone()}
+                for layout, basis in bases.items()
+            ],
+            "random": [kind, keys.tolist(), position, has_gauss, gauss],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, without the errors of parameters that have changed."""
+        self._collect(0)
+        self.state.iter = state["iter"]
+        self._errors = {
+            name: error for name, error in state["errors"].items() if self._sizes.get(name) == error.numel()
+        }
+        self._bases = {tuple(entry["parameters"]): entry["basis"] for entry in state["bases"]}
+        self.state.rng.set_state(tuple(state["random"]))
+
+
+def _make_powersgd_state(place: HookPlace, **options: Any) -> PowerSGDMemory:
+    try:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+        known = tuple(inspect.signature(PowerSGDState).parameters)[1:]
+        for option in options:
+            if option not in known:
+                raise UnknownArgumentError(target="comm_hook 'powersgd'", name=option, known=known)
+        return PowerSGDMemory(PowerSGDState(place.process_group, **options))
+    except ImportError:
+        raise MissingExtraError(package="numpy", extra="powersgd", purpose="PowerSGD") from None
+
+
+def _check_powersgd(**options: Any) -> None:
+    rank = options.get("matrix_approximation_rank", 1)
+    if not isinstance(rank, int) or rank < 1:
+        raise InvalidArgumentError(argument="matrix_approximation_rank", value=rank, expected="1 or more")
+    try:
+        _make_powersgd_state(HookPlace(None, 1), **options)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(message=f"comm_hook 'powersgd' cannot work: {error}") from None
+
+
+def _make_local_sgd_state(
+    place: HookPlace,
+    *,
+    start_localSGD_iter: int = 100,  # noqa: N803  torch's name
+    post_local_gradient_allreduce: bool = True,
+    subgroup_size: int | None = None,
+) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+    subgroup = _subgroup(place, subgroup_size) if post_local_gradient_allreduce else None
+    return PostLocalSGDState(
+        place.process_group, subgroup, start_localSGD_iter, post_local_gradient_allreduce
+    )
+
+
+def _subgroup(place: HookPlace, size: int | None) -> Any:
+    """Return the group of the ranks on this node, or of `size` ranks in a row."""
+    world_size = dist.get_world_size(place.process_group)
+    size = place.local_world_size if size is None else size
+    if size == world_size:
+        return place.process_group or dist.group.WORLD
+    if world_size % size or world_size != dist.get_world_size():
+        raise ConfigurationError(
+            message=f"{world_size} ranks cannot be split into groups of {size} for local SGD.",
+            facts=f"{place.local_world_size} of them are on this node.",
+            remedy=f'comm_hook="post_localsgd:subgroup_size=..." with a divisor of {world_size}, over all '
+            "ranks.",
+        )
+    return dist.new_subgroups(group_size=size)[0]
+
+
+def _check_local_sgd(**options: Any) -> None:
+    for name, smallest in (("start_localSGD_iter", 0), ("subgroup_size", 1)):
+        value = options.get(name)
+        if value is not None and (not isinstance(value, int) or value < smallest):
+            raise InvalidArgumentError(argument=name, value=value, expected=f"{smallest} or more")
+
+
+def _local_sgd_hook(state: Any, bucket: Any) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
+
+    return post_localSGD_hook(state, bucket)
+
+
+for _name, _hook, _description in (
+    ("allreduce", allreduce_hook, "average, as DDP does without a hook"),
+    ("fp16_compress", CastHook(torch.float16, allreduce_hook), "average in 16-bit floating point"),
+    ("bf16_compress", CastHook(torch.bfloat16, allreduce_hook), "average in bfloat16"),
+    ("noop", _noop_hook, "communicate nothing, to measure what communication costs"),
+):
+    CommHookRegistry.register(_name, _hook, description=_description, averages=_name != "noop")
+CommHookRegistry.register(
+    "powersgd",
+    powersgd_hook,
+    _make_powersgd_state,
+    "send low-rank approximations, with error feedback (https://arxiv.org/abs/1905.13727)",
+    check=_check_powersgd,
+    averages=True,
+)
+CommHookRegistry.register(
+    "post_localsgd",
+    _local_sgd_hook,
+    _make_local_sgd_state,
+    "after some steps average gradients per node, and models periodically (https://arxiv.org/abs/1808.07217)",
+    check=_check_local_sgd,
+)

@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
 from rankwise.gradient_sync.buckets import reduce_gradients, reduce_with_hook
-from rankwise.gradient_sync.built_in_hooks import allreduce_hook
 from rankwise.gradient_sync.comm_hook import CommHook, read_state, state_for_rank, write_state
-from rankwise.gradient_sync.hook_registry import HookPlace
+from rankwise.gradient_sync.hook_registry import HookPlace, allreduce_hook
 from rankwise.gradient_sync.model_averaging import ModelAveraging, refuse_distributed_optimizer
 from rankwise.gradient_sync.parameters import (
     ParametersOf,
@@ -266,6 +265,7 @@ class GradientSync:
         self, module: nn.Module, parameters: list[Tensor], group: dist.ProcessGroup | None
     ) -> None:
         """Average the gradients that DDP has not averaged."""
+        group = self._group if group is None else group
         if isinstance(module, DistributedDataParallel):
             group = module.process_group
         elif self.mode is not GradientSyncMode.FORCED_SYNC and parameters and _is_distributed(group):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, ProcessGroupError
 from rankwise.gradient_sync.buckets import FULL_PRECISION, FlatGradients, mean_over_ranks
-from rankwise.gradient_sync.built_in_hooks import averaged
+from rankwise.gradient_sync.hook_registry import averaged
 from rankwise.gradient_sync.parameters import trained_parameters
 
 if TYPE_CHECKING:
