@@ -188,6 +188,7 @@ class UnknownNameError(ConfigurationError):
     """`name` is not one of the `known` names; `kind` says what it names."""
 
     ADVICE = "use one of the names above."
+    KNOWN: ClassVar[str] = "known are"
 
     kind: str = "name"
     name: str = ""
@@ -197,16 +198,15 @@ class UnknownNameError(ConfigurationError):
         return f"Unknown {self.kind} {self.name!r}.{_suggestion(self.name, self.known)}"
 
     def seen(self) -> str:
-        return f"known are {_listed(sorted(self.known))}."
+        return f"{self.KNOWN} {_listed(sorted(self.known))}."
 
 
 class UnknownStrategyError(UnknownNameError, KeyError):
     """A strategy name is not registered."""
 
-    kind: str = "strategy"
+    KNOWN = "registered names are"
 
-    def seen(self) -> str:
-        return f"registered names are {_listed(sorted(self.known))}."
+    kind: str = "strategy"
 
     def fix(self) -> str:
         if self.remedy:

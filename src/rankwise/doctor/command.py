@@ -28,10 +28,11 @@ def main(arguments: Sequence[str]) -> int:
     Runs on: every rank; rank 0 prints.
     """
     chosen = _parser().parse_args(arguments)
-    if chosen.command == "strategies":
-        sys.stdout.write(list_strategies(as_json=chosen.json))
-        return 0
-    return _doctor(chosen)
+    if chosen.command == "doctor":
+        return _doctor(chosen)
+    entries = {name: StrategyRegistry.entry(name) for name in StrategyRegistry}
+    sys.stdout.write(_as_json(entries) if chosen.json else _as_text(entries))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,13 +67,9 @@ def _doctor(chosen: argparse.Namespace) -> int:
     return 0 if report.is_healthy else 1
 
 
-_USE = 'Use a name: Trainer(strategy="{name}"). Arguments: StrategyRegistry.create("{name}", timeout=120).'
-
-
-def list_strategies(*, as_json: bool) -> str:
-    """Return the table of names."""
-    entries = {name: StrategyRegistry.entry(name) for name in StrategyRegistry}
-    return (_as_json if as_json else _as_text)(entries)
+_USE = (
+    'Use a name: Trainer(strategy="ddp_spawn"). Arguments: StrategyRegistry.create("ddp_spawn", timeout=120).'
+)
 
 
 def _as_json(entries: dict[str, RegisteredStrategy]) -> str:
@@ -81,12 +78,12 @@ def _as_json(entries: dict[str, RegisteredStrategy]) -> str:
             "class": entry.strategy.__name__,
             "start_method": _start_method(entry),
             "description": entry.description,
-            "arguments": {key: _plain(value) for key, value in entry.init_params.items()},
-            "defaults": {key: _plain(value) for key, value in _defaults(entry.strategy).items()},
+            "arguments": entry.init_params,
+            "defaults": _defaults(entry.strategy),
         }
         for name, entry in entries.items()
     }
-    return f"{json.dumps(content, indent=2)}\n"
+    return f"{json.dumps(content, indent=2, default=str)}\n"
 
 
 def _as_text(entries: dict[str, RegisteredStrategy]) -> str:
@@ -100,22 +97,19 @@ def _as_text(entries: dict[str, RegisteredStrategy]) -> str:
         for name, entry in entries.items()
     ]
     lines = [*table(("name", "stands for", "start method", "description"), rows), ""]
-    for classes, defaults in _by_defaults(entries).items():
-        lines += textwrap.wrap(f"{', '.join(classes)}: {defaults}", 110, subsequent_indent="    ")
-    lines += ["", _USE.format(name="ddp_spawn")]
+    classes: dict[str, list[str]] = {}  # by the arguments and defaults that they share
+    for cls in dict.fromkeys(entry.strategy for entry in entries.values()):
+        classes.setdefault(_arguments(_defaults(cls)), []).append(cls.__name__)
+    for defaults, names in classes.items():
+        lines += textwrap.wrap(f"{', '.join(names)}: {defaults}", 110, subsequent_indent="    ")
+    lines += ["", _USE]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _by_defaults(entries: dict[str, RegisteredStrategy]) -> dict[tuple[str, ...], str]:
-    """Return the arguments with their defaults as text, by the classes that share them."""
-    found: dict[str, list[str]] = {}
-    for cls in dict.fromkeys(entry.strategy for entry in entries.values()):
-        found.setdefault(_arguments(_defaults(cls)), []).append(cls.__name__)
-    return {tuple(classes): text for text, classes in found.items()}
-
-
 def _arguments(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={_word(value)}" for key, value in values.items())
+    return ", ".join(
+        f"{key}={value!r}" if isinstance(value, str) else f"{key}={value}" for key, value in values.items()
+    )
 
 
 def _start_method(entry: RegisteredStrategy) -> str | None:
@@ -136,12 +130,3 @@ def _defaults(cls: type) -> dict[str, Any]:
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break
     return defaults
-
-
-def _word(value: object) -> str:
-    return repr(value) if _plain(value) is value else str(_plain(value))
-
-
-def _plain(value: object) -> object:
-    is_plain = value is None or isinstance(value, (bool, int, float, str))
-    return value if is_plain else str(value)

@@ -14,13 +14,7 @@ _WIDTH = 100
 @final
 @dataclass(frozen=True)
 class Finding:
-    """A problem or a note, and what to do about it.
-
-    Attributes:
-        what: the problem, as a sentence.
-        fix: what to do, as an imperative.
-        is_error: False for a note, which leaves the exit code at 0.
-    """
+    """A problem, or a note that leaves the exit code at 0, and what to do about it."""
 
     what: str
     fix: str
@@ -30,15 +24,7 @@ class Finding:
 @final
 @dataclass(frozen=True)
 class Section:
-    """One part of a report.
-
-    Attributes:
-        key: name in JSON.
-        title: title in the text.
-        facts: content for JSON.
-        lines: the same as text.
-        findings: problems and notes.
-    """
+    """One part of a report: `key` and `facts` are for JSON, `title` and `lines` say the same as text."""
 
     key: str
     title: str
