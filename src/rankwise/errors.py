@@ -541,12 +541,9 @@ class CollectiveMismatchError(RankwiseError, RuntimeError):
         return f"The ranks called different things as {which}."
 
     def seen(self) -> str:
-        return "\n        ".join(
-            [
-                *(f"{_ranks(who)}: {call}" for call, who in self.calls.items()),
-                *(f"{_ranks(who)} did not come; last seen: {call}" for call, who in self.missing.items()),
-            ]
-        )
+        lines = [f"{_ranks(who)}: {call}" for call, who in self.calls.items()]
+        lines += [f"{_ranks(who)} did not come; last seen: {call}" for call, who in self.missing.items()]
+        return "\n        ".join(lines)
 
 
 class RankZeroFailedError(RankwiseError, RuntimeError):

@@ -13,7 +13,7 @@ from typing import Any
 
 from rankwise.doctor.examination import examine
 from rankwise.doctor.report import table
-from rankwise.registry import RegisteredStrategy, StrategyRegistry
+from rankwise.registry import StrategyRegistry
 
 _DESCRIPTION = """
 Report who started this process, and which ranks, devices, back ends, start methods and addresses there are;
@@ -30,8 +30,9 @@ def main(arguments: Sequence[str]) -> int:
     chosen = _parser().parse_args(arguments)
     if chosen.command == "doctor":
         return _doctor(chosen)
-    entries = {name: StrategyRegistry.entry(name) for name in StrategyRegistry}
-    sys.stdout.write(_as_json(entries) if chosen.json else _as_text(entries))
+    strategies = _strategies()
+    text = f"{json.dumps(strategies, indent=2, default=str)}\n" if chosen.json else _as_text(strategies)
+    sys.stdout.write(text)
     return 0
 
 
@@ -72,50 +73,38 @@ _USE = (
 )
 
 
-def _as_json(entries: dict[str, RegisteredStrategy]) -> str:
-    content = {
-        name: {
+def _strategies() -> dict[str, dict[str, Any]]:
+    content = {}
+    for name in StrategyRegistry:
+        entry = StrategyRegistry.entry(name)
+        default = getattr(entry.strategy, "default_start_method", None)
+        content[name] = {
             "class": entry.strategy.__name__,
-            "start_method": _start_method(entry),
+            "start_method": entry.init_params.get("start_method", default),
             "description": entry.description,
             "arguments": entry.init_params,
             "defaults": _defaults(entry.strategy),
         }
-        for name, entry in entries.items()
-    }
-    return f"{json.dumps(content, indent=2, default=str)}\n"
+    return content
 
 
-def _as_text(entries: dict[str, RegisteredStrategy]) -> str:
-    rows = [
-        (
-            name,
-            f"{entry.strategy.__name__}({_arguments(entry.init_params)})",
-            _start_method(entry) or "-",
-            entry.description,
-        )
-        for name, entry in entries.items()
-    ]
+def _as_text(strategies: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = []
+    classes: dict[str, dict[str, None]] = {}  # by the arguments and defaults that they share
+    for name, each in strategies.items():
+        meaning = f"{each['class']}({_arguments(each['arguments'])})"
+        rows.append((name, meaning, each["start_method"] or "-", each["description"]))
+        classes.setdefault(_arguments(each["defaults"]), {})[each["class"]] = None
     lines = [*table(("name", "stands for", "start method", "description"), rows), ""]
-    classes: dict[str, list[str]] = {}  # by the arguments and defaults that they share
-    for cls in dict.fromkeys(entry.strategy for entry in entries.values()):
-        classes.setdefault(_arguments(_defaults(cls)), []).append(cls.__name__)
     for defaults, names in classes.items():
         lines += textwrap.wrap(f"{', '.join(names)}: {defaults}", 110, subsequent_indent="    ")
-    lines += ["", _USE]
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{line}\n" for line in [*lines, "", _USE])
 
 
 def _arguments(values: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{key}={value!r}" if isinstance(value, str) else f"{key}={value}" for key, value in values.items()
     )
-
-
-def _start_method(entry: RegisteredStrategy) -> str | None:
-    default = getattr(entry.strategy, "default_start_method", None)
-    chosen: str | None = entry.init_params.get("start_method", default)
-    return chosen
 
 
 def _defaults(cls: type) -> dict[str, Any]:

@@ -171,21 +171,20 @@ def _backend_findings(has: Mapping[str, bool], environ: Mapping[str, str]) -> li
 
 def lookup_seconds() -> float:
     """Return the seconds of the slower of two look-ups: this host's address, and its name."""
-    host = socket.gethostname()
-    return max(_seconds(lambda: socket.gethostbyname(host)), _seconds(lambda: socket.gethostbyaddr(host)))
+    slowest = 0.0
+    for look_up in (socket.gethostbyname, socket.gethostbyaddr):
+        started = time.monotonic()
+        # In a thread: a look-up that hangs cannot be interrupted.
+        thread = threading.Thread(target=_look_up, args=(look_up, socket.gethostname()), daemon=True)
+        thread.start()
+        thread.join(_LONGEST_LOOKUP_S)
+        slowest = max(slowest, time.monotonic() - started)
+    return slowest
 
 
-def _seconds(look_up: Callable[[], object]) -> float:
-    # In a thread: a look-up that hangs cannot be interrupted.
-    def run() -> None:
-        with contextlib.suppress(OSError):  # an unknown name ends the look-up too
-            look_up()
-
-    started = time.monotonic()
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(_LONGEST_LOOKUP_S)
-    return time.monotonic() - started
+def _look_up(look_up: Callable[[str], object], host: str) -> None:
+    with contextlib.suppress(OSError):  # an unknown name ends the look-up too
+        look_up(host)
 
 
 def examine_network(
@@ -295,22 +294,15 @@ def examine_start_methods(timeout_s: float) -> Section:
         for method, result in results.items()
     ]
     lines = table(("strategy", "start_method", "two processes"), rows)
-    return Section("start_methods", "Start methods", results, lines, _start_method_findings(results))
-
-
-def _start_method_findings(results: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    working = [_NAMES[method] for method, result in results.items() if result["works"]]
     alternative = "no start method works: check whether processes may be started here (ulimit -u, seccomp)."
-    if working:
+    if working := [_NAMES[method] for method, result in results.items() if result["works"]]:
         alternative = f'use strategy="{working[0]}" instead.'
-    return [
-        Finding(
-            f'strategy="{_NAMES[method]}" does not work here: {result["problem"]}',
-            result["fix"] or alternative,
-        )
-        for method, result in results.items()
-        if not result["works"]
-    ]
+    findings = []
+    for method, result in results.items():
+        if not result["works"]:
+            what = f'strategy="{_NAMES[method]}" does not work here: {result["problem"]}'
+            findings.append(Finding(what, result["fix"] or alternative))
+    return Section("start_methods", "Start methods", results, lines, findings)
 
 
 def try_start_method(start_method: str, timeout_s: float) -> None:

@@ -67,7 +67,15 @@ def create_environment(name: str, environ: Mapping[str, str] | None = None) -> C
         InvalidTypeError: when an installed entry point is not a `ClusterEnvironment`.
         EnvironmentVariableError: when its variables are incomplete or contradict each other.
     """
-    environment = _class_named(name)(environ)
+    found: list[object] = [cls for cls in _ORDER if cls.name == name.lower()]
+    found = found or [point.load() for point in entry_points(group=_ENTRY_POINTS, name=name)]
+    if not found:
+        raise UnknownNameError(kind="environment", name=name, known=environment_names())
+    if not (isinstance(found[0], type) and issubclass(found[0], ClusterEnvironment)):
+        raise InvalidTypeError(
+            argument=f"entry point {name!r}", value=found[0], expected="a subclass of ClusterEnvironment"
+        )
+    environment: ClusterEnvironment = found[0](environ)
     environment.ranks  # noqa: B018  reading the ranks validates them
     return environment
 
@@ -96,17 +104,3 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
         else:
             rejected[cls.name] = reason or f"{found.name} is nearer to this process"
     return Detection(found(environ), _LAST_REASON if found is LocalEnvironment else _REASON, rejected)
-
-
-def _class_named(name: str) -> type[ClusterEnvironment]:
-    for cls in _ORDER:
-        if cls.name == name.lower():
-            return cls
-    for point in entry_points(group=_ENTRY_POINTS, name=name):
-        loaded = point.load()
-        if not (isinstance(loaded, type) and issubclass(loaded, ClusterEnvironment)):
-            raise InvalidTypeError(
-                argument=f"entry point {name!r}", value=loaded, expected="a subclass of ClusterEnvironment"
-            )
-        return loaded
-    raise UnknownNameError(kind="environment", name=name, known=environment_names())

@@ -44,13 +44,12 @@ def interface_toward(host: str) -> str | None:
     For a name that this host resolves to loopback, it is the interface at which other hosts reach this host;
     None if that is unknown.
     """
-    address = address_toward(host)
-    if _is_loopback(address) and _is_name(host):
+    addresses = [address_toward(host)]
+    if _is_loopback(addresses[0]):
+        if not _is_name(host):
+            return "lo" if sys.platform == "linux" else "lo0"
         addresses = _external_addresses()
-        return interfaces_by_address().get(addresses[0]) if len(addresses) == 1 else None
-    if _is_loopback(address):
-        return "lo" if sys.platform == "linux" else "lo0"
-    return interfaces_by_address().get(address)
+    return interfaces_by_address().get(addresses[0]) if len(addresses) == 1 else None
 
 
 def listening_address(main_address: str, other_node: str | None = None) -> str:

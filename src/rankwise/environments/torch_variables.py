@@ -50,11 +50,7 @@ class PlainEnvironment(ClusterEnvironment):
 
     @property
     def local_world_size(self) -> int:
-        """`LOCAL_WORLD_SIZE`, or the world size if rank and local rank are equal.
-
-        Raises:
-            EnvironmentVariableError: when there are several nodes of unknown size.
-        """
+        """`LOCAL_WORLD_SIZE`, or the world size if rank and local rank are equal."""
         if self._has("LOCAL_WORLD_SIZE"):
             return self._number("LOCAL_WORLD_SIZE")
         if self.local_rank != self.global_rank:
