@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError
+from rankwise.monitoring.heartbeat import blocked_in
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -75,4 +76,5 @@ def share_buffers(module: nn.Module) -> None:
     """
     share_buffers_next(module)
     if isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers():
-        module._sync_buffers()
+        with blocked_in("share_buffers"):
+            module._sync_buffers()

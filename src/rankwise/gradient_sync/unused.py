@@ -62,7 +62,8 @@ def explain_unused(
     names = reduced_names(wrapped)
     numbers = [] if match is None else [int(number) for number in match.group(1).split()]
     own = tuple(names[number] for number in numbers if number < len(names))
-    return UnusedParametersError(names_by_rank=_exchange_names(own), module=type(wrapped.module).__name__)
+    found = UnusedParametersError(names_by_rank=_exchange_names(own), module=type(wrapped.module).__name__)
+    return found.with_traceback(error.__traceback__)
 
 
 def _wrapped_module_in(traceback: TracebackType | None) -> DistributedDataParallel | None:

@@ -36,11 +36,9 @@ class Launcher(ABC):
     Attributes:
         runs_in_caller: whether the calling process is a rank itself, so that what the function changes is
             changed in the caller.
-        pickles_entry: whether the function and its arguments are pickled.
     """
 
     runs_in_caller: ClassVar[bool]
-    pickles_entry: bool = False
 
     @abstractmethod
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:

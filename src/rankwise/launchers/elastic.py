@@ -88,9 +88,6 @@ class ElasticLauncher(Launcher):
     grace_period_s: float
     init_timeout: timedelta
 
-    def __post_init__(self) -> None:
-        self.pickles_entry = self.start_method != "fork"
-
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, watch, restart, collect the values; see `Launcher.launch`."""
         count_launch()

@@ -60,9 +60,6 @@ class MultiprocessLauncher(Launcher):
     local_ranks: tuple[RankInfo, ...]
     options: SupervisionOptions
 
-    def __post_init__(self) -> None:
-        self.pickles_entry = self.start_method != "fork"
-
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, collect the values; see `Launcher.launch`."""
         count_launch()

@@ -10,39 +10,47 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError, UnknownArgumentError
+from rankwise.failures.classify import mark_propagated, start_exception_chain
+from rankwise.failures.exchange import resolve_cause
 from rankwise.gradient_sync import GradientSync
-from rankwise.gradient_sync.parameters import share_buffers
 from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
-from rankwise.monitoring.heartbeat import blocked_in, report_phase
+from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
 from rankwise.precision import Precision
 from rankwise.process_group import collectives, rank_zero_first
 from rankwise.processes.exit_codes import exit_code_kept
-from rankwise.ranks import RankInfo, set_rank_zero_only
+from rankwise.ranks import RankInfo, job_entry, set_rank_zero_only
 from rankwise.strategies.config import (
-    ConfigField,
     Devices,
-    GradientConfig,
     GroupConfig,
+    PartField,
     ProcessConfig,
     check_instance,
     copied_precision,
     take_changes,
 )
-from rankwise.strategies.job import Collectives, Job, RankEntry, save_on_rank_zero, variables_set
-from rankwise.strategies.module_wrapping import forward_redirect, uncompiled
+from rankwise.strategies.job import (
+    Job,
+    finish_checkpoints,
+    launched_parts,
+    sigterm_deferred,
+    variables_set,
+)
+from rankwise.strategies.module_wrapping import averages_everywhere, forward_redirect, uncompiled
 from rankwise.strategies.placement import Placement, find_placement
 
 if TYPE_CHECKING:
@@ -67,11 +75,16 @@ class Strategy(ABC):
         cluster_environment: an instance or a name; detected where it is None.
         precision: the precision plug-in.
         checkpoint_io: reads and writes checkpoints.
-        process_config: replaces the first four, for subclasses with more arguments.
-        group_config: how the ranks communicate, for such subclasses.
-        gradient_config: how gradients are averaged, for such subclasses.
+        process_config, group_config, gradients: for subclasses with more arguments; the first replaces the
+            first four arguments.
 
     Attributes:
+        ranks: the ranks of this process; in a main process that is not a rank, those of local rank 0.
+        global_rank, local_rank, node_rank, world_size, local_world_size, num_nodes, is_global_zero: the same,
+            one by one.
+        environment: which launcher started this process.
+        runs_in_caller: whether the calling process is a rank itself, so that training changes its objects.
+        worker: what the launcher gives to this rank; only in a job.
         gradients: when gradients are averaged, through which hook and with which weights. The states of
             communication hooks are kept in it from launch to launch.
         results: after a launch, each local rank's value by global rank.
@@ -82,8 +95,19 @@ class Strategy(ABC):
         InvalidArgumentError, InvalidTypeError, UnknownNameError: for impossible arguments.
     """
 
-    timeout = ConfigField[timedelta]("group_config")
-    sync_batchnorm = ConfigField[bool]("group_config")
+    timeout = PartField[timedelta]("group_config")
+    sync_batchnorm = PartField[bool]("group_config")
+    environment = PartField[ClusterEnvironment]("placement")
+    ranks = PartField[RankInfo]("placement")
+    global_rank = PartField[int]("ranks")
+    local_rank = PartField[int]("ranks")
+    node_rank = PartField[int]("ranks")
+    world_size = PartField[int]("ranks")
+    local_world_size = PartField[int]("ranks")
+    num_nodes = PartField[int]("ranks")
+    is_global_zero = PartField[bool]("ranks")
+    runs_in_caller = PartField[bool]("launcher")
+    worker = PartField[WorkerContext]("job")
 
     def __init__(
         self,
@@ -96,13 +120,13 @@ class Strategy(ABC):
         checkpoint_io: CheckpointIO | None = None,
         process_config: ProcessConfig | None = None,
         group_config: GroupConfig | None = None,
-        gradient_config: GradientConfig | None = None,
+        gradients: GradientSync | None = None,
     ) -> None:
         self.process_config = process_config or ProcessConfig(
             accelerator, devices, num_nodes, cluster_environment
         )
         self.group_config = group_config or GroupConfig()
-        self.gradients = GradientSync(**vars(gradient_config or GradientConfig()))
+        self.gradients = gradients or GradientSync()
         self.precision: Precision = check_instance("precision", precision, Precision, Precision)
         self.checkpoint_io: CheckpointIO = check_instance(
             "checkpoint_io", checkpoint_io, CheckpointIO, TorchCheckpointIO
@@ -209,7 +233,7 @@ class Strategy(ABC):
     def _current_job(self) -> Job:
         """The job; without a launch, one for the process group that the user has created, if any."""
         if self._job is None:
-            self._job = self._create_job(WorkerContext(self.ranks), is_launched=False)
+            self._job = Job(WorkerContext(self.ranks), is_launched=False)
         return self._job
 
     @property
@@ -221,64 +245,9 @@ class Strategy(ABC):
         return launcher
 
     @property
-    def environment(self) -> ClusterEnvironment:
-        """Which launcher started this process."""
-        return self.placement.environment
-
-    @property
-    def ranks(self) -> RankInfo:
-        """The ranks of this process; in a main process that is not a rank, those of local rank 0."""
-        return self.placement.ranks
-
-    @property
     def root_device(self) -> torch.device:
         """This process's device."""
         return self.placement.root_device
-
-    @property
-    def global_rank(self) -> int:
-        """This process's id in the whole job."""
-        return self.ranks.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's id on its node."""
-        return self.ranks.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The id of this node."""
-        return self.ranks.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes in the job."""
-        return self.ranks.world_size
-
-    @property
-    def local_world_size(self) -> int:
-        """The number of processes on this node."""
-        return self.ranks.local_world_size
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return self.ranks.num_nodes
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is global rank 0, or the main process that stands for it."""
-        return self.ranks.is_global_zero
-
-    @property
-    def runs_in_caller(self) -> bool:
-        """Whether the calling process is a rank itself, so that training changes its own objects."""
-        return self.launcher.runs_in_caller
-
-    @property
-    def needs_pickling(self) -> bool:
-        """Whether the launched function and its arguments are pickled."""
-        return self.launcher.pickles_entry
 
     def launch(
         self, function: Callable[..., T], *args: Any, init_process_group: bool = True, **kwargs: Any
@@ -306,9 +275,10 @@ class Strategy(ABC):
             self.bind()
         self.results = {}
         rendezvous = self._choose_rendezvous(init_process_group)
-        entry = RankEntry(self, function, args, kwargs, init_process_group)
+        entry = partial(self._run_as_rank, init_process_group, partial(function, self, *args, **kwargs))
+        parts = launched_parts(self, function, args, kwargs)
         with exit_code_kept():
-            self.results = self.launcher.launch(entry, entry.described(), rendezvous)
+            self.results = self.launcher.launch(entry, parts, rendezvous)
         value: T = self.results[min(self.results)]
         return value
 
@@ -316,17 +286,45 @@ class Strategy(ABC):
         """Return `"private"` or `"tcp"`, for a launch."""
         return "private"
 
-    def attach(self, worker: WorkerContext) -> Job:
-        """Start a job as the rank of `worker`; the launched entry calls this."""
+    @start_exception_chain()
+    def _run_as_rank(self, has_group: bool, run: Callable[[], T], worker: WorkerContext) -> T:
+        """Run the launched function as the rank of `worker`; return its value."""
+        self.attach(worker, has_group=has_group)
+        with sigterm_deferred(self.checkpoint_io):
+            return self._run_job(run)
+
+    def attach(self, worker: WorkerContext, *, has_group: bool = True) -> None:
+        """Start a job as the rank of `worker`; `has_group` is False where the function creates the group."""
         self._placement = dataclasses.replace(self.placement, ranks=worker.ranks)
-        before, self._job = self._job, self._create_job(worker)
+        before, self._job = self._job, Job(worker, has_group=has_group)
         if before is not None:  # modules that were prepared before the launch
             self._job.modules, self._job.cleanup = before.modules, before.cleanup
-        return self._job
 
-    def _create_job(self, worker: WorkerContext, *, is_launched: bool = True) -> Job:
-        own = Collectives(worker.ranks, lambda: self.data_parallel_group)
-        return Job(worker, self.root_device, own, is_launched=is_launched)
+    @job_entry
+    def _run_job(self, run: Callable[[], T]) -> T:
+        job, worker = self.job, self.worker
+        try:
+            self.setup_environment()
+            value = run()
+            if job.check is not None:
+                job.check.finish()
+            self.checkpoint_io.teardown()
+            if (exchange := worker.failure_exchange) is not None and not exchange.is_one_node:
+                exchange.wait_for_other_ranks()
+            return value
+        except BaseException as error:
+            own = explain_unused(error) or error
+            cause, record = resolve_cause(own, self.ranks, worker.failure_exchange)
+            worker.report_failure(cause, record)  # before the teardown, which may take long
+            finish_checkpoints(self.checkpoint_io)
+            if cause is error:
+                raise
+            raise cause from None
+        finally:
+            report_phase(TEARDOWN)
+            self.teardown()
+            worker.close_monitor()
+            report_phase("finished", waits=True)
 
     def setup_environment(self) -> None:
         """Prepare this process: its variables, `rank_zero_only`. Subclasses connect to the others here.
@@ -336,22 +334,17 @@ class Strategy(ABC):
         job = self.job
         job.cleanup.enter_context(variables_set(job.worker.variables))
         job.cleanup.callback(set_rank_zero_only, set_rank_zero_only(job.ranks.global_rank))
-        self.precision.device_type = job.device.type
-        if job.device.type == "cuda":
-            torch.cuda.set_device(job.device)
+        self.precision.device_type = self.root_device.type
+        if self.root_device.type == "cuda":
+            torch.cuda.set_device(self.root_device)
 
     def teardown(self) -> None:
         """Leave this process as it was before `setup_environment`."""
         try:
             if self._job is not None:
-                self._job.close()
+                self._job.cleanup.close()
         finally:
             self._job = None
-
-    @property
-    def worker(self) -> WorkerContext:
-        """What the launcher gives to this rank."""
-        return self.job.worker
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and prepare it for training; return the module to call."""
@@ -360,7 +353,9 @@ class Strategy(ABC):
         return module
 
     def restore_module(self, module: nn.Module) -> None:
-        """Undo what `setup_module` replaced within a module for training, in place; may be called twice."""
+        """Replace `SyncBatchNorm` by the original layers, in place; the end of the job does that too."""
+        if self._job is not None:
+            self._job.modules.restore_batchnorms()
 
     def module_to_device(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device, in place."""
@@ -368,7 +363,7 @@ class Strategy(ABC):
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:
         """Return the user's module from what `setup_module` returned."""
-        return uncompiled(module)
+        return module.module if isinstance(module, DistributedDataParallel) else uncompiled(module)
 
     def call_method(self, wrapped: nn.Module, method: str, *args: Any) -> Any:
         """Run a method of the user's module through the wrapper, as its forward pass."""
@@ -393,12 +388,15 @@ class Strategy(ABC):
         self.precision.backward(loss, **options)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one step of an optimizer; return what its `step` returns."""
+        """Run one step of an optimizer, then average the model if it is due; return what `step` returns."""
         report_phase("optimizer")
-        return self.precision.optimizer_step(optimizer, closure)
+        returned = self.precision.optimizer_step(optimizer, closure)
+        self.gradients.after_step(optimizer)
+        return returned
 
     def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Do something with the optimizers once they exist; for overriding."""
+        """Refuse optimizers that cannot work with averaged models; an override should call this."""
+        self.gradients.check_optimizers(optimizers)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes leave gradients on this rank as they are."""
@@ -426,10 +424,12 @@ class Strategy(ABC):
     def gradients_may_differ(self, module: nn.Module) -> bool:
         """Return whether ranks may have different gradients after a synchronised backward pass.
 
-        If so, decisions that depend on gradients take a collective. Override it for a hook that averages
-        over some ranks only.
+        If so, decisions that depend on gradients take a collective. They may with subgroups, and with hooks
+        that are not rankwise's or torch's own.
         """
-        return False
+        if not isinstance(module, DistributedDataParallel):
+            return False
+        return self.data_parallel_group is not None or not averages_everywhere(module)
 
     def weighted_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """Return the tensor to call `backward` on, for a loss of this weight.
@@ -447,25 +447,12 @@ class Strategy(ABC):
         """
         return self.gradients.weight_loss(loss, weight)
 
-    def share_buffers(self, module: nn.Module) -> None:
-        """Copy rank 0's buffers of a wrapped module to all ranks, where DDP does that before it trains.
-
-        Collective: every rank must call this.
-        """
-        with blocked_in("share_buffers"):
-            share_buffers(module)
-
     def end_training(self) -> None:
         """Average the model over the ranks if a communication hook has let them diverge.
 
         Collective: every rank must call this.
         """
         self.gradients.finish()
-
-    def translate_error(self, error: BaseException) -> BaseException:
-        """Return DDP's error about unused parameters with their names in it, and any other as it is."""
-        explained = explain_unused(error)
-        return error if explained is None else explained.with_traceback(error.__traceback__)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return a module's state; its keys never have a wrapper's prefix."""
@@ -483,8 +470,15 @@ class Strategy(ABC):
         return sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's whole state."""
-        return optimizer.state_dict()
+        """Return an optimizer's whole state; torch's `ZeroRedundancyOptimizer` is consolidated first.
+
+        Collective: if the optimizer is sharded, every rank must call this. Ranks other than 0 get {} then.
+        """
+        if not self.is_sharded(optimizer):
+            return optimizer.state_dict()
+        sharded: Any = optimizer
+        sharded.consolidate_state_dict(to=0)
+        return sharded.state_dict() if self.is_global_zero else {}
 
     def comm_hook_states(self) -> list[list[dict[str, Any]]]:
         """Return the states of communication hooks, by rank and wrapped module; on rank 0, elsewhere [].
@@ -505,9 +499,16 @@ class Strategy(ABC):
         Raises:
             CheckpointError: on every rank, when it could not be written.
         """
-        save_on_rank_zero(
-            lambda: self.checkpoint_io.save_checkpoint(checkpoint, path), self.ranks, self.broadcast
-        )
+        error: Exception | None = None
+        if self.is_global_zero:
+            try:
+                report_phase("checkpoint")
+                self.checkpoint_io.save_checkpoint(checkpoint, path)
+            except Exception as raised:  # noqa: BLE001  raised below, on all ranks
+                error = raised
+        error = self.broadcast(error)
+        if error is not None:
+            raise error if self.is_global_zero else mark_propagated(error)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a checkpoint, to the CPU."""
@@ -526,55 +527,57 @@ class Strategy(ABC):
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         return {"num_replicas": dist.get_world_size(group), "rank": dist.get_rank(group)}
 
-    @property
-    def _collectives(self) -> Collectives:
-        return self._current_job.collectives
+    def _collective(
+        self, function: Callable[..., T], value: object, group: ProcessGroup | None, *options: object
+    ) -> T:
+        with self._current_job.guard(function.__name__, group):
+            return function(value, self.data_parallel_group if group is None else group, *options)
 
     # Every rank must call each collective, in the same order. A group of None is `data_parallel_group`;
     # `torch.distributed.group.WORLD` is all ranks.
 
     def all_reduce(self, tensor: T, group: ProcessGroup | None = None, reduce_op: str = "mean") -> T:
         """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
-        reduced: T = self._collectives.run(collectives.all_reduce, tensor, group, reduce_op)
+        reduced: T = self._collective(collectives.all_reduce, tensor, group, reduce_op)
         return reduced
 
     def all_gather(self, tensor: T, group: ProcessGroup | None = None, sync_grads: bool = False) -> T:
         """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
-        gathered: T = self._collectives.run(collectives.all_gather, tensor, group, sync_grads)
+        gathered: T = self._collective(collectives.all_gather, tensor, group, sync_grads)
         return gathered
 
     def gather_all_tensors(self, tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
         """Gather tensors of different sizes; see `rankwise.process_group.gather_all_tensors`."""
-        return self._collectives.run(collectives.gather_all_tensors, tensor, group)
+        return self._collective(collectives.gather_all_tensors, tensor, group)
 
     def all_gather_object(self, obj: T, group: ProcessGroup | None = None) -> list[T]:
         """Gather anything picklable from every rank, in rank order."""
-        return self._collectives.run(collectives.all_gather_object, obj, group)
+        return self._collective(collectives.all_gather_object, obj, group)
 
     def gather_object(self, obj: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
         """Gather anything picklable from the group (by default all ranks) on rank `dst`; None elsewhere."""
-        with self._collectives.guard("gather_object", group):
+        with self._current_job.guard("gather_object", group):
             return collectives.gather_object(obj, dst, group)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank of the job has called this; `name` is for error messages."""
-        with self._collectives.guard(f"barrier {name!r}" if name else "barrier"):
+        with self._current_job.guard(f"barrier {name!r}" if name else "barrier"):
             collectives.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s value on every rank of the job."""
-        return self._collectives.broadcast(obj, src)
+        with self._current_job.guard("broadcast"):
+            return collectives.broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether all ranks (or, with `all=False`, any) of the job decided yes; the same on each."""
-        count = self._collectives.count(decision, self.root_device)
+        counter = torch.tensor(int(decision), device=self.root_device)
+        with self._current_job.guard("reduce_boolean_decision"):
+            count = int(collectives.all_reduce(counter, reduce_op="sum"))
         return count == self.world_size if all else count > 0
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Return a context whose block rank zero (with `local`, that of each node) runs before the others.
-
-        See `rankwise.process_group.rank_zero_first`.
-        """
+        """Return the block of `rankwise.process_group.rank_zero_first`: rank zero runs it first."""
         return rank_zero_first(local, ranks=self.ranks)
 
     def _check_not_in_job(self, call: str) -> None:

@@ -1,4 +1,4 @@
-"""`ProcessConfig`, `GroupConfig` and `GradientConfig`: the arguments of a strategy, validated.
+"""`ProcessConfig` and `GroupConfig`: the arguments of a strategy, validated.
 
 The fields have the names of the strategies' keywords. Validation happens when a config is made, before any
 process starts.
@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, Generic, Literal, TypeVar, final
 
@@ -32,7 +32,7 @@ from rankwise.process_group import check_backend
 
 Devices = int | str | list[int] | tuple[int, ...]
 T = TypeVar("T")
-Config = TypeVar("Config", "ProcessConfig", "GroupConfig", "GradientConfig")
+Config = TypeVar("Config", "ProcessConfig", "GroupConfig")
 
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -104,20 +104,6 @@ class GroupConfig:
         )
 
 
-@final
-@dataclass(frozen=True)
-class GradientConfig:
-    """How gradients are averaged; the arguments of `GradientSync`, which validates and keeps them."""
-
-    sync_mode: Any = "auto"
-    comm_hook: Any = None
-    comm_state: Any = None
-    comm_wrapper: Any = None
-    model_averaging_period: int | None = None
-    gradient_weighting: str | None = None
-    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
 def config_from(kind: type[Config], arguments: Mapping[str, Any]) -> Config:
     """Return a config whose fields have the values of the arguments with the same names."""
     return kind(**{each.name: arguments[each.name] for each in fields(kind) if each.name in arguments})
@@ -130,26 +116,27 @@ def take_changes(config: Config, changes: dict[str, Any]) -> Config:
 
 
 @final
-class ConfigField(Generic[T]):
-    """An attribute of a strategy that is a field of one of its configs; a new value is validated.
+class PartField(Generic[T]):
+    """An attribute of a strategy that is an attribute of one of its parts.
+
+    One of a config can be set until `bind`; a new value is validated. The others are read-only.
 
     Args:
-        config: the strategy's attribute with the config.
+        part: the strategy's attribute with the part.
     """
 
-    def __init__(self, config: str) -> None:
-        self._config = config
+    def __init__(self, part: str) -> None:
+        self._part = part
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, strategy: Any, owner: type) -> T:
-        value: Any = self if strategy is None else getattr(getattr(strategy, self._config), self._name)
+        value: Any = self if strategy is None else getattr(getattr(strategy, self._part), self._name)
         return value  # type: ignore[no-any-return]  # of the field's type
 
     def __set__(self, strategy: Any, value: T) -> None:
-        config = getattr(strategy, self._config)
-        setattr(strategy, self._config, replace(config, **{self._name: value}))
+        setattr(strategy, self._part, replace(getattr(strategy, self._part), **{self._name: value}))
 
 
 def _normalize(config: Any, **values: Any) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import InvalidTypeError, LaunchRefusedError
-from rankwise.gradient_sync import GradientSyncMode
+from rankwise.gradient_sync import GradientSync, GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
 from rankwise.launchers import Launcher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
@@ -24,12 +24,12 @@ from rankwise.launchers.script import ScriptLauncher, script_ranks
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.process_group import default_backend, gloo_on_interface, process_group
+from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.config import (
-    ConfigField,
-    GradientConfig,
     GroupConfig,
+    PartField,
     ProcessConfig,
     check_ddp_arguments,
     config_from,
@@ -37,7 +37,6 @@ from rankwise.strategies.config import (
 )
 from rankwise.strategies.job import Job, threads_per_rank
 from rankwise.strategies.module_wrapping import (
-    averages_everywhere,
     check_collectives_of,
     check_sync_batchnorm,
     checked_wrapper,
@@ -53,9 +52,6 @@ from rankwise.strategies.placement import (
     ranks_on_node,
     rendezvous_endpoint,
 )
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 class DDPStrategy(Strategy):
@@ -104,12 +100,12 @@ class DDPStrategy(Strategy):
     """
 
     default_start_method: ClassVar[str] = "popen"
-    start_method = ConfigField[str]("process_config")
-    rendezvous = ConfigField[str]("process_config")
-    grace_period_s = ConfigField[float]("process_config")
-    stall_warning = ConfigField[timedelta]("process_config")
-    init_timeout = ConfigField[timedelta]("group_config")
-    check_collectives = ConfigField[bool]("group_config")
+    start_method = PartField[str]("process_config")
+    rendezvous = PartField[str]("process_config")
+    grace_period_s = PartField[float]("process_config")
+    stall_warning = PartField[timedelta]("process_config")
+    init_timeout = PartField[timedelta]("group_config")
+    check_collectives = PartField[bool]("group_config")
 
     def __init__(
         self,
@@ -145,13 +141,20 @@ class DDPStrategy(Strategy):
         if start_method is None:
             arguments["start_method"] = self.default_start_method
         ddp_options = check_ddp_arguments(type(self).__name__, DDPStrategy.__init__, ddp_kwargs)
-        arguments["ddp_kwargs"] = ddp_options
         super().__init__(
             precision=precision,
             checkpoint_io=checkpoint_io,
             process_config=config_from(ProcessConfig, arguments),
             group_config=config_from(GroupConfig, arguments),
-            gradient_config=config_from(GradientConfig, arguments),
+            gradients=GradientSync(
+                sync_mode=sync_mode,
+                comm_hook=comm_hook,
+                comm_state=comm_state,
+                comm_wrapper=comm_wrapper,
+                model_averaging_period=model_averaging_period,
+                gradient_weighting=gradient_weighting,
+                ddp_kwargs=ddp_options,
+            ),
         )
         self.ddp_kwargs = {**self.gradients.ddp_defaults, **ddp_options}
 
@@ -224,7 +227,7 @@ class DDPStrategy(Strategy):
             store,
             job.ranks,
             self.process_group_backend,
-            job.device,
+            self.root_device,
             timeout=self.timeout,
             init_timeout=self.init_timeout,
             on_rendezvous=lambda places: enter(
@@ -234,7 +237,9 @@ class DDPStrategy(Strategy):
         enter(group)
         job.worker.limit_store(self.timeout)
         if self.check_collectives and job.ranks.world_size > 1:
-            enter(job.collectives.checked(job.worker, store, self.timeout, self.init_timeout))
+            own_store = job.worker.open_another(store, self.init_timeout)
+            job.check = CollectiveCheck(job.ranks.global_rank, own_store, self.timeout)
+            enter(job.check.checking())
 
     def _release_modules_after(self, job: Job) -> None:
         """Release the prepared modules at the end of a job, before the process group is destroyed."""
@@ -255,7 +260,7 @@ class DDPStrategy(Strategy):
         is_compiled = given is not module
         check_parameters(module)
         if self.sync_batchnorm and self.world_size > 1:
-            self._current_job.modules.batchnorms.convert(module, self.data_parallel_group)
+            self._current_job.modules.sync_batchnorms(module, self.data_parallel_group)
         module = super().setup_module(module)
         if not trained_parameters(module):
             self._current_job.modules.plain.update((given, module))
@@ -276,8 +281,8 @@ class DDPStrategy(Strategy):
         job = self._current_job
         job.modules.wrappers.add(wrapped)
         self.gradients.attach(wrapped, self.local_world_size)
-        if job.collectives.check is not None:
-            check_collectives_of(wrapped, job.collectives.check)
+        if job.check is not None:
+            check_collectives_of(wrapped, job.check)
         if self.gradients_may_differ(wrapped):
             self.precision.agree = partial(self.reduce_boolean_decision, all=False)
 
@@ -301,21 +306,6 @@ class DDPStrategy(Strategy):
         # A side stream, as torch's notes on CUDA graphs and DDP require.
         return torch.cuda.stream(torch.cuda.Stream()) if self.root_device.type == "cuda" else nullcontext()
 
-    def gradients_may_differ(self, module: nn.Module) -> bool:
-        """Return whether ranks may have different gradients: with subgroups, or hooks of the user's own."""
-        if not isinstance(module, DistributedDataParallel):
-            return False
-        return self.data_parallel_group is not None or not averages_everywhere(module)
-
-    def restore_module(self, module: nn.Module) -> None:
-        """Replace `SyncBatchNorm` by the original layers, in place; the end of the job does that too."""
-        if self._job is not None:
-            self._job.modules.batchnorms.revert()
-
-    def unwrap_module(self, module: nn.Module) -> nn.Module:
-        """Return the user's module from its wrapper."""
-        return module.module if isinstance(module, DistributedDataParallel) else uncompiled(module)
-
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes average nothing, for accumulating gradients.
 
@@ -332,24 +322,3 @@ class DDPStrategy(Strategy):
             expected="the module that setup_module() returned, which DDP has wrapped",
             remedy="module = strategy.setup_module(module)",
         )
-
-    def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Refuse optimizers that cannot work with averaged models; an override should call this."""
-        self.gradients.check_optimizers(optimizers)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one step of an optimizer, then average the model if it is due; return what `step` returns."""
-        returned = super().optimizer_step(optimizer, closure)
-        self.gradients.after_step(optimizer)
-        return returned
-
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's whole state; torch's `ZeroRedundancyOptimizer` is consolidated first.
-
-        Collective: if the optimizer is sharded, every rank must call this. Ranks other than 0 get {} then.
-        """
-        if not self.is_sharded(optimizer):
-            return super().get_optimizer_state(optimizer)
-        sharded: Any = optimizer
-        sharded.consolidate_state_dict(to=0)
-        return sharded.state_dict() if self.is_global_zero else {}

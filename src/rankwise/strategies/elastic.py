@@ -85,9 +85,6 @@ class DDPElasticStrategy(DDPStrategy):
             init_timeout=self.init_timeout,
         )
 
-    def _choose_rendezvous(self, init_process_group: bool) -> str:
-        return "tcp"
-
 
 def _parse_node_range(node_range: int | str) -> tuple[int, int]:
     words = str(node_range).split(":")

@@ -32,17 +32,35 @@ class WrappedModules:
     Attributes:
         wrappers: the wrapped ones.
         plain: those that need no wrapper, as nothing in them is trained.
-        batchnorms: the layers that were replaced by `SyncBatchNorm`.
     """
 
     def __init__(self) -> None:
         self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self.plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.batchnorms = SyncedBatchNorms()
+        self._batchnorms: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
+
+    def sync_batchnorms(self, module: nn.Module, group: ProcessGroup | None) -> None:
+        """Replace layers by `SyncBatchNorm`; their parameters and buffers stay the same objects."""
+        for owner in list(module.modules()):
+            for name, layer in list(owner.named_children()):
+                if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
+                    synced = nn.SyncBatchNorm.convert_sync_batchnorm(layer, group)
+                    setattr(owner, name, synced)
+                    self._batchnorms.append((owner, name, layer, synced))
+
+    def restore_batchnorms(self) -> None:
+        """Put the original layers back, with the trained parameters and buffers."""
+        for owner, name, layer, synced in self._batchnorms:
+            if owner._modules.get(name) is synced:
+                layer._parameters.update(synced._parameters)
+                layer._buffers.update(synced._buffers)
+                layer.training = synced.training
+                setattr(owner, name, layer)
+        self._batchnorms.clear()
 
     def close(self) -> None:
         """Restore batch normalisation, and separate the wrappers from their process group."""
-        self.batchnorms.revert()
+        self.restore_batchnorms()
         # torch sometimes aborts when a group is destroyed before the reducer of a wrapper.
         for wrapper in list(self.wrappers):
             for part in ("reducer", "logger"):
@@ -148,33 +166,6 @@ def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, *args: 
         return wrapper(*args)
     finally:
         restore()
-
-
-@final
-class SyncedBatchNorms:
-    """The batch normalisation layers that were replaced by `SyncBatchNorm`, to be put back."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
-
-    def convert(self, module: nn.Module, group: ProcessGroup | None) -> None:
-        """Replace the layers below `module`; parameters and buffers stay the same objects."""
-        for owner in list(module.modules()):
-            for name, layer in list(owner.named_children()):
-                if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
-                    synced = nn.SyncBatchNorm.convert_sync_batchnorm(layer, group)
-                    setattr(owner, name, synced)
-                    self._replaced.append((owner, name, layer, synced))
-
-    def revert(self) -> None:
-        """Put the original layers back, with the trained parameters and buffers."""
-        for owner, name, layer, synced in self._replaced:
-            if owner._modules.get(name) is synced:
-                layer._parameters.update(synced._parameters)
-                layer._buffers.update(synced._buffers)
-                layer.training = synced.training
-                setattr(owner, name, layer)
-        self._replaced.clear()
 
 
 def check_sync_batchnorm(device: torch.device) -> None:

@@ -9,11 +9,11 @@ from torch import nn
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import InvalidArgumentError
+from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.launchers.script import can_rerun
 from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
-from rankwise.strategies.config import GradientConfig
 from rankwise.strategies.ddp import DDPStrategy
 from rankwise.strategies.placement import Placement, inline_launcher
 
@@ -64,7 +64,7 @@ class SingleDeviceStrategy(Strategy):
     """
 
     def __init__(self, *, gradient_weighting: str | None = None, **arguments: Any) -> None:
-        super().__init__(gradient_config=GradientConfig(gradient_weighting=gradient_weighting), **arguments)
+        super().__init__(gradients=GradientSync(gradient_weighting=gradient_weighting), **arguments)
 
     def _place_locally(
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None

@@ -341,7 +341,6 @@ def test_a_failed_bind_leaves_the_strategy_free() -> None:
         "environment",
         "launcher",
         "runs_in_caller",
-        "needs_pickling",
         "distributed_sampler_kwargs",
     ],
 )
@@ -356,7 +355,7 @@ def test_a_single_device_strategy_runs_here() -> None:
     strategy = SingleDeviceStrategy(accelerator="cpu")
     value: object = object()
     assert strategy.launch(lambda strategy: value) is value
-    assert (strategy.runs_in_caller, strategy.needs_pickling) == (True, False)
+    assert strategy.runs_in_caller
     assert strategy.results == {0: value}
 
 
@@ -397,11 +396,3 @@ def test_a_precision_that_another_trainer_uses_is_not_shared() -> None:
     with pytest.raises(ConfigurationError, match=r"LockedPrecision\('32-true'\) cannot be copied.*\n.*lock"):
         trainer_of(strategy)
     assert trainer_of(strategy, plugins=[LockedPrecision()]).world_size == 1
-
-
-@pytest.mark.parametrize(("method", "pickles"), [("fork", False), ("spawn", True), ("forkserver", True)])
-def test_who_pickles(method: str, pickles: bool) -> None:
-    """Fork pickles nothing on the way in; spawn and forkserver do. None of them runs in the caller."""
-    strategy = DDPStrategy(start_method=method, accelerator="cpu", devices=2)
-    strategy.bind()
-    assert (strategy.needs_pickling, strategy.runs_in_caller) == (pickles, False)

@@ -10,7 +10,7 @@ from torch import nn
 
 from rankwise import DDPStrategy, Trainer
 from rankwise.errors import ConfigurationError
-from rankwise.strategies.module_wrapping import SyncedBatchNorms
+from rankwise.strategies.module_wrapping import WrappedModules
 
 
 def test_there_and_back() -> None:
@@ -18,14 +18,14 @@ def test_there_and_back() -> None:
     layer = nn.BatchNorm2d(3, momentum=0.3)
     module: Any = nn.Sequential(nn.Sequential(layer), nn.BatchNorm1d(3), nn.Linear(3, 3))
     weight = layer.weight
-    synced = SyncedBatchNorms()
-    synced.convert(module, None)
+    modules = WrappedModules()
+    modules.sync_batchnorms(module, None)
     assert [type(child) for child in (module[0][0], module[1])] == [nn.SyncBatchNorm] * 2
     assert module[0][0].weight is weight
     module.double()  # replaces buffers, as moving to a device does
     module[0][0].running_mean.add_(1)
     module.eval()
-    synced.revert()
+    modules.restore_batchnorms()
     assert module[0][0] is layer
     assert layer.weight is weight
     assert not layer.training
@@ -38,9 +38,9 @@ def test_what_is_synchronised_already_stays() -> None:
     """A user's own SyncBatchNorm is not turned into another layer."""
     layer = nn.SyncBatchNorm(2)
     module = nn.Sequential(layer)
-    synced = SyncedBatchNorms()
-    synced.convert(module, None)
-    synced.revert()
+    modules = WrappedModules()
+    modules.sync_batchnorms(module, None)
+    modules.restore_batchnorms()
     assert module[0] is layer
 
 

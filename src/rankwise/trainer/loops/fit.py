@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync.parameters import share_buffers
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import get_random_state, set_random_state
 from rankwise.trainer.loops.automatic import AutomaticOptimization
@@ -161,7 +162,7 @@ class FitLoop:
         first = batch_idx - batch_idx % settings.accumulate_grad_batches
         is_due = is_last if math.isinf(interval) else (batch_idx + 1) // interval > first // interval
         if is_due:
-            self._strategy.share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
+            share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
             self._validate(self._validation)
 
     def _validate(self, validation: EvaluationLoop) -> None:
