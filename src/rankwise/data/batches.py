@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
@@ -71,10 +70,8 @@ class BatchStream(Sampler[Any]):
 
     def _drawn(self) -> Iterator[Any]:
         is_ours = isinstance(self.sampler, ShardedSampler) or isinstance(self.batches, ShardedSampler)
-        if is_ours or math.isinf(
-            length_of(self.batches)
-        ):  # a `ShardedSampler` seeds itself; others may be endless
-            return iter(self.batches)
+        if is_ours or math.isinf(length_of(self.batches)):
+            return iter(self.batches)  # a `ShardedSampler` seeds itself; others may be endless
         user_seed = own_seed(self.batches)
         seed = mixed_seed(self.seed if user_seed is None else user_seed, self.epoch)
         with isolated_random_state(seed, *own_generators(self.batches)):
@@ -103,28 +100,12 @@ def sharded_sampler_of(loader: Any) -> ShardedSampler | None:
     return next((found for found in candidates if isinstance(found, ShardedSampler)), None)
 
 
-@final
-@dataclass(frozen=True)
-class BatchSizes:
-    """The batch sizes of an epoch.
-
-    Attributes:
-        rank: this rank.
-        num_replicas: the number of ranks.
-        size_of: `size_of(rank, batch)` is a batch's number of samples; 0 after that rank's last batch.
-    """
+class BatchSizes(NamedTuple):
+    """The batch sizes of an epoch: `size_of(rank, batch)` is 0 after that rank's last batch."""
 
     rank: int
     num_replicas: int
     size_of: Callable[[int, int], int]
-
-    def total(self, first: int, ends_by_rank: Sequence[int]) -> int:
-        """Return the number of samples of all ranks' batches from `first` to before `ends_by_rank[rank]`."""
-        return sum(
-            self.size_of(rank, batch)
-            for rank in range(self.num_replicas)
-            for batch in range(first, ends_by_rank[rank])
-        )
 
 
 def batch_sizes(loader: Any) -> BatchSizes | None:

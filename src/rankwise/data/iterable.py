@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch.distributed as dist
@@ -78,11 +77,15 @@ class ShardedIterable(IterableDataset[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        with _reading(self._shard_info):
+        global _current
+        before, _current = _current, self._shard_info
+        try:
             if getattr(self.dataset, "shards_itself", False):
                 yield from self.dataset
             else:
                 yield from self.dataset.shard(*shard_info())
+        finally:
+            _current = before
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("dataset", "_shard_info"):
@@ -94,13 +97,3 @@ class ShardedIterable(IterableDataset[Any]):
         if name == "dataset":  # missing while this object is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
-
-
-@contextmanager
-def _reading(part: ShardInfo) -> Iterator[None]:
-    global _current
-    before, _current = _current, part
-    try:
-        yield
-    finally:
-        _current = before

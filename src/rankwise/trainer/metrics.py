@@ -97,17 +97,13 @@ class _Metric:
 class Results:
     """The metrics of one epoch of training, or of one evaluation.
 
-    Args:
-        is_evaluation: whether values are reduced over ranks by default, and never logged by step.
-
-    Attributes:
-        suffix: appended to every logged name, to distinguish several loaders.
-        num_batches: the number of batches that this rank has run.
+    In evaluation, values are reduced over ranks by default, and never logged by step. `suffix` is appended
+    to every logged name, to distinguish several loaders.
     """
 
     def __init__(self, *, is_evaluation: bool) -> None:
         self.suffix = ""
-        self.num_batches = 0
+        self._num_batches = 0
         self._is_evaluation = is_evaluation
         self._is_in_batch = False
         self._is_muted = False
@@ -119,7 +115,7 @@ class Results:
     def begin_batch(self, batch: Any, *, is_muted: bool = False) -> None:
         """Weight the values logged from here on by the size of `batch`; with `is_muted`, ignore them."""
         self._is_muted = is_muted
-        self.num_batches += 1
+        self._num_batches += 1
         self._is_in_batch = True
         self._batch, self._batch_size = batch, None
 
@@ -209,7 +205,7 @@ class Results:
 
     def _over_ranks(self, strategy: Strategy, parts: Mapping[str, Any]) -> dict[str, Tensor]:
         """Reduce all metrics with one collective, which also compares the ranks' names."""
-        gathered = strategy.all_gather_object((self.num_batches > 0 and not self._is_muted, parts))
+        gathered = strategy.all_gather_object((self._num_batches > 0 and not self._is_muted, parts))
         _check_same_names(
             {rank: set(part) for rank, (has_batches, part) in enumerate(gathered) if has_batches}
         )

@@ -188,9 +188,7 @@ class _Stage:
         validation = self._validation()
         self._state.has_validation = validation is not None
         context.hooks.call("on_fit_start")
-        loop = FitLoop(context, data, validation, rank_state)
-        context.stage.manual_optimization = loop.manual_optimization
-        loop.run()
+        FitLoop(context, data, validation, rank_state).run()
         self._strategy.restore_module(self._module)
         context.wrapped = self._module  # nothing may keep the wrapper when the process group is destroyed
         context.hooks.call("on_fit_end")

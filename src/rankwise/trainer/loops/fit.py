@@ -29,14 +29,8 @@ if TYPE_CHECKING:
 class FitLoop:
     """Train until a limit is reached or a stop is requested.
 
-    Args:
-        context: what the loop uses of the Trainer.
-        share: this rank's training batches.
-        validation: the loop that validates in between; None for no validation.
-        rank_state: this rank's part of the checkpoint from which training continues; None for none.
-
-    Attributes:
-        manual_optimization: what runs the steps of a module with `automatic_optimization = False`.
+    `share` are this rank's batches, and `rank_state` is its part of the checkpoint from which training
+    continues. The loop of `validation` runs in between.
     """
 
     def __init__(
@@ -59,8 +53,9 @@ class FitLoop:
         self._rank_state = rank_state
         self._results = Results(is_evaluation=False)
         is_automatic = context.module.automatic_optimization
-        self.manual_optimization = None if is_automatic else ManualOptimization(context, schedule)
-        self._optimization = self.manual_optimization or AutomaticOptimization(context, schedule)
+        kind = AutomaticOptimization if is_automatic else ManualOptimization
+        self._optimization = kind(context, schedule)
+        self._stage.manual_optimization = None if is_automatic else self._optimization
         self._stopping = Stopping(context)
 
     def run(self) -> None:

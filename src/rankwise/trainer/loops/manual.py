@@ -128,10 +128,10 @@ class ManualOptimization:
             if weight is None or self._is_blocked:
                 what = "has no weight" if weight is None else "has a weight, but is blocked"
                 remedy = "self.manual_backward(loss, weight=n), outside of self.no_backward_sync()."
-                raise self.weighting.missing_weight(f"a backward pass {what}", remedy)
+                raise self.weighting.error(f"A backward pass {what}", remedy)
             return 0.0 if self._schedule.is_padding else weight
         if weight is not None:
-            raise self.weighting.unused_weight("manual_backward got a weight")
+            raise self.weighting.error("manual_backward got a weight, but gradients are not weighted by it")
         return self._weight
 
     @contextmanager

@@ -73,10 +73,9 @@ class Stopping:
         return False
 
     def evaluated(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a validation within the fit; other ranks may have more.
+        """Yield the batches of a validation; on a signal, raise `EvaluationStopped` on all ranks after one.
 
-        Raises:
-            EvaluationStopped: on all ranks, after the same batch, for a signal; `stop` must then be called.
+        Then `stop` must be called. Other ranks may have more batches.
         """
         self._raise_unless(self._agreement.begin_step())
         for batch in batches:

@@ -37,13 +37,8 @@ class BatchSchedule:
     """Yield this rank's training batches, the same number on every rank.
 
     If the numbers of batches are known, the ranks compare them once before the epoch. Otherwise (iterable
-    data) they count before each step, in the store, how many ranks have a batch left.
-
-    Args:
-        strategy: the strategy.
-        module: the module, which padding steps leave unchanged.
-        share: this rank's training batches.
-        policy: what happens where the numbers differ: the Trainer's `uneven_inputs`.
+    data) they count before each step, in the store, how many ranks have a batch left. `policy` is the
+    Trainer's `uneven_inputs`: what happens where the numbers differ.
 
     Attributes:
         loader: this rank's part of the loader.
@@ -98,11 +93,10 @@ class BatchSchedule:
         return self._known(own, done) if self._is_known else self._counted(own, done)
 
     def weight(self, first: int, end: int) -> float:
-        """Return the factor of the current batch's loss in the window from batch `first` to before `end`.
+        """Return the factor that makes the ranks' average the mean over all real batches of a window.
 
-        The ranks' gradients are averaged; the factor makes that the mean over all real batches of the window.
-        It is exact where the numbers of batches are known. Elsewhere, the number of ranks that have the
-        current batch is taken for the whole window.
+        The window is from batch `first` to before `end`. Where the numbers of batches are not known, the
+        number of ranks that have the current batch is taken for the whole window.
         """
         if self.is_padding:
             return 0.0

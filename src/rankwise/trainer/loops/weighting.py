@@ -54,18 +54,13 @@ class BatchWeighting:
         if sizes is not None and sizes.num_replicas == replicas:
             return
         name = type(self._schedule.loader).__name__
-        by_hand = (
-            "self.log_weight(len(batch)) in training_step"
-            if self._module.automatic_optimization
-            else "self.manual_backward(loss, weight=len(batch))"
-        )
+        is_automatic = self._module.automatic_optimization
+        by_hand = "self.log_weight(n)" if is_automatic else "self.manual_backward(loss, weight=n)"
         raise ConfigurationError(
             message='gradient_weighting="samples" needs batch sizes that are known beforehand.',
-            facts=f"this {name} has no index stream that rankwise has split."
-            if sizes is None
-            else f"this {name} is split over {sizes.num_replicas}, not over {replicas} ranks, and not by "
-            "rankwise: a rank cannot compute the batch sizes of the others.",
-            remedy=f'gradient_weighting="logged", and {by_hand}.',
+            facts=f"rankwise has not split an index stream of this {name} over {replicas} ranks, so a rank "
+            "cannot compute the batch sizes of the others.",
+            remedy=f'gradient_weighting="logged", and {by_hand} in training_step.',
         )
 
     @property
@@ -81,34 +76,28 @@ class BatchWeighting:
         if self._strategy.gradient_weighting == "logged":
             if logged is None:
                 remedy = 'self.log_weight(n) in training_step, or return {"loss": loss, "weight": n}.'
-                raise self.missing_weight(f"batch {batch_idx} has no weight", remedy)
+                raise self.error(f"Batch {batch_idx} has no weight", remedy)
             return 0.0 if self._schedule.is_padding else logged
         if logged is not None and self._has_effect:
-            raise self.unused_weight("training_step logged a weight")
+            raise self.error("training_step logged a weight, but gradients are not weighted by it")
         return self.factor(batch_idx)
 
     def refuse_logged(self) -> None:
         """Check that `log_weight` was not called: in manual optimisation, backward passes have weights."""
         logged = self._module.take_weight()
         if logged is not None and (self._has_effect or self._strategy.gradient_weighting == "logged"):
-            raise self.unused_weight(
-                "training_step logged a weight",
-                ": it optimises manually",
-                "self.manual_backward(loss, weight=n), with ",
+            raise self.error(
+                "training_step logged a weight, but gradients are not weighted by it: it optimises manually",
+                'self.manual_backward(loss, weight=n), with DDPStrategy(gradient_weighting="logged").',
             )
 
-    def missing_weight(self, problem: str, remedy: str) -> ConfigurationError:
-        """Return the error for a weight that `gradient_weighting="logged"` needs."""
-        facts = f"global_rank={self._strategy.global_rank}; the others wait."
-        message = f'gradient_weighting="logged", but {problem}.'
-        return ConfigurationError(message=message, facts=facts, remedy=remedy)
-
-    def unused_weight(self, problem: str, why: str = "", remedy: str = "") -> ConfigurationError:
-        """Return the error for a weight without `gradient_weighting="logged"`."""
+    def error(self, problem: str, remedy: str = "") -> ConfigurationError:
+        """Return the error for a weight that is missing, or that would have no effect."""
         return ConfigurationError(
-            message=f"{problem}, but gradients are not weighted by it{why}.",
-            facts=f"gradient_weighting={self._strategy.gradient_weighting!r}.",
-            remedy=f'{remedy}DDPStrategy(gradient_weighting="logged").',
+            message=f"{problem}.",
+            facts=f"gradient_weighting={self._strategy.gradient_weighting!r}, "
+            f"global_rank={self._strategy.global_rank}; the others wait.",
+            remedy=remedy or 'DDPStrategy(gradient_weighting="logged").',
         )
 
     def scaled(self, loss: Tensor, weight: float | Tensor) -> Tensor:
@@ -136,6 +125,8 @@ class BatchWeighting:
         sizes = self._sizes
         if sizes is None:
             return self._schedule.weight(first, end)
-        total = sizes.total(first, self._schedule.ends_by_rank(end, sizes.num_replicas))
+        ends = self._schedule.ends_by_rank(end, sizes.num_replicas)
+        batches = ((rank, batch) for rank, after in enumerate(ends) for batch in range(first, after))
+        total = sum(sizes.size_of(rank, batch) for rank, batch in batches)
         own = 0 if self._schedule.is_padding else sizes.size_of(sizes.rank, batch_idx)
         return own * sizes.num_replicas / total
