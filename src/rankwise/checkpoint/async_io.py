@@ -61,12 +61,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._thread: threading.Thread | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Copy `checkpoint`, and write it to `path` in the thread.
-
-        Raises:
-            CheckpointError: when it cannot be copied, or when an earlier one could not be written; in the
-                second case this one is written nevertheless.
-        """
+        """Copy `checkpoint`, and write it to `path` in the thread; then raise an earlier save's error."""
         with as_checkpoint_error(path):
             snapshot = _snapshot(checkpoint, {})
         self._reset_after_fork()
@@ -76,11 +71,7 @@ class AsyncCheckpointIO(CheckpointIO):
             raise earlier
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-        """Wait until everything is written, and return the checkpoint at `path`.
-
-        Raises:
-            CheckpointError: when it cannot be read, or an earlier one could not be written.
-        """
+        """Wait until everything is written, and return the checkpoint at `path`."""
         self.teardown()
         return self.wrapped.load_checkpoint(path, map_location)
 
@@ -99,17 +90,11 @@ class AsyncCheckpointIO(CheckpointIO):
         self._notify = callback
 
     def teardown(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            CheckpointError: when a checkpoint could not be written.
-        """
+        """Wait until everything is written."""
         self._reset_after_fork()
-        thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join()
-        error = self._take_error()
-        if error is not None:
+        if (error := self._take_error()) is not None:
             raise error
         self.wrapped.teardown()
 

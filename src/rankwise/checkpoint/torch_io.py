@@ -39,30 +39,17 @@ class TorchCheckpointIO(CheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Write `checkpoint` to `path`, creating its folder.
-
-        Raises:
-            CheckpointError: when it cannot be written or loaded; the previous file at `path` is then intact.
-        """
+        """Write `checkpoint` to `path`, creating its folder; raise too if it could not be loaded."""
         with as_checkpoint_error(path), _replacing(path) as file:
             _write(checkpoint, file, path)
 
     def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Write `part` to memory, and check that it can be loaded.
-
-        Raises:
-            CheckpointError: when it cannot be written or loaded.
-        """
+        """Write `part` to memory, and check that it can be loaded."""
         with as_checkpoint_error(path):
             _write(part, io.BytesIO(), path)
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-        """Return the checkpoint at `path`, its tensors on `map_location`.
-
-        Raises:
-            CheckpointError: when the file is missing, empty, truncated, not of `torch.save`, or contains
-                objects that `weights_only=True` does not load.
-        """
+        """Return the checkpoint at `path`, its tensors on `map_location`."""
         handled = sys.exc_info()[1]
         try:
             _check_file(Path(path))
@@ -122,11 +109,8 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def _open_unnamed(folder: Path) -> IO[bytes] | None:
-    """Open a file without a name in `folder`, which a killed process does not leave behind.
-
-    None if the platform or the file system does not support it; Linux has `O_TMPFILE`.
-    """
-    flag = getattr(os, "O_TMPFILE", None)
+    """Open a file without a name, which a killed process does not leave behind; None if unsupported."""
+    flag = getattr(os, "O_TMPFILE", None)  # Linux has it
     if flag is None or not Path(_OPEN_FILES).exists():
         return None
     try:

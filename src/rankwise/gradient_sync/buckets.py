@@ -125,10 +125,7 @@ def reduce_with_hook(
 
 
 def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
-    """Return the mean of all ranks' weights, by one small all-reduce; without a process group `weight`.
-
-    Collective: every rank must call this.
-    """
+    """Return the mean of all ranks' weights, by a collective; without a process group return `weight`."""
     if not dist.is_initialized():
         return weight
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

@@ -227,17 +227,14 @@ def hook_of(wrapped: nn.Module) -> Callable[[Any], Any] | None:
 
 
 def read_state(state: Any) -> dict[str, Any]:
-    """Return what a checkpoint needs of a hook's state, in plain types and tensors; {} for nothing.
-
-    A user's own state may have a method `state_dict()`.
-    """
+    """Return what a checkpoint needs of a hook's state; a user's own may have a method `state_dict()`."""
     if callable(own := getattr(state, "state_dict", None)):
         return dict(own())
     return {"iter": state.iter} if isinstance(getattr(state, "iter", None), int) else {}  # torch's local SGD
 
 
 def write_state(state: Any, saved: Mapping[str, Any]) -> None:
-    """Restore what `read_state` returned."""
+    """Restore what `read_state` returned, if anything."""
     if not saved:
         return
     if callable(own := getattr(state, "load_state_dict", None)):

@@ -56,14 +56,11 @@ class NamedHook:
 
     def check_options(self, name: str, options: Mapping[str, Any]) -> None:
         """Raise for options that `make_state` does not take, or `check` refuses."""
-        parameters = (
-            [] if self.make_state is None else list(inspect.signature(self.make_state).parameters.values())
-        )
-        known = tuple(parameter.name for parameter in parameters[1:])
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            for option in options:
-                if option not in known:
-                    raise UnknownArgumentError(target=f"comm_hook {name!r}", name=option, known=known)
+        parameters = {} if self.make_state is None else inspect.signature(self.make_state).parameters
+        known = tuple(parameters)[1:]
+        unknown = [option for option in options if option not in known]
+        if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            raise UnknownArgumentError(target=f"comm_hook {name!r}", name=unknown[0], known=known)
         if self.check is not None:
             self.check(**options)
 

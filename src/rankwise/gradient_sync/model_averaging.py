@@ -27,10 +27,7 @@ class ModelAveraging:
     _restored: list[int] = field(default_factory=list, init=False)  # for optimizers yet to step
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Average the optimizer's parameters if the period is over.
-
-        Collective: every rank must call this, after each optimizer step.
-        """
+        """Average the optimizer's parameters if the period is over; every rank calls it after each step."""
         number = len(self._steps)
         if optimizer not in self._steps:
             refuse_distributed_optimizer(optimizer)
@@ -41,10 +38,7 @@ class ModelAveraging:
         self._steps[optimizer] += 1
 
     def finish(self) -> None:
-        """Average the parameters now, unless they were averaged in this step.
-
-        Collective: every rank must call this.
-        """
+        """Average the parameters now, on every rank, unless they were averaged after the last step."""
         for optimizer, steps in self._steps.items():
             if steps > self.warmup_steps and (steps - 1 - self.warmup_steps) % self.period:
                 self._average(optimizer)

@@ -70,10 +70,7 @@ def share_buffers_next(module: nn.Module) -> None:
 
 
 def share_buffers(module: nn.Module) -> None:
-    """Broadcast rank 0's buffers now, unless DDP is configured not to.
-
-    Collective: every rank must call this.
-    """
+    """Broadcast rank 0's buffers now, on every rank, unless DDP is configured not to."""
     share_buffers_next(module)
     if isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers():
         with blocked_in("share_buffers"):

@@ -77,10 +77,7 @@ def resolve_sync_mode(mode: object = "auto", *, finds_unused_parameters: bool = 
 
 @final
 class GradientSync:
-    """How gradients are averaged: when, by which hook, with which weights.
-
-    `DDPStrategy` documents the arguments; the constructor raises for invalid ones, alone or together.
-    """
+    """How gradients are averaged; `DDPStrategy` documents the arguments, of which invalid ones raise."""
 
     def __init__(
         self,
@@ -99,13 +96,12 @@ class GradientSync:
         self.hook = CommHook.checked(comm_hook, comm_state, comm_wrapper)
         self.weighting = None
         if gradient_weighting is not None:
-            expected = "'samples', 'logged' or None"
-            self.weighting = check_name("gradient_weighting", gradient_weighting, WEIGHTINGS, expected)
+            self.weighting = check_name("gradient_weighting", gradient_weighting, WEIGHTINGS)
         self.period = _check_period(model_averaging_period, self.hook)
         self._check_combination(ddp_kwargs)
         is_plain = self.mode is not GradientSyncMode.FORCED_SYNC if self.hook is None else self.hook.is_plain
-        is_carried = self.weighting == "logged" and is_plain and not ddp_kwargs.get("mixed_precision")
-        self._has_carrier = is_carried  # whether a `WeightCarrier` averages the weights in DDP's buckets
+        # Whether a `WeightCarrier` averages the weights in DDP's buckets.
+        self._has_carrier = self.weighting == "logged" and is_plain and not ddp_kwargs.get("mixed_precision")
         self._saved: States = []  # hook states of a checkpoint or an earlier job, by rank and wrapped module
         self._clear()
 
@@ -157,7 +153,7 @@ class GradientSync:
         """Bound the weights if the module has float16 parameters, whose weighted gradients would overflow."""
         is_half = any(parameter.dtype is torch.float16 for parameter in trained_parameters(module))
         if self.weights is not None and is_half:
-            self.weights.bound()
+            self.weights.is_bounded = True
 
     def wrap(self, module: nn.Module, wrap: Callable[[], Any]) -> Any:
         """Call `wrap()` while the module has the parameter that carries weights; return its result."""
@@ -284,10 +280,7 @@ class GradientSync:
         group: dist.ProcessGroup | None,
         hook: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Average gradients without DDP, with the window's weights, or with a hook.
-
-        Collective: every rank must call this.
-        """
+        """Average gradients without DDP, with the window's weights, or with a hook, on every rank."""
         weights = self.weights
         weight = None if weights is None or not weights.is_used else weights.take()
         if parameters and _is_distributed(group):
@@ -300,12 +293,7 @@ class GradientSync:
             divide(parameters, weight)
 
     def weight_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """Return the loss times its weight, and add the weight to the window's.
-
-        Raises:
-            ConfigurationError: unless `gradient_weighting="logged"`.
-            InvalidArgumentError: for a weight that is negative or not finite.
-        """
+        """Return the loss times its weight, and add the weight to the window's."""
         if self.weights is None:
             raise ConfigurationError(
                 message="A loss was given a weight, but nothing asks for weights.",
@@ -346,10 +334,7 @@ class GradientSync:
         return states if any(states) else []
 
     def gathered_states(self) -> States:
-        """Return the states of all ranks' hooks on rank 0, [] on other ranks.
-
-        Collective: every rank must call this.
-        """
+        """Return the states of all ranks' hooks on rank 0, [] on the other ranks, which must call it too."""
         own = self.own_states()
         if not dist.is_initialized() or not self._states:
             return [own] if own else self._saved

@@ -35,10 +35,7 @@ def reduced_names(wrapped: DistributedDataParallel) -> list[str]:
 
 
 def check_finished(wrapped: DistributedDataParallel) -> None:
-    """Check that the last backward pass has averaged every gradient.
-
-    torch checks this in the next forward pass, which does not exist after the last step.
-    """
+    """Check that the last backward pass has averaged every gradient; torch checks in the next forward."""
     try:
         wrapped._check_reducer_finalized()
     except RuntimeError as error:
@@ -48,14 +45,10 @@ def check_finished(wrapped: DistributedDataParallel) -> None:
 def explain_unused(
     error: BaseException, wrapped: DistributedDataParallel | None = None
 ) -> UnusedParametersError | None:
-    """Return DDP's error about unfinished reductions with the parameters' names; None for any other error.
-
-    The wrapped module is found in the error's traceback by default.
-    """
+    """Return DDP's error about unfinished reductions with the parameters' names; None for any other error."""
     if not isinstance(error, RuntimeError) or _MESSAGE not in text_of(error):
         return None
-    if wrapped is None:
-        wrapped = _wrapped_module_in(error.__traceback__)
+    wrapped = _wrapped_module_in(error.__traceback__) if wrapped is None else wrapped
     if wrapped is None:
         return None
     match = _INDICES.search(str(error))
@@ -116,10 +109,7 @@ class UnusedParameterMonitor:
             self._warn_if_unnecessary()
 
     def _warn_if_unnecessary(self) -> None:
-        """Warn on rank 0 if no rank has found an unused parameter.
-
-        Collective: every rank calls this after the same reduction.
-        """
+        """Warn on rank 0 if no rank has found an unused parameter; every rank calls this."""
         found = torch.tensor([float(self._found)], device=next(self._wrapped.parameters()).device)
         dist.all_reduce(found, group=self._wrapped.process_group)
         if float(found) == 0 and dist.get_rank(self._wrapped.process_group) == 0:

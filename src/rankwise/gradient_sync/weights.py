@@ -33,14 +33,13 @@ _CARRIER = "_rankwise_weight"
 class WeightAccumulator:
     """Accumulates this rank's weights over a window of microbatches.
 
-    Every loss is multiplied by its weight. The average over the ranks is then a sum of weighted gradients;
-    dividing it by the mean of the ranks' weights gives the weighted average over all microbatches of all
-    ranks. Bounded weights keep weighted gradients about as large as gradients: they are divided by a unit,
-    the same on all ranks: about the mean of the last window, rounded to a power of two so that dividing by
-    it is exact.
+    Every loss is multiplied by its weight. The averaged gradients, divided by the mean of the ranks' weights,
+    are then the weighted average over all microbatches of all ranks. Bounded weights keep weighted gradients
+    about as large as gradients: they are divided by a unit, the same on all ranks: about the mean of the last
+    window, rounded to a power of two so that dividing by it is exact.
 
     Attributes:
-        unit: the current unit; None until the first bounded weight that is not 0.
+        is_bounded: whether weights are divided by a unit; set it before the first weight.
         group: the ranks that agree on the first unit.
         is_weighted: whether a loss got a weight in this microbatch.
         is_used: whether a loss got a weight in this window.
@@ -52,31 +51,20 @@ class WeightAccumulator:
     _pending: float
 
     def __init__(self, is_bounded: bool = False) -> None:
-        self.unit = None if is_bounded else 1.0
+        self.is_bounded = is_bounded
         self.group: dist.ProcessGroup | None = None
-        self._is_bounded = is_bounded
+        self._unit: float | None = None  # None until the first bounded weight that is not 0
         self._start_window()
 
-    def bound(self) -> None:
-        """Divide weights by a unit from now on; call it before the first weight."""
-        if not self._is_bounded:
-            self._is_bounded, self.unit = True, None
-
     def add(self, weight: Any) -> float:
-        """Add a microbatch's weight, and return it in units.
-
-        Collective: every rank must call this for the first of bounded weights.
-
-        Raises:
-            InvalidArgumentError: for a weight that is negative or not finite.
-        """
+        """Add a microbatch's weight, and return it in units; collective for the first of bounded weights."""
         number = float(weight)
         if not math.isfinite(number) or number < 0:
             raise InvalidArgumentError(argument="weight", value=number, expected="a finite number from 0 on")
-        if self.unit is None:
+        if self.is_bounded and self._unit is None:
             mean = mean_over_ranks(number, self.group)
-            self.unit = _power_of_two(mean) if mean else None
-        number /= self.unit or 1.0
+            self._unit = _power_of_two(mean) if mean else None
+        number /= self._unit or 1.0
         self._pending += number
         self.is_weighted = self.is_used = True
         return number
@@ -88,18 +76,17 @@ class WeightAccumulator:
 
     def store_mean(self, mean: float | Tensor) -> None:
         """Store the mean of the window's weights, when they were averaged without a hook."""
-        if self._is_bounded:
+        if self.is_bounded:
             self.averaged = mean.clone() if isinstance(mean, Tensor) else mean
 
     def close(self) -> None:
         """End the window and start the next one."""
-        if self._is_bounded and self.unit is not None and (mean := float(self.averaged)):
-            self.unit *= _power_of_two(mean)
+        if self._unit is not None and (mean := float(self.averaged)):
+            self._unit *= _power_of_two(mean)
         self._start_window()
 
     def _start_window(self) -> None:
-        self._pending = 0.0
-        self.averaged = 0.0
+        self._pending = self.averaged = 0.0
         self.is_weighted = self.is_used = False
         self.num_reductions = 0
 
@@ -115,10 +102,10 @@ class WeightCarrier:
     The gradient is written before the backward pass, which adds zero to it, so loss scaling does not change
     it. DDP averages it in the first bucket, without a hook; after the window the other gradients are
     divided by it. The parameter is part of the user's module only while DDP collects the parameters.
-    `like` is one of the averaged parameters, with a dtype that can sum weights.
     """
 
     def __init__(self, weights: WeightAccumulator, averaged: list[Tensor], like: Tensor) -> None:
+        """Create the parameter, with the dtype and device of `like`, one of the `averaged` parameters."""
         self._weights = weights
         self._averaged = averaged
         self._probe = averaged[-1]  # its gradient shows whether DDP has averaged

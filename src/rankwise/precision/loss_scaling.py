@@ -83,11 +83,7 @@ class ScaledPrecision(DtypePrecision):
         self._unscaled.add(id(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the optimizer, unless a scaled gradient is not finite.
-
-        Raises:
-            ConfigurationError: with a closure, if the loss is scaled.
-        """
+        """Step the optimizer, unless a scaled gradient is not finite; refuse closures of scaled losses."""
         if not self.scales_loss:
             return super().optimizer_step(optimizer, closure)
         self._refuse_closure(optimizer, closure)
