@@ -1,4 +1,4 @@
-"""`NameTable`, the base of the registries; and names with options, as in `"name:option=value"`."""
+"""`NameTable`, the base of the registries; names with options, as in `"name:option=value"`; checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownNameError
 
-__all__ = ["NameTable", "check_name", "split_options"]
+__all__ = ["NameTable", "check_is_a", "check_name", "split_options"]
 
 
 Entry = TypeVar("Entry", bound=Any)
@@ -69,6 +69,17 @@ class NameTable(ABC, Generic[Entry]):
 
     def __repr__(self) -> str:
         return f"{self.title}({', '.join(self)})"
+
+
+def check_is_a(name: str, value: Any, kinds: Any, expected: str = "", remedy: str = "") -> None:
+    """Raise `InvalidTypeError` unless `value` is an instance of `kinds`; a bool is not a number."""
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
+        return
+    if isinstance(value, type) and issubclass(value, kinds):
+        remedy = f"make an instance of it: {value.__name__}()"
+    expected = expected or f"an instance of {kinds[0].__name__}"
+    raise InvalidTypeError(argument=name, value=value, expected=expected, remedy=remedy)
 
 
 def check_name(argument: str, value: object, names: tuple[str, ...], expected: str = "") -> str:

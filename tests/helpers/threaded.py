@@ -140,4 +140,4 @@ class ThreadedStrategy(DDPStrategy):
         return InlineLauncher(placement.ranks)
 
     def setup_environment(self) -> None:
-        self._release_modules_after(self.job)
+        self.job.cleanup.callback(self._release_modules, self.job.modules)

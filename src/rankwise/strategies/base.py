@@ -30,6 +30,7 @@ from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
+from rankwise.named_options import check_is_a
 from rankwise.precision import Precision
 from rankwise.process_group import collectives, rank_zero_first
 from rankwise.processes.exit_codes import exit_code_kept
@@ -39,7 +40,6 @@ from rankwise.strategies.config import (
     GroupConfig,
     PartField,
     ProcessConfig,
-    check_instance,
     copied_precision,
     take_changes,
 )
@@ -127,10 +127,10 @@ class Strategy(ABC):
         )
         self.group_config = group_config or GroupConfig()
         self.gradients = gradients or GradientSync()
-        self.precision: Precision = check_instance("precision", precision, Precision, Precision)
-        self.checkpoint_io: CheckpointIO = check_instance(
-            "checkpoint_io", checkpoint_io, CheckpointIO, TorchCheckpointIO
-        )
+        self.precision = Precision() if precision is None else precision
+        self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        for name, kind in _PLUGINS.items():
+            check_is_a(name, getattr(self, name), kind)
         self.results: dict[int, Any] = {}
         self._placement: Placement | None = None
         self._job: Job | None = None
@@ -154,7 +154,8 @@ class Strategy(ABC):
             derived.precision = copied_precision(self.precision, is_used=self.is_bound)
         derived._placement, derived._job, derived.results = None, None, {}
         for name in changes.keys() & _PLUGINS.keys():
-            setattr(derived, name, check_instance(name, changes.pop(name), _PLUGINS[name]))
+            check_is_a(name, changes[name], _PLUGINS[name])
+            setattr(derived, name, changes.pop(name))
         derived.process_config = take_changes(self.process_config, changes)
         derived.group_config = take_changes(self.group_config, changes)
         for name in changes:

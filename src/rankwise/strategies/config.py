@@ -26,7 +26,7 @@ from rankwise.errors import (
     UnknownArgumentError,
     UnknownNameError,
 )
-from rankwise.named_options import check_name
+from rankwise.named_options import check_is_a, check_name
 from rankwise.precision import Precision
 from rankwise.process_group import check_backend
 
@@ -37,10 +37,12 @@ Config = TypeVar("Config", "ProcessConfig", "GroupConfig")
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _RENDEZVOUS = ("auto", "private", "tcp")
-_MAX_DURATION = timedelta(days=365)
+_SHORTEST_S = 1e-6  # of a timedelta
+_LONGEST_S = timedelta(days=365).total_seconds()
 _CHECK_VARIABLE = "RANKWISE_CHECK_COLLECTIVES"
 _CHECK_VALUES = {"": False, "0": False, "1": True}
 _DEVICES = 'a number of devices from 1 up, "auto" (or -1: all), or a list of different device indices'
+_ENVIRONMENT = "a ClusterEnvironment instance or a name"
 _NODES = 'a number from 1 up, or "auto"'
 # Strategy names that Lightning before 1.5 took as accelerators.
 _NOT_ACCELERATORS = ("ddp", "ddp_spawn", "ddp_cpu", "ddp2", "dp", "horovod")
@@ -66,7 +68,9 @@ class ProcessConfig:
     def __post_init__(self) -> None:
         check_devices(self.devices)
         check_num_nodes(self.num_nodes)
-        check_environment(self.cluster_environment)
+        if self.cluster_environment is not None:
+            kinds = (ClusterEnvironment, str)
+            check_is_a("cluster_environment", self.cluster_environment, kinds, _ENVIRONMENT)
         _normalize(
             self,
             start_method=_check_start_method(self.start_method),
@@ -166,12 +170,11 @@ def device_type(accelerator: object) -> str:
     return "cuda"
 
 
-def check_devices(devices: object) -> int | tuple[int, ...] | None:
+def check_devices(devices: Devices) -> int | tuple[int, ...] | None:
     """Return a number of devices, their indices, or None for all that are available."""
     if isinstance(devices, str):
         return _parse_devices(devices)
-    if isinstance(devices, bool) or not isinstance(devices, (int, list, tuple)):
-        raise InvalidTypeError(argument="devices", value=devices, expected=_DEVICES)
+    check_is_a("devices", devices, (int, list, tuple), _DEVICES)
     return _check_count(devices) if isinstance(devices, int) else _check_indices(devices)
 
 
@@ -203,24 +206,14 @@ def _check_indices(given: Sequence[object]) -> tuple[int, ...]:
     return indices
 
 
-def check_num_nodes(num_nodes: object) -> int | None:
+def check_num_nodes(num_nodes: int | Literal["auto"]) -> int | None:
     """Return the number of nodes, or None for as many as the environment has."""
     if num_nodes == "auto":
         return None
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int):
-        raise InvalidTypeError(argument="num_nodes", value=num_nodes, expected=_NODES)
+    check_is_a("num_nodes", num_nodes, int, _NODES)
     if num_nodes < 1:
         raise InvalidArgumentError(argument="num_nodes", value=num_nodes, expected=_NODES)
     return num_nodes
-
-
-def check_environment(given: object) -> ClusterEnvironment | str | None:
-    """Return an environment, its name, or None."""
-    if given is None or isinstance(given, (str, ClusterEnvironment)):
-        return given
-    raise InvalidTypeError(
-        argument="cluster_environment", value=given, expected="a ClusterEnvironment instance or a name"
-    )
 
 
 def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
@@ -260,59 +253,32 @@ def _check_command(value: object) -> tuple[str, ...] | None:
     return words
 
 
-def _check_timeout(name: str, value: object) -> timedelta:
-    if isinstance(value, timedelta):
-        duration = value
-    else:
-        expected = "a number of seconds or a datetime.timedelta"
-        seconds = _check_seconds(name, value, expected, f"{name}=timedelta(seconds=...)")
-        # NaN, infinity and what is longer than a timedelta are not possible, as 0 is not.
-        is_valid = 0 < seconds <= _MAX_DURATION.total_seconds()
-        duration = timedelta(seconds=seconds if is_valid else 0)
-    if not timedelta(0) < duration <= _MAX_DURATION:
-        expected = f"a duration from 0 to {_MAX_DURATION}"
+def _check_timeout(name: str, value: Any) -> timedelta:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    expected = "a number of seconds or a datetime.timedelta"
+    check_is_a(name, seconds, (int, float), expected, f"{name}=timedelta(seconds=...)")
+    if not _SHORTEST_S <= seconds <= _LONGEST_S:  # false for NaN
+        expected = f"a duration from 0 to {timedelta(seconds=_LONGEST_S)}"
         raise InvalidArgumentError(argument=name, value=value, expected=expected)
-    return duration
+    return timedelta(seconds=seconds)
 
 
-def _check_grace_period(value: object) -> float:
-    seconds = _check_seconds("grace_period_s", value, "a number of seconds")
-    longest = _MAX_DURATION.total_seconds()
-    if not 0 <= seconds <= longest:  # false for NaN
-        expected = f"0 to {longest:g} seconds"
+def _check_grace_period(value: Any) -> float:
+    check_is_a("grace_period_s", value, (int, float), "a number of seconds")
+    if not 0 <= value <= _LONGEST_S:  # false for NaN
+        expected = f"0 to {_LONGEST_S:g} seconds"
         raise InvalidArgumentError(argument="grace_period_s", value=value, expected=expected)
-    return float(seconds)
+    return float(value)
 
 
-def _check_seconds(name: str, value: object, expected: str, remedy: str = "") -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidTypeError(argument=name, value=value, expected=expected, remedy=remedy)
-    return value  # an int may be too large for a float
-
-
-def _check_collectives(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    if value is not None:
-        raise InvalidTypeError(argument="check_collectives", value=value, expected="True, False or None")
-    given = os.environ.get(_CHECK_VARIABLE, "")
-    if given not in _CHECK_VALUES:
-        raise InvalidArgumentError(argument=_CHECK_VARIABLE, value=given, expected="1 or 0")
-    return _CHECK_VALUES[given]
-
-
-def check_instance(name: str, value: Any, kind: type, default: type | None = None) -> Any:
-    """Return a plug-in if it is an instance of `kind`; for None a new `default`, if there is one."""
-    if value is None and default is not None:
-        return default()
-    if not isinstance(value, kind):
-        raise InvalidTypeError(
-            argument=name,
-            value=value,
-            expected=f"an instance of {kind.__name__}",
-            remedy=f"make an instance of it: {value.__name__}()" if isinstance(value, type) else "",
-        )
-    return value
+def _check_collectives(value: Any) -> bool:
+    if value is None:
+        value = os.environ.get(_CHECK_VARIABLE, "")
+        if value not in _CHECK_VALUES:
+            raise InvalidArgumentError(argument=_CHECK_VARIABLE, value=value, expected="1 or 0")
+        return _CHECK_VALUES[value]
+    check_is_a("check_collectives", value, bool, "True, False or None")
+    return bool(value)
 
 
 def copied_precision(precision: Precision, *, is_used: bool) -> Precision:

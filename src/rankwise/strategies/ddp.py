@@ -37,6 +37,7 @@ from rankwise.strategies.config import (
 )
 from rankwise.strategies.job import Job, threads_per_rank
 from rankwise.strategies.module_wrapping import (
+    WrappedModules,
     check_collectives_of,
     check_sync_batchnorm,
     checked_wrapper,
@@ -217,7 +218,7 @@ class DDPStrategy(Strategy):
         if job.has_group:
             self._join_group(job)
         report_phase("running")
-        self._release_modules_after(job)
+        job.cleanup.callback(self._release_modules, job.modules)
 
     def _join_group(self, job: Job) -> None:
         report_phase("connecting", waits=True)
@@ -241,15 +242,11 @@ class DDPStrategy(Strategy):
             job.check = CollectiveCheck(job.ranks.global_rank, own_store, self.timeout)
             enter(job.check.checking())
 
-    def _release_modules_after(self, job: Job) -> None:
+    def _release_modules(self, modules: WrappedModules) -> None:
         """Release the prepared modules at the end of a job, before the process group is destroyed."""
-
-        def release() -> None:
-            self.precision.agree = None
-            job.modules.close()
-            self.gradients.detach()
-
-        job.cleanup.callback(release)
+        self.precision.agree = None
+        modules.close()
+        self.gradients.detach()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and wrap it; one with nothing to train is not wrapped.

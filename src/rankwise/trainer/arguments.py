@@ -18,10 +18,10 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
-    InvalidTypeError,
     UnknownArgumentError,
 )
 from rankwise.loggers import CSVLogger, Logger
+from rankwise.named_options import check_is_a
 from rankwise.precision import Precision, create_precision
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import DDPStrategy, Strategy
@@ -41,20 +41,6 @@ _PLUGINS: Mapping[str, Any] = {
     "checkpoint IO": CheckpointIO,
     "strategy": Strategy,
 }
-
-
-def check_is_a(name: str, value: Any, kinds: Any, expected: str) -> None:
-    """Raise InvalidTypeError unless `value` is an instance of `kinds`; a bool is not a number."""
-    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
-        return
-    is_class = isinstance(value, type) and issubclass(value, kinds)
-    raise InvalidTypeError(
-        argument=name,
-        value=value,
-        expected=expected,
-        remedy=f"make an instance of it: {value.__name__}()" if is_class else "",
-    )
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
