@@ -98,7 +98,8 @@ def _sharded(
     samples = _sampler_of(loader)
     whole = loader.batch_sampler if samples is None else samples
     if uneven is None:
-        uneven = "drop" if _drops_last(loader) else "pad"
+        batches = loader.batch_sampler
+        uneven = "drop" if type(batches) is BatchSampler and batches.drop_last else "pad"
     sampler = ShardedSampler(whole, num_replicas, rank, seed=_seed_for(loader, seed), uneven=uneven)
     return with_indices_from(loader, sampler) if samples is None else _resampled(loader, sampler)
 
@@ -264,11 +265,6 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
     if batches is None:
         return loader.sampler
     return batches.sampler if type(batches) is BatchSampler else None
-
-
-def _drops_last(loader: DataLoader[Any]) -> bool:
-    batches = loader.batch_sampler
-    return bool(batches.drop_last) if type(batches) is BatchSampler else loader.drop_last
 
 
 def _resampled(loader: Loader, sampler: Any, **changes: Any) -> Loader:

@@ -45,11 +45,11 @@ class _Part(NamedTuple):
 
 
 class _LoggedObject(NamedTuple):
-    """A logged metric object, which is computed once for the whole epoch."""
+    """A logged metric object, which is computed once for the whole epoch; None if only other ranks log it."""
 
-    metric: Any
-    prog_bar: bool
-    logger: bool
+    metric: Any = None
+    prog_bar: bool = False
+    logger: bool = True
     on_step: bool = False
     on_epoch: bool = True
 
@@ -215,10 +215,9 @@ class Results:
     def _reported(self, values: Mapping[str, Tensor], ending: str) -> list[Reported]:
         reported = []
         for name, value in values.items():
-            metric = self._objects.get(name) or self._metrics.get(name)
-            is_both = metric is not None and metric.on_step and metric.on_epoch
-            prog_bar, logger = (metric.prog_bar, metric.logger) if metric else (False, True)
-            reported.append(Reported(name, name + ending if is_both else name, value, prog_bar, logger))
+            metric = self._objects.get(name) or self._metrics.get(name) or _LoggedObject()
+            full_name = name + ending if metric.on_step and metric.on_epoch else name
+            reported.append(Reported(name, full_name, value, metric.prog_bar, metric.logger))
         return reported
 
 

@@ -41,10 +41,7 @@ class AutomaticOptimization:
         self.has_stepped = False
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
-        """Compute a batch's gradients, step at the end of its window, and return the outputs.
-
-        Collective: every rank must call this.
-        """
+        """Compute gradients; step at the end of a window. Collective: every rank must call this."""
         if batch_idx == self.weighting.window(batch_idx)[0]:
             self._clear_gradients()
         outputs = self._forward_backward(batch, batch_idx, is_window_end)
@@ -95,7 +92,6 @@ class AutomaticOptimization:
     def _clear_gradients(self) -> None:
         self._has_gradients = False
         self._guard.clear()
-        self._padding.begin_window()
         for optimizer in self._context.optimizers:
             self._module.on_before_zero_grad(optimizer)
             self._strategy.precision.zero_grad(optimizer)

@@ -40,15 +40,14 @@ def _record_once(parameter: Tensor, number: int, order: list[int]) -> None:
 
 
 def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[int]) -> None:
-    """Run a backward pass that reaches the parameters in `order`, with gradients of 0.
-
-    Collective: every rank must call this, with the same order.
-    """
+    """Run a backward pass with gradients of 0 that reaches the parameters in `order`. Collective."""
     module = strategy.unwrap_module(wrapped)
     parameters = _trainable(module)
     is_static = getattr(wrapped, "static_graph", False)  # later steps must have the graph of the first pass
     is_complete = sorted(order) == list(range(len(parameters)))
-    if module is wrapped or is_static or not is_complete or _has_special_gradients(module):
+    is_sparse = any(getattr(submodule, "sparse", False) for submodule in module.modules())
+    is_complex = any(parameter.is_complex() for parameter in module.parameters())
+    if module is wrapped or is_static or not is_complete or is_sparse or is_complex:
         return
 
     def touch() -> Tensor:
@@ -65,11 +64,6 @@ def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[in
         del module.__dict__[_ATTRIBUTE]
     for parameter in parameters:
         parameter.grad = None
-
-
-def _has_special_gradients(module: nn.Module) -> bool:
-    is_sparse = any(getattr(submodule, "sparse", False) for submodule in module.modules())
-    return is_sparse or any(parameter.is_complex() for parameter in module.parameters())
 
 
 def _trainable(module: Any) -> list[nn.Parameter]:

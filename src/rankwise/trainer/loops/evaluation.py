@@ -61,9 +61,7 @@ class EvaluationLoop:
     def run(self, stopping: Stopping | None = None) -> list[dict[str, float]]:
         """Evaluate; return the metrics of each loader, the same on every rank.
 
-        Within a fit, `stopping` is the fit's, and raises `EvaluationStopped` for a signal.
-
-        Collective: every rank must call this.
+        Within a fit, `stopping` is the fit's, and raises `EvaluationStopped` for a signal. Collective.
         """
         context, results = self.context, Results(is_evaluation=True)
         with self._running(results):

@@ -47,8 +47,8 @@ class FitLoop:
         self._hooks = context.hooks
         self._stage = context.stage
         self._share = share
-        schedule = BatchSchedule(context.strategy, context.module, share, context.options.uneven_inputs)
-        self._schedule = schedule
+        policy = context.options.uneven_inputs
+        self._schedule = schedule = BatchSchedule(context.strategy, context.module, share, policy)
         self._validation = validation
         self._rank_state = rank_state
         self._results = Results(is_evaluation=False)
@@ -59,10 +59,7 @@ class FitLoop:
         self._stopping = Stopping(context)
 
     def run(self) -> None:
-        """Train; exit on every rank when a signal has stopped training.
-
-        Collective: every rank must call this.
-        """
+        """Train; exit on every rank when a signal has stopped training. Collective."""
         context, progress = self._context, self._progress
         context.module.train()
         progress.repeat_window()

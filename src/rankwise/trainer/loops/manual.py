@@ -88,10 +88,7 @@ class ManualOptimization:
         self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in context.optimizers]
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
-        """Run `training_step`, and return its outputs.
-
-        Collective: every rank must call this.
-        """
+        """Run `training_step`, and return its outputs. Collective: every rank must call this."""
         share_buffers_next(self._wrapped)
         self._weight = self.weighting.factor(batch_idx)
         strategy = self._strategy
@@ -102,10 +99,7 @@ class ManualOptimization:
         return outputs
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **options: Any) -> None:
-        """Compute gradients, and average them over the ranks unless that is blocked.
-
-        Collective: every rank must call this, unless it is blocked.
-        """
+        """Compute gradients; average them over the ranks, which is Collective, unless that is blocked."""
         self._module.on_before_backward(loss)
         factor = self._factor(weight)
         is_left_out = float(factor) == 0

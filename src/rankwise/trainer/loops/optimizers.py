@@ -146,9 +146,7 @@ class OptimizerSet:
     def states(self, strategy: Strategy | None = None) -> tuple[list[Any], list[Any]] | None:
         """Return the states of optimizers and schedulers; if no optimizer exists here, the kept ones or None.
 
-        Without `strategy`, a sharded optimizer's state is this rank's part.
-
-        Collective: within a stage, with `strategy`, every rank must call this.
+        Without `strategy`, a sharded optimizer's state is this rank's part. With it, this is Collective.
         """
         if not self.optimizers:
             return self._pending

@@ -237,10 +237,6 @@ class PaddingGradients:
         self._must_agree = not self._is_averaged_later and bool(wrapped.find_unused_parameters)
         self._used: set[int] | None = None  # numbers of parameters; None until a rank pads in this window
 
-    def begin_window(self) -> None:
-        """Begin a window, after its gradients are cleared."""
-        self._used = None
-
     def separate(self, *, is_padding: bool, has_padding: bool) -> AbstractContextManager[None]:
         """Return the context for a batch's forward and backward pass, inside of the gradient synchronisation.
 
@@ -267,14 +263,12 @@ class PaddingGradients:
             yield
 
     def end_window(self) -> None:
-        """Remove the averaged gradients that only padding steps have caused.
-
-        Collective: every rank must call this.
-        """
-        if self._used is None:
+        """Remove averaged gradients that only padding steps caused. Collective: every rank must call this."""
+        used, self._used = self._used, None
+        if used is None:
             return
         flags = torch.zeros(len(self._parameters), device=self._strategy.root_device)
-        flags[list(self._used)] = 1
+        flags[list(used)] = 1
         counts = self._strategy.all_reduce(flags, reduce_op="sum").tolist()
         for parameter, count in zip(self._parameters, counts, strict=True):
             if not count:
