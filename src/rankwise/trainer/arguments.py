@@ -15,11 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer, TQDMProgressBar
 from rankwise.checkpoint import CheckpointIO
 from rankwise.environments import ClusterEnvironment
-from rankwise.errors import (
-    ConfigurationError,
-    InvalidArgumentError,
-    UnknownArgumentError,
-)
+from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.loggers import CSVLogger, Logger
 from rankwise.named_options import check_is_a
 from rankwise.precision import Precision, create_precision
@@ -28,6 +24,7 @@ from rankwise.strategies import DDPStrategy, Strategy
 
 P = ParamSpec("P")
 _Limit = int | float
+_NUMBER = (int, float)
 _DEFAULT_MAX_EPOCHS = 1000
 _LIMITS = {
     "train": "limit_train_batches",
@@ -49,33 +46,22 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise InvalidArgumentError(argument=name, value=value, expected=" or ".join(map(repr, choices)))
 
 
-def _check_whole(name: str, value: Any, minimum: int, *, is_endless: bool = False) -> None:
-    """Refuse what is not a whole number from `minimum` on; with `is_endless`, -1 is allowed too."""
-    check_is_a(name, value, int, "a whole number")
-    if value < minimum and not (is_endless and value == -1):
+def _check_number(name: str, value: Any, minimum: int, *, kinds: Any = int, is_endless: bool = False) -> None:
+    """Refuse what is not a (whole) number from `minimum` on; with `is_endless`, -1 is allowed too."""
+    check_is_a(name, value, kinds, "a whole number" if kinds is int else "a number")
+    if not value >= minimum and not (is_endless and value == -1):
         extra = ", or -1 for no limit" if is_endless else ""
         raise InvalidArgumentError(argument=name, value=value, expected=f"{minimum} or more{extra}")
 
 
-def _check_positive_or_zero(name: str, value: Any) -> None:
-    check_is_a(name, value, (int, float), "a number")
-    if not value >= 0:
-        raise InvalidArgumentError(argument=name, value=value, expected="0 or more")
-
-
 def _check_limit(name: str, value: Any, *, is_zero_allowed: bool = True) -> None:
-    check_is_a(name, value, (int, float), "a number of batches, or a fraction of them as a float")
+    check_is_a(name, value, _NUMBER, "a number of batches, or a fraction of them as a float")
     if isinstance(value, float) and not 0.0 <= value <= 1.0:
         expected = "a fraction from 0.0 to 1.0, or a whole number of batches"
         raise InvalidArgumentError(argument=name, value=value, expected=expected)
     if value < 0 or not (value or is_zero_allowed):
         expected = "0 or more batches" if is_zero_allowed else "more than 0"
         raise InvalidArgumentError(argument=name, value=value, expected=expected)
-
-
-def _check_no_sanity_steps(name: str, value: Any) -> None:
-    if value != 0:
-        raise InvalidArgumentError(argument=name, value=value, expected="0: there are none")
 
 
 def _by(check: Callable[..., None], *, is_optional: bool = False, **arguments: Any) -> Mapping[str, Any]:
@@ -88,18 +74,18 @@ def _by(check: Callable[..., None], *, is_optional: bool = False, **arguments: A
 class TrainerOptions:
     """The plain options of a Trainer, which documents them. Every assignment is checked."""
 
-    max_epochs: int | None = field(metadata=_by(_check_whole, minimum=0, is_endless=True, is_optional=True))
-    max_steps: int = field(metadata=_by(_check_whole, minimum=0, is_endless=True))
-    min_epochs: int = field(metadata=_by(_check_whole, minimum=0, is_optional=True))
+    max_epochs: int | None = field(metadata=_by(_check_number, minimum=0, is_endless=True, is_optional=True))
+    max_steps: int = field(metadata=_by(_check_number, minimum=0, is_endless=True))
+    min_epochs: int = field(metadata=_by(_check_number, minimum=0, is_optional=True))
     limit_train_batches: _Limit = field(metadata=_by(_check_limit))
     limit_val_batches: _Limit = field(metadata=_by(_check_limit))
     limit_test_batches: _Limit = field(metadata=_by(_check_limit))
     limit_predict_batches: _Limit = field(metadata=_by(_check_limit))
     val_check_interval: _Limit = field(metadata=_by(_check_limit, is_zero_allowed=False))
-    check_val_every_n_epoch: int = field(metadata=_by(_check_whole, minimum=1))
-    num_sanity_val_steps: int = field(metadata=_by(_check_no_sanity_steps))
-    accumulate_grad_batches: int = field(metadata=_by(_check_whole, minimum=1))
-    gradient_clip_val: float = field(metadata=_by(_check_positive_or_zero, is_optional=True))
+    check_val_every_n_epoch: int = field(metadata=_by(_check_number, minimum=1))
+    num_sanity_val_steps: int = field(metadata=_by(check_choice, choices=(0,)))
+    accumulate_grad_batches: int = field(metadata=_by(_check_number, minimum=1))
+    gradient_clip_val: float = field(metadata=_by(_check_number, minimum=0, kinds=_NUMBER, is_optional=True))
     gradient_clip_algorithm: str = field(metadata=_by(check_choice, choices=("norm", "value")))
     on_nonfinite: str | None = field(metadata=_by(check_choice, choices=("raise", "skip"), is_optional=True))
     sync_batchnorm: bool = field(metadata=_by(check_choice, choices=(True, False)))
@@ -107,9 +93,9 @@ class TrainerOptions:
     benchmark: bool | None = field(metadata=_by(check_choice, choices=(True, False), is_optional=True))
     use_distributed_sampler: bool
     uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
-    log_every_n_steps: int = field(metadata=_by(_check_whole, minimum=1))
+    log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1))
     default_root_dir: str
-    fast_dev_run: int = field(metadata=_by(_check_whole, minimum=0))
+    fast_dev_run: int = field(metadata=_by(_check_number, minimum=0))
 
     def __post_init__(self) -> None:
         self.min_epochs = self.min_epochs or 0

@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import given_seed
-from rankwise.trainer.checkpointing import (
-    CheckpointFiles,
-    restore_module,
-    restore_training,
-)
+from rankwise.trainer.checkpointing import CheckpointFiles, restore_module, restore_training
 from rankwise.trainer.consistency import (
     agreed_order_seeds,
     check_ranks_agree,
@@ -51,37 +47,8 @@ _LOADER_HOOKS = {
 }
 
 
-@final
-@dataclass
-class StageSpec:
-    """The arguments of a stage, beside its context and the loaders.
-
-    `seed` is this process's; the trainer's is rank 0's, or that of the run that continues.
-    """
-
-    stage: StageName
-    seed: int
-    checkpoint: dict[str, Any] | None = None
-    checkpoint_path: str = ""
-    gather: Gather = "all"
-
-
-def check_module(module: TrainingModule, stage: StageName, loaders: dict[str, Any]) -> None:
-    """Raise ConfigurationError unless the module has the step and a loader for a stage."""
-    phase = "train" if stage == "fit" else stage
-    step = _STEPS.get(stage)
-    if step is not None and not is_defined(module, step):
-        raise undefined(module, step)
-    if not _has_loader(module, phase, loaders):
-        raise undefined(module, _LOADER_HOOKS[phase])
-
-
-def _has_loader(module: TrainingModule, phase: str, loaders: dict[str, Any]) -> bool:
-    return loaders[phase] is not None or is_defined(module, _LOADER_HOOKS[phase])
-
-
 @contextmanager
-def torch_flags_set(deterministic: bool | str, benchmark: bool | None) -> Iterator[None]:
+def _torch_flags(deterministic: bool | str, benchmark: bool | None) -> Iterator[None]:
     """Set torch's flags as the Trainer's options of the same names say, for the block.
 
     Mutates: torch's flags and, with `deterministic`, cuBLAS's environment variable; both until the end.
@@ -101,138 +68,145 @@ def torch_flags_set(deterministic: bool | str, benchmark: bool | None) -> Iterat
         yield
 
 
-def run_stage(context: StageContext, loaders: dict[str, Any], spec: StageSpec) -> Any:
-    """Run a stage on this rank; return its value. Collective: every rank must call this.
-
-    `loaders` has the user's loaders by phase; None for the module's own.
-    """
-    status, loggers = "failed", list(context.loggers)
-    try:
-        with torch_flags_set(context.options.deterministic, context.options.benchmark):
-            value = _Stage(context, loaders, spec).run()
-        status = "success"
-    except BaseException as error:
-        failure_time_of(error)  # notes the time before the hooks take theirs
-        context.hooks.call_exception_hooks(error)
-        raise
-    finally:
-        report_phase(TEARDOWN)
-        context.hooks.call("teardown", spec.stage)
-        if context.strategy.is_global_zero:
-            used = [*loggers, *context.loggers]  # hooks may have replaced some
-            for logger in {id(logger): logger for logger in used}.values():
-                logger.finalize(status)
-    return value
-
-
 @final
-class _Stage:
-    """A stage on this rank."""
+@dataclass
+class Stage:
+    """A stage: its arguments, and what each rank does.
 
-    def __init__(self, context: StageContext, loaders: dict[str, Any], spec: StageSpec) -> None:
-        self._context = context
-        self._strategy = context.strategy
-        self._module = context.module
-        self._state = context.state
-        self._loaders = loaders
-        self._spec = spec
+    Attributes:
+        loaders: the user's loaders by phase; None for the module's own.
+        gather: which ranks get the predictions.
+        seed: this process's; the trainer's is rank 0's, or that of the run that continues.
+        checkpoint: what to load; None for nothing.
+    """
 
-    def run(self) -> Any:
-        """Prepare the stage, run its loop and return its value."""
-        self._find_checkpoint()
-        self._agree_on_seed_and_loggers()
-        if self._strategy.local_rank == 0:
-            self._module.prepare_data()
-        self._strategy.barrier("prepare_data")
-        self._context.hooks.call("setup", self._spec.stage)
-        if self._spec.checkpoint is not None:
-            restore_module(self._context, self._spec.checkpoint, self._spec.checkpoint_path)
-        if self._spec.stage == "fit":
-            return self._fit()
+    name: StageName
+    loaders: dict[str, Any]
+    gather: Gather = "all"
+    seed: int = field(default_factory=torch.initial_seed)
+    checkpoint: dict[str, Any] | None = None
+    checkpoint_path: str = ""
+
+    def check_module(self, module: TrainingModule) -> None:
+        """Raise ConfigurationError unless the module has the step and a loader for this stage."""
+        phase, step = "train" if self.name == "fit" else self.name, _STEPS.get(self.name)
+        if step is not None and not is_defined(module, step):
+            raise undefined(module, step)
+        if not self._has_loader(module, phase):
+            raise undefined(module, _LOADER_HOOKS[phase])
+
+    def _has_loader(self, module: TrainingModule, phase: str) -> bool:
+        return self.loaders[phase] is not None or is_defined(module, _LOADER_HOOKS[phase])
+
+    def run(self, context: StageContext) -> Any:
+        """Run the stage on this rank; return its value. Collective: every rank must call this."""
+        status, loggers = "failed", list(context.loggers)
+        try:
+            with _torch_flags(context.options.deterministic, context.options.benchmark):
+                value = self._run(context)
+            status = "success"
+        except BaseException as error:
+            failure_time_of(error)  # notes the time before the hooks take theirs
+            context.hooks.call_exception_hooks(error)
+            raise
+        finally:
+            report_phase(TEARDOWN)
+            context.hooks.call("teardown", self.name)
+            if context.strategy.is_global_zero:
+                used = [*loggers, *context.loggers]  # hooks may have replaced some
+                for logger in {id(logger): logger for logger in used}.values():
+                    logger.finalize(status)
+        return value
+
+    def _run(self, context: StageContext) -> Any:
+        strategy, module = context.strategy, context.module
+        self._find_checkpoint(context)
+        self._agree_on_seed_and_loggers(context)
+        if strategy.local_rank == 0:
+            module.prepare_data()
+        strategy.barrier("prepare_data")
+        context.hooks.call("setup", self.name)
+        if self.checkpoint is not None:
+            restore_module(context, self.checkpoint, self.checkpoint_path)
+        if self.name == "fit":
+            return self._fit(context)
         # A module that is only evaluated is not wrapped: the ranks may have different numbers of batches.
-        self._strategy.module_to_device(self._strategy.precision.convert_module(self._module))
-        shards = self._shards(self._spec.stage)
-        loop = EvaluationLoop(self._context, shards, self._spec.stage)
-        if self._spec.stage != "predict":
+        strategy.module_to_device(strategy.precision.convert_module(module))
+        shards = self._shards(context, self.name)
+        loop = EvaluationLoop(context, shards, self.name)
+        if self.name != "predict":
             return loop.run()
-        if self._spec.gather is not None:
-            check_can_be_gathered(shards, self._strategy.world_size)
-        return loop.predict(self._spec.gather)
+        if self.gather is not None:
+            check_can_be_gathered(shards, strategy.world_size)
+        return loop.predict(self.gather)
 
-    def _find_checkpoint(self) -> None:
+    def _find_checkpoint(self, context: StageContext) -> None:
         """After a restart, use the job's newest checkpoint; make sure that all ranks have the same."""
-        spec = self._spec
-        if spec.stage == "fit" and (found := CheckpointFiles(self._context).find_after_restart()):
-            spec.checkpoint_path, spec.checkpoint = found
-            self._state.ckpt_path = spec.checkpoint_path
-        check_ranks_agree(self._strategy, fingerprint_of_checkpoint(spec.checkpoint))
+        if self.name == "fit" and (found := CheckpointFiles(context).find_after_restart()):
+            self.checkpoint_path, self.checkpoint = found
+            context.state.ckpt_path = self.checkpoint_path
+        check_ranks_agree(context.strategy, fingerprint_of_checkpoint(self.checkpoint))
 
-    def _agree_on_seed_and_loggers(self) -> None:
+    def _agree_on_seed_and_loggers(self, context: StageContext) -> None:
         """Use rank 0's seed, or that of the run that continues, and the state of rank 0's loggers."""
-        spec, loggers = self._spec, self._context.loggers
-        saved = spec.checkpoint if spec.stage == "fit" and spec.checkpoint else {}
-        self._state.seed = self._strategy.broadcast(saved.get("seed", spec.seed))
-        states = self._strategy.broadcast([logger.state_dict() for logger in loggers])
-        for logger, state in zip(loggers, states, strict=True):
+        saved = self.checkpoint if self.name == "fit" and self.checkpoint else {}
+        context.state.seed = context.strategy.broadcast(saved.get("seed", self.seed))
+        states = context.strategy.broadcast([logger.state_dict() for logger in context.loggers])
+        for logger, state in zip(context.loggers, states, strict=True):
             logger.load_state_dict(state)
 
-    def _fit(self) -> None:
-        context = self._context
-        check_ranks_agree(self._strategy, fingerprint_of(self._module, given_seed()))
-        context.wrapped = self._strategy.setup_module(self._module)
-        context.optimizer_set.create(self._module, self._strategy.precision)
-        self._strategy.on_after_setup_optimizers(context.optimizers)
-        rank_state = self._restore_fit()
-        self._log_hyper_parameters()
-        data = self._train_data()
-        validation = self._validation()
-        self._state.has_validation = validation is not None
+    def _fit(self, context: StageContext) -> None:
+        strategy, module = context.strategy, context.module
+        check_ranks_agree(strategy, fingerprint_of(module, given_seed()))
+        context.wrapped = strategy.setup_module(module)
+        context.optimizer_set.create(module, strategy.precision)
+        strategy.on_after_setup_optimizers(context.optimizers)
+        rank_state = self._restore_fit(context)
+        if module.hparams and strategy.is_global_zero:
+            for logger in context.loggers:
+                logger.log_hyperparams(module.hparams)
+        data = self._train_data(context)
+        validation = self._validation(context)
+        context.state.has_validation = validation is not None
         context.hooks.call("on_fit_start")
         FitLoop(context, data, validation, rank_state).run()
-        self._strategy.restore_module(self._module)
-        context.wrapped = self._module  # nothing may keep the wrapper when the process group is destroyed
+        strategy.restore_module(module)
+        context.wrapped = module  # nothing may keep the wrapper when the process group is destroyed
         context.hooks.call("on_fit_end")
 
-    def _restore_fit(self) -> RankState | None:
+    def _restore_fit(self, context: StageContext) -> RankState | None:
         """Restore what the checkpoint holds beside the weights; return this rank's part of it."""
-        checkpoint = self._spec.checkpoint
-        if checkpoint is None:
+        if self.checkpoint is None:
             return None
-        replay_gradient_order(self._strategy, self._context.wrapped, checkpoint.get("gradient_order", []))
-        return restore_training(self._context, checkpoint, self._spec.checkpoint_path)
+        order = self.checkpoint.get("gradient_order", [])
+        replay_gradient_order(context.strategy, context.wrapped, order)
+        return restore_training(context, self.checkpoint, self.checkpoint_path)
 
-    def _log_hyper_parameters(self) -> None:
-        if self._module.hparams and self._strategy.is_global_zero:
-            for logger in self._context.loggers:
-                logger.log_hyperparams(self._module.hparams)
+    def _train_data(self, context: StageContext) -> TrainDataShard:
+        order_seed = (self.checkpoint or {}).get("order_seed")  # a run that continues keeps its order
+        shard = self._shards(context, "train", order_seed)[0]
+        return TrainDataShard(shard, context.state.seed, context.options.limit("train"), context.strategy)
 
-    def _train_data(self) -> TrainDataShard:
-        order_seed = (self._spec.checkpoint or {}).get("order_seed")  # a run that continues keeps its order
-        shard = self._shards("train", order_seed)[0]
-        return TrainDataShard(shard, self._state.seed, self._context.options.limit("train"), self._strategy)
-
-    def _validation(self) -> EvaluationLoop | None:
-        has_step = is_defined(self._module, "validation_step")
-        if not has_step or not _has_loader(self._module, "validate", self._loaders):
+    def _validation(self, context: StageContext) -> EvaluationLoop | None:
+        module = context.module
+        if not is_defined(module, "validation_step") or not self._has_loader(module, "validate"):
             return None
-        shards = self._shards("validate")
+        shards = self._shards(context, "validate")
         has_batches = any(shard.num_batches for shard in shards)
-        return EvaluationLoop(self._context, shards, "validate") if has_batches else None
+        return EvaluationLoop(context, shards, "validate") if has_batches else None
 
-    def _shards(self, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
+    def _shards(self, context: StageContext, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
         """Return this rank's part of each loader of a phase; `order_seed` replaces the training loader's."""
-        given, options = self._loaders[phase], self._context.options
-        loaders = as_list(getattr(self._module, _LOADER_HOOKS[phase])() if given is None else given)
-        is_split_here = options.use_distributed_sampler
-        check_ranks_agree(self._strategy, fingerprint_of_loaders(phase, loaders, is_split_here))
-        seeds = agreed_order_seeds(
-            self._strategy, loaders, default=self._state.seed, is_split_here=is_split_here
-        )
+        given, state, strategy = self.loaders[phase], context.state, context.strategy
+        loaders = as_list(getattr(context.module, _LOADER_HOOKS[phase])() if given is None else given)
+        is_split_here = context.options.use_distributed_sampler
+        check_ranks_agree(strategy, fingerprint_of_loaders(phase, loaders, is_split_here))
+        seeds = agreed_order_seeds(strategy, loaders, default=state.seed, is_split_here=is_split_here)
         if phase == "train":
-            self._state.order_seed = seeds[0] = seeds[0] if order_seed is None else order_seed
+            state.order_seed = seeds[0] = seeds[0] if order_seed is None else order_seed
         shards = [
-            shard_for_phase(phase, loader, seed, options, self._strategy)
+            shard_for_phase(phase, loader, seed, context.options, strategy)
             for loader, seed in zip(loaders, seeds, strict=True)
         ]
-        self._state.num_batches[phase] = [shard.num_batches for shard in shards]
+        state.num_batches[phase] = [shard.num_batches for shard in shards]
         return shards

@@ -6,7 +6,6 @@ import operator
 import os
 from typing import TYPE_CHECKING, Any, final
 
-import torch
 from torch import Tensor
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -22,14 +21,8 @@ from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import TrainingModule
-from rankwise.trainer.stages import StageSpec, check_module, run_stage
-from rankwise.trainer.state import (
-    Progress,
-    StageContext,
-    StageName,
-    StageState,
-    TrainerState,
-)
+from rankwise.trainer.stages import Stage
+from rankwise.trainer.state import Progress, StageContext, StageName, StageState, TrainerState
 from rankwise.trainer.state_transfer import CallerState, capture, restore
 
 if TYPE_CHECKING:
@@ -243,7 +236,8 @@ class Trainer:
         self.should_stop = False
         if ckpt_path is None and self.context(model).warn_if_done():
             return
-        self._launch("fit", model, {"train": train_dataloaders, "validate": val_dataloaders}, ckpt_path)
+        loaders = {"train": train_dataloaders, "validate": val_dataloaders}
+        self._launch(Stage("fit", loaders), model, ckpt_path)
 
     def validate(
         self,
@@ -251,19 +245,16 @@ class Trainer:
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a module (by default the one of the last stage) on validation data.
+        """Evaluate a module (by default the one of the last stage) on validation data; raises as `fit`.
 
         A loader that shuffles stays shuffled; with `drop_last`, or a limit on the number of batches, the
         samples that are left out are then random.
 
         Returns:
             What was logged, for each loader; each sample counted once, the same on every rank.
-
-        Raises:
-            The same errors as `fit`.
         """
         metrics: list[dict[str, float]] = self._launch(
-            "validate", model, {"validate": dataloaders}, ckpt_path
+            Stage("validate", {"validate": dataloaders}), model, ckpt_path
         )
         return metrics
 
@@ -274,7 +265,7 @@ class Trainer:
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module (by default the one of the last stage) on test data; see `validate`."""
-        metrics: list[dict[str, float]] = self._launch("test", model, {"test": dataloaders}, ckpt_path)
+        metrics: list[dict[str, float]] = self._launch(Stage("test", {"test": dataloaders}), model, ckpt_path)
         return metrics
 
     def predict(
@@ -306,7 +297,9 @@ class Trainer:
             Others: the same errors as `fit`.
         """
         check_choice("gather", gather, GATHERINGS)
-        predictions: list[Any] = self._launch("predict", model, {"predict": dataloaders}, ckpt_path, gather)
+        predictions: list[Any] = self._launch(
+            Stage("predict", {"predict": dataloaders}, gather), model, ckpt_path
+        )
         return predictions
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -327,35 +320,27 @@ class Trainer:
             )
         save_checkpoint(self.context(self._fitted_module), path)
 
-    def _launch(
-        self, stage: StageName, model: Any, loaders: dict[str, Any], ckpt_path: Any, gather: Gather = "all"
-    ) -> Any:
+    def _launch(self, stage: Stage, model: Any, ckpt_path: Any) -> Any:
         """Run a stage on every rank, and restore its state here."""
-        model = self.module if model is None and stage != "fit" else model
-        self._check_stage(stage, model, loaders)
+        model = self.module if model is None and stage.name != "fit" else model
+        self._check_stage(stage, model)
         path = CheckpointFiles(self.context(model)).find(ckpt_path)
-        spec = StageSpec(
-            stage,
-            seed=torch.initial_seed(),
-            checkpoint=None if path is None else self.strategy.load_checkpoint(path),
-            checkpoint_path=path or "",
-            gather=gather,
-        )
-        self._set_module(model, stage)
+        if path is not None:
+            stage.checkpoint, stage.checkpoint_path = self.strategy.load_checkpoint(path), path
+        self._set_module(model, stage.name)
         self.ckpt_path = path
         value, state = self.strategy.launch(
             _run_on_rank,
             model=model,
             trainer=self,
-            loaders=loaders,
-            spec=spec,
+            stage=stage,
             brings_state_back=not self.strategy.runs_in_caller,
         )
         if state is not None:
             restore(self.context(model), state)
         return value
 
-    def _check_stage(self, stage: StageName, model: Any, loaders: dict[str, Any]) -> None:
+    def _check_stage(self, stage: Stage, model: Any) -> None:
         """Check model, loaders and options for a stage, before any process starts."""
         if not isinstance(model, TrainingModule):
             is_compiled = type(model).__name__ == "OptimizedModule"
@@ -365,12 +350,12 @@ class Trainer:
                 expected="an instance of TrainingModule",
                 remedy="for torch.compile(model): model.compile(), and fit(model)" if is_compiled else "",
             )
-        check_module(model, stage, loaders)
-        if stage == "fit":
+        stage.check_module(model)
+        if stage.name == "fit":
             check_manual(model, self.strategy, self.options)
             check_hook(self.strategy, self.on_nonfinite)
             check_hyper_parameters(self.context(model))
-        for phase, given in loaders.items():
+        for phase, given in stage.loaders.items():
             check_loaders(phase, given, self.options, self.world_size)
 
     def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> StageContext:
@@ -521,8 +506,7 @@ def _run_on_rank(
     *,
     model: TrainingModule,
     trainer: Trainer,
-    loaders: dict[str, Any],
-    spec: StageSpec,
+    stage: Stage,
     brings_state_back: bool,
 ) -> tuple[Any, CallerState | None]:
     """Run a stage on this rank; return its value, and the state for the calling process of this node.
@@ -531,9 +515,9 @@ def _run_on_rank(
     """
     known_modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     callbacks, loggers = list(trainer.callbacks), list(trainer.loggers)  # the calling process has no others
-    context = trainer.enter_stage(strategy, model, spec.stage)
+    context = trainer.enter_stage(strategy, model, stage.name)
     try:
-        value = run_stage(context, loaders, spec)
+        value = stage.run(context)
     finally:
         trainer._stage = StageState()
         report_phase("running")

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.trainer import Trainer
-from rankwise.trainer.stages import StageSpec
+from rankwise.trainer.stages import Stage
 from rankwise.trainer.state_transfer import restore
 from rankwise.trainer.trainer import _run_on_rank
 from tests.unit.trainer.helpers import Line, loader, trainer
@@ -55,15 +55,13 @@ class Growing(Line):
 def fit_elsewhere(train: Trainer, model: Line) -> None:
     """Fit as spawn does: copies of trainer and module train, and their state is restored here."""
     their_train, their_model = pickle.loads(pickle.dumps((train, model)))
-    spec = StageSpec("fit", seed=0)
-    loaders = {"train": loader(), "validate": None}
+    stage = Stage("fit", {"train": loader(), "validate": None}, seed=0)
     train._set_module(model, "fit")
     result = train.strategy.launch(
         _run_on_rank,
         model=their_model,
         trainer=their_train,
-        loaders=loaders,
-        spec=spec,
+        stage=stage,
         brings_state_back=True,
     )
     restore(train.context(model), pickle.loads(pickle.dumps(result[1])))
