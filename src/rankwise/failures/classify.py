@@ -44,27 +44,20 @@ _MARK = "_rankwise_propagated"
 _handled_before: ContextVar[BaseException | None] = ContextVar("handled_before", default=None)
 
 
-def is_consequence(type_name: str, text: str) -> bool:
-    """Return whether an exception of this type and text means that another rank has failed."""
-    return type_name in _CONSEQUENCES and bool(_CONSEQUENCES[type_name].search(text))
-
-
-def is_timeout(type_name: str, text: str) -> bool:
-    """Return whether an exception of this type and text means that other ranks did not come in time."""
-    return type_name in _TIMEOUTS and bool(_TIMEOUTS[type_name].search(text))
-
-
-def has_consequence_in_chain(error: BaseException) -> bool:
+def is_consequence(error: BaseException) -> bool:
     """Return whether an exception, or one that led to it, comes from another rank's failure."""
     # Attribute access to an exception may run the user's code.
-    return any(
-        vars(link).get(_MARK, False) or _link_matches(_CONSEQUENCES, link) for link in _what_led_to(error)
-    )
+    return any(vars(link).get(_MARK, False) or _matches(_CONSEQUENCES, link) for link in _what_led_to(error))
 
 
-def has_timeout_in_chain(error: BaseException) -> bool:
+def is_timeout(error: BaseException) -> bool:
     """Return whether an exception, or one that led to it, means that other ranks did not come in time."""
-    return any(_link_matches(_TIMEOUTS, link) for link in _what_led_to(error))
+    return any(_matches(_TIMEOUTS, link) for link in _what_led_to(error))
+
+
+def is_of_user_code(error: BaseException) -> bool:
+    """Return whether user code raised an exception, be it because of another rank's failure."""
+    return not (_matches(_CONSEQUENCES, error) or _matches(_TIMEOUTS, error))
 
 
 def mark_propagated(error: E) -> E:
@@ -80,7 +73,7 @@ def _what_led_to(error: BaseException) -> list[BaseException]:
     return chain[: ours[0] + 1] if ours else chain
 
 
-def _link_matches(patterns: Mapping[str, re.Pattern[str]], error: BaseException) -> bool:
+def _matches(patterns: Mapping[str, re.Pattern[str]], error: BaseException) -> bool:
     pattern = patterns.get(type(error).__name__)
     return pattern is not None and bool(pattern.search(text_of(error)))
 

@@ -16,7 +16,7 @@ from typing import final
 import torch.distributed as dist
 
 from rankwise.errors import NodesLostError
-from rankwise.failures.classify import text_of
+from rankwise.failures.classify import is_of_user_code, text_of
 from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.heartbeat import failure_time_of
 from rankwise.monitoring.rank_monitor import PollingMonitor, own_status, query_status, reply_key, send_message
@@ -238,7 +238,7 @@ def _look_up(
             return error, record
         record = dataclasses.replace(record, missing=cause.missing, last_seen=cause.last_seen)
         return record.to_error(failure_exchange.began_s, (), ()), record
-    if record.is_of_user_code:
+    if is_of_user_code(error):
         _log.warning("%s: a consequence of what ended the job.", record.line())  # the cause is raised instead
     if isinstance(cause, NodesLostError):
         return cause, FailureRecord.of_exception(ranks, cause)

@@ -6,12 +6,11 @@ import dataclasses
 import json
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from types import FrameType
 from typing import Any, final
 
 from rankwise.errors import (
@@ -22,13 +21,7 @@ from rankwise.errors import (
     WorkerTimedOutError,
     signal_name,
 )
-from rankwise.failures.classify import (
-    has_consequence_in_chain,
-    has_timeout_in_chain,
-    is_consequence,
-    is_timeout,
-    text_of,
-)
+from rankwise.failures.classify import is_consequence, is_timeout, text_of
 from rankwise.monitoring.heartbeat import Heartbeat, failure_time_of
 from rankwise.ranks import RankInfo
 
@@ -48,8 +41,8 @@ class FailureRecord:
         missing: after a timeout, the global ranks that did not come.
         last_seen: after a timeout, where each other rank was.
         notes: what else to look at.
-        is_propagated: whether another rank raised this first, or user code has wrapped a consequence.
-        is_of_timeout: whether user code has wrapped a timeout.
+        is_consequence: whether another rank's failure, or the supervisor's stop, has caused this one.
+        is_timeout: whether other ranks did not come in time, to a collective or in the store.
         heartbeat: this rank's own when it failed.
         has_met: whether this rank had met those of other nodes, and so could publish its failure itself.
         host: the node's name; a record is made on the node of its rank.
@@ -68,8 +61,8 @@ class FailureRecord:
     missing: tuple[int, ...] = ()
     last_seen: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    is_propagated: bool = False
-    is_of_timeout: bool = False
+    is_consequence: bool = False
+    is_timeout: bool = False
     heartbeat: Heartbeat | None = None
     has_met: bool = True
     host: str = field(default_factory=socket.gethostname)
@@ -92,8 +85,8 @@ class FailureRecord:
             exception_message=text_of(error),
             traceback_text=_traceback_of(error),
             exit_status=_exit_code(error),
-            is_propagated=has_consequence_in_chain(error),
-            is_of_timeout=has_timeout_in_chain(error),
+            is_consequence=is_consequence(error),
+            is_timeout=is_timeout(error),
             heartbeat=failed.heartbeat,
         )
 
@@ -110,25 +103,9 @@ class FailureRecord:
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @property
-    def is_consequence(self) -> bool:
-        """Whether another rank's failure, or the supervisor's stop, has caused this one."""
-        return self.is_propagated or is_consequence(self.exception_type, self.exception_message)
-
-    @property
     def is_caused_by_peer(self) -> bool:
         """Whether another rank's failure has caused this one, and not the supervisor's stop."""
         return self.is_consequence and self.exception_type != "JobStopped"
-
-    @property
-    def is_timeout(self) -> bool:
-        """Whether other ranks did not come in time, to a collective or in the store."""
-        return self.is_of_timeout or is_timeout(self.exception_type, self.exception_message)
-
-    @property
-    def is_of_user_code(self) -> bool:
-        """Whether user code raised the exception, be it because of another rank's failure."""
-        error = (self.exception_type, self.exception_message)
-        return bool(self.exception_type) and not (is_consequence(*error) or is_timeout(*error))
 
     def is_same_failure(self, other: FailureRecord) -> bool:
         """Return whether both are records of one end of one process."""
@@ -190,38 +167,19 @@ def _exit_code(error: BaseException) -> int | None:
 
 
 def _traceback_of(error: BaseException) -> str:
+    """Return the traceback from the first frame of user code on; all of it where there is none."""
+    start = error.__traceback__
+    while start is not None and _is_library(start.tb_frame):
+        start = start.tb_next
+    start = error.__traceback__ if start is None else start
     try:
-        return _own_traceback(error)
+        return "".join(traceback.format_exception(type(error), error, start))
     except Exception:  # noqa: BLE001  source lines come from the user's import loaders
         lines = ["Traceback (most recent call last):"]
-        for frame, number in traceback.walk_tb(error.__traceback__):
+        for frame, number in traceback.walk_tb(start):
             lines.append(f'  File "{frame.f_code.co_filename}", line {number}, in {frame.f_code.co_name}')
         return "\n".join([*lines, f"{type(error).__name__}: {text_of(error)}", ""])
 
 
-def _own_traceback(error: BaseException) -> str:
-    """Return the traceback from the first frame of user code on; all of it where there is none."""
-    report = traceback.TracebackException.from_exception(error)
-    folders = _library_folders()
-    is_library = [_resolved(frame.filename).startswith(folders) for frame in report.stack]
-    if not all(is_library):
-        del report.stack[: is_library.index(False)]
-    return "".join(report.format())
-
-
-def _library_folders() -> tuple[str, ...]:
-    """Return the folders of rankwise, and of torch where it is loaded."""
-    folders = [Path(_resolved(__file__)).parents[1]]
-    if torch := sys.modules.get("torch"):
-        folders.append(Path(_resolved(str(torch.__file__))).parent)
-    return tuple(f"{folder}{os.sep}" for folder in folders)
-
-
-def _resolved(filename: str) -> str:
-    """Return a file's path without links; the name itself where it is no file, such as "<string>"."""
-    if filename.startswith("<"):
-        return filename
-    try:
-        return str(Path(filename).resolve())
-    except (OSError, RuntimeError):  # no working directory; circular links
-        return filename
+def _is_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("rankwise", "torch")

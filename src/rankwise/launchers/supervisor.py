@@ -501,7 +501,7 @@ class Supervisor:
 
     def _on_teardown_timeout(self, witness: MonitoredRank, error: Exception) -> None:
         facts = {"exception_type": type(error).__name__, "exception_message": str(error)}
-        self._on_failure(FailureRecord.of_rank(witness.ranks, witness.pid, **facts))
+        self._on_failure(FailureRecord.of_rank(witness.ranks, witness.pid, is_timeout=True, **facts))
 
     def _stop_all(self) -> None:
         self._shutdown.begin(self._job)

@@ -48,6 +48,7 @@ def test_who_is_missing(
                 at_s=gave_up_s if came_late else time.monotonic(),
                 exception_type="RuntimeError",
                 exception_message="Timed out waiting 6000ms for recv operation to complete",
+                is_timeout=True,
                 missing=(3,),  # on another node
             )
         )
@@ -61,8 +62,17 @@ def test_who_is_missing(
 def timed_out(
     rank: int, at_s: float, heartbeat: Heartbeat | None = None, text: str = GAVE_UP
 ) -> FailureRecord:
+    is_timeout = text == GAVE_UP
+    facts = {"is_timeout": is_timeout, "is_consequence": not is_timeout, "exception_message": text}
     return FailureRecord(
-        rank, rank, 0, 1, at_s, exception_type="RuntimeError", exception_message=text, heartbeat=heartbeat
+        rank,
+        rank,
+        0,
+        1,
+        at_s,
+        exception_type="RuntimeError",
+        heartbeat=heartbeat,
+        **facts,  # type: ignore[arg-type]  # a mix of types
     )
 
 
@@ -172,9 +182,7 @@ def test_another_that_was_killed_has_its_line(workers: list[MonitoredRank]) -> N
 
 def test_a_rank_whose_end_is_seen_late_is_the_cause(workers: list[MonitoredRank]) -> None:
     """Where the others report lost connections only, and are stopped before its process has ended."""
-    lost = FailureRecord(
-        0, 0, 0, 100, 1.0, exception_type="RuntimeError", exception_message="Connection reset by peer"
-    )
+    lost = timed_out(0, 1.0, text="Connection reset by peer")
     failures = FailureCollector(workers)
     failures.add(lost)
     failures.stopped.append(1)

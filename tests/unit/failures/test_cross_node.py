@@ -56,8 +56,8 @@ RAISED = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="RuntimeError", ha
         (RAISED, True),
         (dataclasses.replace(RAISED, has_met=True), False),
         (dataclasses.replace(RAISED, node_rank=0), False),
-        (dataclasses.replace(RAISED, exception_message="Connection closed by peer"), False),
-        (dataclasses.replace(RAISED, exception_message="Timed out waiting 600ms for recv"), False),
+        (dataclasses.replace(RAISED, is_consequence=True), False),
+        (dataclasses.replace(RAISED, is_timeout=True), False),
     ],
     ids=["before it met them", "after", "of another node", "an echo", "waited in vain"],
 )

@@ -20,7 +20,7 @@ from rankwise.errors import (
     WorkerRaisedError,
     WorkerTimedOutError,
 )
-from rankwise.failures.classify import mark_propagated
+from rankwise.failures.classify import is_of_user_code, mark_propagated
 from rankwise.failures.record import FailureRecord, first_cause
 from rankwise.processes.interrupt import JobStopped
 from rankwise.ranks import RankInfo
@@ -29,7 +29,10 @@ RANKS = RankInfo(3, 1, 1, 4, 2, 2)
 
 
 def record(rank: int = 0, at_s: float = 1.0, message: str = "", kind: str = "ValueError") -> FailureRecord:
-    return FailureRecord(rank, rank, 0, 100 + rank, at_s, exception_type=kind, exception_message=message)
+    """Return a record of an exception whose type has this name."""
+    error: Exception = type(kind, (Exception,), {})(message)
+    made = FailureRecord.of_exception(RankInfo(rank, rank, 0, 4, 4, 1), error)
+    return dataclasses.replace(made, pid=100 + rank, at_s=at_s, traceback_text="")
 
 
 def exited(rank: int, at_s: float, status: int) -> FailureRecord:
@@ -245,8 +248,9 @@ def test_what_wraps_a_consequence_is_one(
     """Whatever user code makes of the end of another rank, it is not the cause; its words are told."""
     made = of(around(ValueError("step failed"), KeyError("in between")))
     assert not made.is_consequence
-    made = of(around(ValueError("step failed"), around(KeyError("in between"), found)))
-    assert (made.is_consequence, made.is_timeout, made.is_of_user_code) == (True, False, True)
+    outer = around(ValueError("step failed"), around(KeyError("in between"), found))
+    made = of(outer)
+    assert (made.is_consequence, made.is_timeout, is_of_user_code(outer)) == (True, False, True)
     killed = exited(1, made.at_s + 1, -9)
     assert first_cause([made, killed]) is killed
     error = killed.to_error(0.0, (), [made])
@@ -273,8 +277,9 @@ def test_what_wraps_a_consequence_is_the_cause_where_there_is_no_other() -> None
 
 def test_what_wraps_a_timeout_is_one() -> None:
     """The ranks that did not come are named, in the user's own words, and with the traceback."""
-    made = of(raised_from(ValueError("step failed"), LATE))
-    assert (made.is_timeout, made.is_consequence, made.is_of_user_code) == (True, False, True)
+    outer = raised_from(ValueError("step failed"), LATE)
+    made = of(outer)
+    assert (made.is_timeout, made.is_consequence, is_of_user_code(outer)) == (True, False, True)
     error = dataclasses.replace(made, missing=(1,)).to_error(0.0, (), ())
     assert isinstance(error, WorkerTimedOutError)
     assert "waited too long for global_rank=1: raised ValueError: step failed." in str(error)

@@ -18,7 +18,14 @@ from rankwise.stores.restart import RestartInfo
 THERE = FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=0)
 RAISED = FailureRecord(0, 0, 0, 100, at_s=3.0, exception_type="ValueError", exception_message="not yet")
 ECHO = FailureRecord(
-    0, 0, 0, 100, at_s=2.0, exception_type="RuntimeError", exception_message="Connection closed by peer"
+    0,
+    0,
+    0,
+    100,
+    at_s=2.0,
+    exception_type="RuntimeError",
+    exception_message="Connection closed by peer",
+    is_consequence=True,
 )
 
 
