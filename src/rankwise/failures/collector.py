@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from rankwise.errors import WorkerError
@@ -88,25 +88,18 @@ class FailureCollector:
         waited = {rank for rank, record in own.items() if _waited_with(cause, record)}
         missing, last_seen = {*cause.missing} - waited, []
         others = {*cause.missing, *own} - {cause.global_rank}
-        for worker, heartbeat in self._heartbeats_of_others(cause, own):
-            last_seen.append(worker.status(heartbeat, cause.at_s))
+        for worker in self._workers:
             rank = worker.ranks.global_rank
-            others.add(rank)
-            has_come = rank in waited if rank in own else heartbeat.waited_at(cause.at_s)
-            if not has_come:
-                missing.add(rank)
+            heartbeat = own[rank].heartbeat if rank in own else self._heartbeats.get(worker)
+            if rank != cause.global_rank and heartbeat is not None:
+                last_seen.append(worker.status(heartbeat, cause.at_s))
+                others.add(rank)
+                has_come = rank in waited if rank in own else heartbeat.waited_at(cause.at_s)
+                if not has_come:
+                    missing.add(rank)
         seen = cause.last_seen or tuple(last_seen)
         missing = missing or {*others} - {*own} or others
         return dataclasses.replace(cause, missing=tuple(sorted(missing)), last_seen=seen)
-
-    def _heartbeats_of_others(
-        self, cause: FailureRecord, own: Mapping[int, FailureRecord]
-    ) -> Iterator[tuple[MonitoredRank, Heartbeat]]:
-        for worker in self._workers:
-            record = own.get(worker.ranks.global_rank)
-            heartbeat = self._heartbeats.get(worker) if record is None else record.heartbeat
-            if record is not cause and heartbeat is not None:
-                yield worker, heartbeat
 
 
 def _waited_with(cause: FailureRecord, record: FailureRecord) -> bool:

@@ -19,7 +19,7 @@ from rankwise.errors import NodesLostError
 from rankwise.failures.classify import is_of_user_code, text_of
 from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.heartbeat import failure_time_of
-from rankwise.monitoring.rank_monitor import PollingMonitor, own_status, query_status, reply_key, send_message
+from rankwise.monitoring.rank_monitor import STATUS, PollingMonitor, own_status, reply_key, send_message
 from rankwise.monitoring.stacks import write_flight_record
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import FAILURE, RankIdentity, RemoteFailure, read_key
@@ -71,10 +71,6 @@ class FailureExchange:
     began_s: float = field(default_factory=time.monotonic, init=False)
     _received: bytes | None = field(default=None, init=False)
 
-    @property
-    def is_one_node(self) -> bool:
-        return len({each.node_rank for each in self.identities}) == 1
-
     def subscribe(self, monitor: PollingMonitor, on_failure: Callable[[bytes], None]) -> None:
         """Call `on_failure` in the monitor's thread with the first failure's record, be it this rank's own.
 
@@ -97,12 +93,7 @@ class FailureExchange:
     def wait_until_read(self) -> None:
         """Wait a little until the other ranks have read a failure; for the rank that hosts the store."""
         others = {each.global_rank for each in self.identities} - {self.own.global_rank}
-
-        def wait() -> None:
-            if published_failure(self.store) is not None:
-                wait_until_read(self.store, others)
-
-        call_with_limit(wait, _REQUESTS_S)
+        call_with_limit(lambda: _wait_until_read(self.store, others), _REQUESTS_S)
 
     def wait_for_other_ranks(self, timeout: timedelta = _LONGEST_WAIT) -> None:
         """Wait until all ranks are done, so that a failure on one node fails the job on all.
@@ -163,7 +154,8 @@ class FailureExchange:
     def _record_or_report(self, error: BaseException, is_timeout: bool) -> bytes | StatusReport:
         gave_up = failure_time_of(error) if is_timeout else None
         self.store.set(reply_key(self.own.global_rank), own_status(self.own, gave_up))
-        query_status(self.store, len(self.identities), "a collective timed out" if is_timeout else "")
+        reason = "a collective timed out" if is_timeout else ""
+        send_message(self.store, range(len(self.identities)), STATUS, reason)
         if wait_for_keys(self.store, [FAILURE], _PUBLISH_TIMEOUT):
             return bytes(self.store.get(FAILURE))
         return self._status_report()
@@ -199,10 +191,11 @@ def _outcome(store: dist.Store) -> bytes:
     return bytes(store.get(FAILURE)) if store.check([FAILURE]) else b""
 
 
-def wait_until_read(store: dist.Store, ranks: Iterable[int]) -> None:
-    """Wait a little until ranks have read what has failed; they cannot once the store's host has ended."""
+def _wait_until_read(store: dist.Store, ranks: Iterable[int]) -> None:
+    """Wait a little until ranks have read a failure: they cannot once the store's host has ended."""
     keys = [read_key(rank) for rank in ranks]
-    poll_until(lambda: store.check(keys), _READ_TIMEOUT)
+    if published_failure(store) is not None:
+        poll_until(lambda: store.check(keys), _READ_TIMEOUT)
 
 
 def resolve_cause(
@@ -221,7 +214,7 @@ def resolve_cause(
     if record.is_timeout and (path := write_flight_record(ranks.global_rank)):
         note = f"the flight record of global_rank={ranks.global_rank} is {path}"
         record = dataclasses.replace(record, notes=(note,))
-    if failure_exchange is None or (failure_exchange.is_one_node and not record.is_timeout):
+    if failure_exchange is None or (ranks.is_one_node and not record.is_timeout):
         return error, record
     if record.is_consequence or record.is_timeout:
         return _look_up(error, record, ranks, failure_exchange)
@@ -315,7 +308,7 @@ class CrossNodeFailures:
             nodes = {self.ranks.node_rank, FailureRecord.from_json(record).node_rank}
             everyone = range(self.ranks.world_size)
             size = self.ranks.local_world_size
-            wait_until_read(store, [rank for rank in everyone if rank // size not in nodes])
+            _wait_until_read(store, [rank for rank in everyone if rank // size not in nodes])
 
     def _store(self, endpoint: RendezvousEndpoint) -> dist.Store:
         address = endpoint.address

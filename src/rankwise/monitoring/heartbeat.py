@@ -55,12 +55,9 @@ def heartbeat_written_to(descriptor: int) -> Iterator[None]:
 
 
 def report_phase(phase: str, *, step: int | None = None, waits: bool = False) -> None:
-    """Write this rank's phase into its heartbeat, if it has one.
+    """Write this rank's phase into its heartbeat, if it has one; the step is by default the last one.
 
-    Args:
-        phase: in a few words.
-        step: the optimizer step; by default the last one that was reported.
-        waits: whether this phase ends only when other ranks come.
+    `waits` is whether this phase ends only when other ranks come.
     """
     global _current
     if _page is None:
@@ -102,15 +99,10 @@ def own_heartbeat() -> Heartbeat | None:
 @final
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank wrote last: see `report_phase`.
+    """What a rank wrote last: see `report_phase`."""
 
-    Attributes:
-        step: the optimizer step; -1 where there is none.
-        at_s: when, on the node's monotonic clock; 0 for never.
-    """
-
-    step: int
-    at_s: float
+    step: int  # of the optimizer; -1 where there is none
+    at_s: float  # when, on the node's monotonic clock; 0 for never
     waits: bool
     phase: str
 

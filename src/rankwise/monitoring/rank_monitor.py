@@ -27,7 +27,7 @@ from rankwise.stores.rendezvous import RankIdentity
 # A store answers some ten thousand requests a second: each rank of a large job polls less often.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.25, 0.00025
 _CLOSE_S = 1.0
-_STATUS = "status"
+STATUS = "status"  # the kind of a status query; one with a reason is for stacks too
 _STDERR = 2
 
 Post = Callable[[bytes, Callable[[bytes | None], None]], object]
@@ -237,12 +237,7 @@ def reply_to_status_queries(monitor: RankMonitor, own: RankIdentity, *, shows_st
             write_stderr(f"rankwise: {reason}; stacks of {own}:\n")
             faulthandler.dump_traceback(_STDERR, all_threads=True)
 
-    monitor.subscribe(_STATUS, reply)
-
-
-def query_status(store: dist.Store, world_size: int, reason: str) -> None:
-    """Query every rank's status; with a reason also its stacks."""
-    send_message(store, range(world_size), _STATUS, reason)
+    monitor.subscribe(STATUS, reply)
 
 
 def reply_key(rank: int) -> str:

@@ -20,12 +20,9 @@ _SHORTEST_S, _LONGEST_S = 0.05, 86400.0
 
 
 class _Reporter:
-    """Write a line about each straggler, and again when it has been one for as long again.
+    """Write a line about each rank that is in a phase for `warn_after_s` while others wait for it.
 
-    A rank is reported after `warn_after_s` in one phase, if others wait for it.
-
-    Attributes:
-        interval_s: how often to look at the ranks.
+    The line is repeated as often; `interval_s` is how often to look at the ranks.
     """
 
     _most_named = 8  # of the ranks that wait

@@ -20,13 +20,8 @@ class TeardownTimeout:
     """Find a rank whose teardown takes longer than a collective may, or whose process does not exit.
 
     What a rank does before its teardown has no limit, also when the others have finished; nor has what a
-    re-run script does after its jobs.
-
-    `workers` is the supervisor's list of all local ranks, and grows. `on_timeout` is called once, with a rank
-    that waits for the one that hangs, and the error.
-
-    Attributes:
-        interval_s: how often to call `look`.
+    re-run script does after its jobs. `workers` is the supervisor's list, and grows. `on_timeout` is called
+    once, with a rank that waits for the one that hangs, and the error. Call `look` every `interval_s`.
     """
 
     def __init__(

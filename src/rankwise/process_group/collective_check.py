@@ -40,10 +40,6 @@ class _Slot:
     def key(self) -> str:
         return f"{self.group}/{self.number}"
 
-    @property
-    def all_keys(self) -> list[str]:
-        return [f"{self.key}/{name}" for name in ("calls", "differ", "complete")]
-
     def __str__(self) -> str:
         if len(self.ranks) == dist.get_world_size():
             return "all ranks"
@@ -127,8 +123,8 @@ class CollectiveCheck:
         if total != size * fingerprint:
             self._store.set(f"{slot.key}/differ", "1")
         self._store.set(f"{slot.key}/complete", "1")
-        for key in _Slot(slot.group, (), slot.number - 1).all_keys:
-            self._store.delete_key(key)  # every rank is past the previous collective
+        for name in ("calls", "differ", "complete"):  # every rank is past the previous collective
+            self._store.delete_key(f"{slot.group}/{slot.number - 1}/{name}")
         return True
 
     def _mismatch_error(self, slot: _Slot, call: str) -> CollectiveMismatchError:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from rankwise.environments.network import interface_toward
 from rankwise.errors import ConfigurationError, InvalidTypeError, ProcessGroupError, UnknownNameError
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_of, run_rendezvous
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from rankwise.environments import ClusterEnvironment
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 # Numbers the groups that this process creates one after another, so that each has its own keys in the store.
@@ -74,7 +74,7 @@ def init_process_group(
         _check_existing(ranks, backend)
         return ranks
     store = _open_environment_store(environment, ranks, init_timeout)
-    with gloo_on_interface(_LOOPBACK if ranks.is_one_node else None):
+    with gloo_on_interface(interface_toward("127.0.0.1") if ranks.is_one_node else None):
         join_process_group(store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout)
     return ranks
 

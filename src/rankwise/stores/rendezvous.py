@@ -73,15 +73,8 @@ def exclusive_device(backend: str, device: torch.device) -> str:
 def run_rendezvous(store: dist.Store, own: RankIdentity, timeout: timedelta) -> tuple[RankIdentity, ...]:
     """Wait until every rank is here; return all identities by global rank.
 
-    The last rank to arrive compares them, so this costs each rank a few short messages.
-
-    Collective: every rank must call this.
-
-    Raises:
-        ProcessGroupError: on every rank, when two ranks are the same, have the same device, or have
-            different world sizes.
-        RendezvousTimeoutError: when not all came in time; names those that did not.
-        RemoteFailure: when a rank's failure is published meanwhile.
+    Collective: every rank must call this. The last rank to arrive compares the identities; each rank raises
+    where they do not form one job, and `RemoteFailure` when a rank's failure is published meanwhile.
     """
     arrival = store.add("arrived", 1)
     if arrival > own.world_size:

@@ -7,8 +7,7 @@ agents' store, which still has the keys of ranks that have ended:
 - Rank 0 takes the next number and writes it. When all others have come under that number, it writes that the
   restart is complete.
 - The others read the number, come, and wait until rank 0 has counted them. A rank that is faster than its
-  rank 0 reads the number of an earlier restart. It is not counted there, so it waits until its own rank 0
-  writes the next number.
+  rank 0 comes under the number of an earlier restart, is not counted, and waits for the next number.
 
 This relies on torch's agents, which start no rank before all ranks of the restart before have ended.
 
@@ -50,12 +49,9 @@ _UNNAMED = "none"  # torchrun's default run id
 @final
 @dataclass(frozen=True)
 class RestartInfo:
-    """Which restart of a job this is.
+    """Which restart of a job this is; 0 is the first start.
 
-    Attributes:
-        number: of the restart; 0 for the first start.
-        job: identifies the job in all its restarts; empty where that is unknown, or several processes of one
-            worker train.
+    `job` identifies it in all restarts; empty where that is unknown, or several processes of a worker train.
     """
 
     number: int = 0
@@ -100,10 +96,6 @@ def agree_on_restart(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> 
     """Return the restart that all present ranks belong to; `store` outlives a restart.
 
     Collective: every rank must call this, once.
-
-    Raises:
-        RendezvousTimeoutError: when not all came in time; names those that did not.
-        ProcessGroupError: when all ranks are there, but this one is not among them.
     """
     store, own, part = dist.PrefixStore("rankwise", store), identity_of(ranks), ""
     if ranks.world_size > 1:

@@ -45,12 +45,9 @@ def store_of_job(store: dist.Store, job: int, start: int = 0) -> dist.Store:
 def host_store(
     timeout: timedelta, address: tuple[str, int] = (_LOOPBACK, 0)
 ) -> tuple[dist.Store, tuple[str, int]]:
-    """Host a TCP store; by default on loopback, at a port that the kernel chooses.
+    """Host a TCP store, by default on loopback at a port that the kernel chooses; return it and its address.
 
-    Returns the store, which listens until it is deleted, and its host and port.
-
-    Raises:
-        ProcessGroupError: when the address is in use, or is no address of this host.
+    It listens until it is deleted.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -95,12 +92,8 @@ def open_store(
 ) -> dist.Store:
     """Return this rank's store. Keep a reference while a process group uses it: C++ keeps none.
 
-    It is the TCP store at `address`, which this rank has to host if `hosts`; or else the private store, to
-    which `ask` sends requests. Without either, this is the only rank. `timeout` is how long to wait for the
-    host, and for keys.
-
-    Raises:
-        RendezvousTimeoutError: when the host cannot be reached in time.
+    It is the TCP store at `address`, or else the private store, to which `ask` sends requests; without either
+    this is the only rank. `timeout` is how long to wait for the host, and for keys.
     """
     if address is not None:
         if address not in _joined:
@@ -110,11 +103,7 @@ def open_store(
 
 
 def open_another(address: tuple[str, int], timeout: timedelta) -> dist.Store:
-    """Return another client of the TCP store at an address: calls to one client wait for each other.
-
-    Raises:
-        RendezvousTimeoutError: when the host cannot be reached in time.
-    """
+    """Return another client of the TCP store at an address: calls to one client wait for each other."""
     try:
         return dist.TCPStore(*address, None, False, timeout)
     except dist.DistNetworkError as error:

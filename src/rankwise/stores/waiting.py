@@ -41,11 +41,7 @@ def poll_until(is_done: Callable[[], bool], timeout: timedelta) -> bool:
 
 
 def wait_for_keys(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool:
-    """Return whether all keys are set within `timeout`.
-
-    Raises:
-        torch.distributed.DistStoreError: when the job is stopped meanwhile, or the store's host is gone.
-    """
+    """Return whether all keys are set within `timeout`; raise when the job is stopped meanwhile."""
     if not is_private(store):
         return poll_until(lambda: store.check(list(keys)), timeout)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -76,9 +72,7 @@ def call_with_limit(request: Callable[[], T], limit_s: float) -> list[T]:
 class StoreCounter:
     """Count, without a collective, how many ranks of a process group vote for something, again and again.
 
-    Collective: every rank must make one, and then hold the same votes.
-
-    `group` is None for all ranks; `timeout` is how long to wait for their votes.
+    Collective: every rank must make one, and then hold the same votes. `group` is None for all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
@@ -94,9 +88,6 @@ class StoreCounter:
         """Vote, and return how many ranks voted for it.
 
         Collective: every rank must call this.
-
-        Raises:
-            torch.distributed.DistStoreError: when a rank has not voted in time.
         """
         votes, result = self._keys(number)
         total = self._store.add(votes, 1 + (_FOR if is_for else 0))

@@ -310,7 +310,7 @@ class Strategy(ABC):
             if job.check is not None:
                 job.check.finish()
             self.checkpoint_io.teardown()
-            if (exchange := worker.failure_exchange) is not None and not exchange.is_one_node:
+            if (exchange := worker.failure_exchange) is not None and not job.ranks.is_one_node:
                 exchange.wait_for_other_ranks()
             return value
         except BaseException as error:
