@@ -37,11 +37,8 @@ class SeededBatch(list[Any]):
 class BatchStream(Sampler[Any]):
     """Yield the batches of a batch sampler, in an order that depends on seed and epoch alone.
 
-    Args:
-        batches: the batch sampler.
-        seed: determines the order, unless the sampler has a generator of the user's: then its seed does.
-        rank: the rank that reads these batches.
-        worker_seed: for loaders with workers: makes each batch a `SeededBatch`, with a seed made of this one.
+    If the sampler has a generator of the user's, its seed replaces `seed`. With `worker_seed`, for loaders
+    with workers, each batch is a `SeededBatch`, with a seed made of that one.
 
     Attributes:
         first: the number in the epoch of the first batch that is yielded.
@@ -109,13 +106,10 @@ class BatchSizes(NamedTuple):
 
 
 def batch_sizes(loader: Any) -> BatchSizes | None:
-    """Return the batch sizes of a loader, which may be split over the ranks; None if they are unknown.
+    """Return the batch sizes of a `DataLoader` with indices; None if a rank cannot compute those of others.
 
     Call it after `set_epoch`, because it draws the batches of a user's own batch sampler for the epoch.
     Batches are counted from the epoch's first one, also if the loader starts at a later one.
-
-    The sizes are unknown for iterable data, loaders that are not a `DataLoader` or do not batch, samplers
-    without length, and samplers whose length holds for one rank only.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None

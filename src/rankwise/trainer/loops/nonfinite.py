@@ -22,11 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_hook(strategy: Strategy, on_nonfinite: str | None) -> None:
-    """Check that a communication hook works with the precision, and with skipped steps.
-
-    PowerSGD adds its approximation error to the next step's gradients, so a NaN would stay in them for ever.
-    Post-local SGD averages the master weights after the model's weights have been rounded from them.
-    """
+    """Check that a communication hook works with the precision, and with skipped steps."""
     hook, precision = strategy.gradients.hook, strategy.precision
     if hook is None:
         return

@@ -27,11 +27,9 @@ class SchedulerConfig:
     """A learning rate scheduler and when it steps: after every `frequency`-th `interval`.
 
     Attributes:
-        scheduler: torch's.
         interval: `"epoch"` or `"step"`.
         frequency: the number of epochs or steps between two scheduler steps.
         monitor: the metric that `ReduceLROnPlateau` monitors.
-        name: the scheduler's name.
         strict: whether it is an error if that metric was not logged.
     """
 

@@ -71,17 +71,13 @@ class BatchSchedule:
         Collective: every rank must call this, and raises when the policy does not allow the numbers.
         """
         numbers = self._strategy.all_gather_object((self._share.num_batches, self._share.is_certain))
-        self._lengths = tuple(length for length, _ in numbers)
-        is_certain = all(is_certain for _, is_certain in numbers)
-        self._is_known = is_certain if len(numbers) > 1 else self._share.is_exact
-        if not is_certain and len(numbers) > 1:
+        self._lengths, certain = zip(*numbers, strict=True)
+        is_uneven = len(set(self._lengths)) > 1 and (self._policy == "error" or 0 in self._lengths)
+        if is_uneven if all(certain) else any(certain):
+            raise UnevenInputsError(_LOADER, tuple(_shown(*number) for number in numbers))
+        self._is_known = all(certain) if len(numbers) > 1 else self._share.is_exact
+        if not all(certain) and len(numbers) > 1:
             self._counter = StoreCounter(self._strategy.data_parallel_group, self._strategy.timeout)
-            if any(is_certain for _, is_certain in numbers):
-                found = (str(length) if is_certain else "unknown" for length, is_certain in numbers)
-                raise UnevenInputsError(_LOADER, tuple(found))
-        elif len(set(self._lengths)) > 1 and (self._policy == "error" or 0 in self._lengths):
-            found = ("endless" if math.isinf(length) else str(int(length)) for length in self._lengths)
-            raise UnevenInputsError(_LOADER, tuple(found))
         self.num_batches = (min if self._policy == "truncate" else max)(self._lengths)
         return self.num_batches
 
@@ -168,6 +164,12 @@ class BatchSchedule:
                 stack.callback(setattr, sampler, "skip", sampler.skip)
                 sampler.skip = 0
             return next(iter(self.loader))
+
+
+def _shown(length: float, is_certain: bool) -> str:
+    if not is_certain:
+        return "unknown"
+    return "endless" if math.isinf(length) else str(int(length))
 
 
 # ------------------------------------------------------------------ padding steps
