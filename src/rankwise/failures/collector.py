@@ -61,10 +61,6 @@ class FailureCollector:
             if record.global_rank in self.stopped:
                 self.stopped.remove(record.global_rank)
 
-    def reason(self) -> str:
-        """Return in one line why the ranks are stopped."""
-        return self._records[0].line() if self._records else "the main process has to end"
-
     def error(self) -> WorkerError | None:
         """Return the first failure as an exception, or None."""
         if not self._records:

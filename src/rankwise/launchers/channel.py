@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import socket
 import struct
@@ -13,8 +14,10 @@ from typing import final
 from rankwise.processes.event_loop import EventLoop
 
 _HEADER = struct.Struct("!IB")
-_REQUEST_ID = struct.Struct("!Q")
 _CHUNK = 1 << 16
+
+REQUEST_ID_SIZE = 8
+"""How many bytes the number of a store request takes, which precedes the request and its reply."""
 
 
 class Kind(IntEnum):
@@ -23,7 +26,7 @@ class Kind(IntEnum):
     HELLO = 1  # worker: the process has started
     FAILURE = 2  # worker: a failure record, as JSON
     DONE = 3  # worker: its part of the job is finished, its value is packed
-    STOP = 4  # supervisor: end the job; the payload is the reason
+    STOP = 4  # supervisor: end the job
     OVER = 5  # supervisor: the job is over on every rank
     STORE_REQUEST = 6  # worker: a request to the private store
     STORE_REPLY = 7  # supervisor: the reply
@@ -36,16 +39,6 @@ class Kind(IntEnum):
 def frame(kind: Kind, payload: bytes = b"") -> bytes:
     """Return one message as bytes: length, kind, payload."""
     return _HEADER.pack(len(payload), kind) + payload
-
-
-def with_id(request_id: int, payload: bytes) -> bytes:
-    """Return a store message with the number of its request before it."""
-    return _REQUEST_ID.pack(request_id) + payload
-
-
-def split_id(payload: bytes) -> tuple[int, bytes]:
-    """Return the number of a store message's request, and the message."""
-    return _REQUEST_ID.unpack_from(payload)[0], payload[_REQUEST_ID.size :]
 
 
 @final
@@ -73,10 +66,7 @@ class RankChannel:
     """Send frames to the supervisor and request from its store; receive in a thread.
 
     The thread also delivers the signals of this process while the main thread is blocked: see `EventLoop`.
-
-    Args:
-        sock: this rank's end of the socket pair; owned from here on.
-        on_lost: called from the channel's thread when the launching process is gone.
+    It calls `on_lost` when the launching process is gone.
     """
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[], None]) -> None:
@@ -84,11 +74,11 @@ class RankChannel:
         self._on_lost = on_lost
         self._on_stop: Callable[[], None] | None = None
         self._on_request: Callable[[int], None] | None = None
-        self._stop_reason: str | None = None
+        self._has_to_stop = False
         self._is_answered = True
         self._lock = threading.Lock()
-        self._pending: dict[int, Callable[[bytes | None], None]] = {}
-        self._last_id = 0
+        self._pending: dict[bytes, Callable[[bytes | None], None]] = {}
+        self._requests = itertools.count(1)
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._reader = FrameReader()
         self._loop = EventLoop()
@@ -115,11 +105,7 @@ class RankChannel:
             return
 
     def ask_store(self, request: bytes, timeout_s: float) -> bytes:
-        """Send a request to the private store and wait for the reply.
-
-        Raises:
-            TimeoutError: when there is none in time, the job is stopped, or its launching process is gone.
-        """
+        """Return the private store's reply; raise `TimeoutError` where none comes in time, or at all."""
         replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         request_id = self.post_store(request, replies.put)
         try:
@@ -132,19 +118,16 @@ class RankChannel:
             raise TimeoutError
         return reply
 
-    def post_store(self, request: bytes, on_reply: Callable[[bytes | None], None]) -> int:
+    def post_store(self, request: bytes, on_reply: Callable[[bytes | None], None]) -> bytes:
         """Send a request to the private store; return its number.
 
-        The channel's thread calls `on_reply` with the reply; with None when the job is stopped, or its
-        launching process is gone.
+        The channel's thread calls `on_reply`, with None when the job is stopped or its supervisor is gone.
         """
-        with self._lock:
-            self._last_id += 1
-            request_id = self._last_id
-            self._pending[request_id] = on_reply
+        request_id = next(self._requests).to_bytes(REQUEST_ID_SIZE, "big")
+        self._pending[request_id] = on_reply
         if not self._is_answered:
             self._release_pending()
-        self.send(Kind.STORE_REQUEST, with_id(request_id, request))
+        self.send(Kind.STORE_REQUEST, request_id + request)
         return request_id
 
     def call_on_stop(self, on_stop: Callable[[], None] | None) -> None:
@@ -186,21 +169,20 @@ class RankChannel:
 
     def _on_frame(self, kind: Kind, payload: bytes) -> None:
         if kind is Kind.STORE_REPLY:
-            request_id, answer = split_id(payload)
-            if on_reply := self._pending.pop(request_id, None):
-                on_reply(answer)
+            if on_reply := self._pending.pop(payload[:REQUEST_ID_SIZE], None):
+                on_reply(payload[REQUEST_ID_SIZE:])
         elif kind is Kind.OVER:
             self._over.put(None)
         elif kind is Kind.REQUEST:
             if self._on_request is not None:
                 self._on_request(int(payload))
         elif kind is Kind.STOP:
-            self._stop_reason = payload.decode("utf-8", "replace")
+            self._has_to_stop = True
             self._release_pending()
             self._call_stop()
 
     def _call_stop(self) -> None:
-        if self._on_stop is not None and self._stop_reason is not None:
+        if self._on_stop is not None and self._has_to_stop:
             # In a thread of its own: it wakes the main thread until that has left its work.
             threading.Thread(target=self._on_stop, name="rankwise-stop", daemon=True).start()
 

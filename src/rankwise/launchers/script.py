@@ -105,19 +105,10 @@ def can_rerun() -> bool:
     """Whether running this process's command again leads to the launch that comes next."""
     if script_place() is not None:
         return True
-    if launch_count() > 0:
-        return False
-    try:
+    with suppress(LaunchRefusedError):
         rerun_command()
-    except LaunchRefusedError:
-        return False
-    return True
-
-
-def script_ranks() -> int | None:
-    """Return the number of local ranks that already run this script, or None where it runs alone."""
-    place = script_place()
-    return None if place is None else place.local_world_size
+        return launch_count() == 0
+    return False
 
 
 def script_place() -> RankInfo | None:

@@ -19,7 +19,7 @@ from typing import final
 from rankwise.errors import WorkerError, WorkerExitedError
 from rankwise.failures.collector import FailureCollector
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers.channel import FrameReader, Kind, frame, split_id, with_id
+from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
 from rankwise.monitoring.stragglers import LocalStragglerMonitor
@@ -135,11 +135,10 @@ class ShutdownSequence:
             return
         self.has_begun = True
         self._began_s = time.monotonic()
-        reason = self.failures.reason().encode(errors="backslashreplace")
         for worker in self.workers:
             if not worker.has_failed and not worker.has_ended and worker.jobs_done < max(1, job):
                 self.failures.stopped.append(worker.ranks.global_rank)
-            self.send(worker, Kind.STOP, reason)
+            self.send(worker, Kind.STOP, b"")
             if worker.process is not None and is_suspended(worker.process.pid):
                 worker.process.kill()  # it would not react
         self.loop.call_later(self.grace_period_s, self._end_grace)
@@ -330,8 +329,11 @@ class Supervisor:
             SystemExit: on exit, when a signal came and nothing else was raised because of it.
         """
         self._last_signal = None
-        requests = ROUTER.subscribe(self._ending_signals, self._on_request)
-        with requests, ROUTER.observe([signal.SIGINT, STACKS_SIGNAL], self._on_observed):
+        observed = [signal.SIGINT, STACKS_SIGNAL]
+        with (
+            ROUTER.subscribe(self._ending_signals, self._on_request),
+            ROUTER.subscribe(observed, self._on_observed, is_debounced=False),
+        ):
             yield
         if self._last_signal is not None:
             raise SystemExit(128 + self._last_signal)
@@ -444,9 +446,9 @@ class Supervisor:
             worker.has_failed |= kind is Kind.FAILURE
             self._on_failure(FailureRecord.from_json(payload))
         elif kind is Kind.STORE_REQUEST:
-            request_id, request = split_id(payload)
+            request_id, request = payload[:REQUEST_ID_SIZE], payload[REQUEST_ID_SIZE:]
             self._table.handle(
-                request, lambda answer: self._send(worker, Kind.STORE_REPLY, with_id(request_id, answer))
+                request, lambda reply: self._send(worker, Kind.STORE_REPLY, request_id + reply)
             )
 
     def _send(self, worker: WorkerState, kind: Kind, payload: bytes) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, final
@@ -91,6 +91,7 @@ class SignalRouter:
         self._request_s = -math.inf
         self._blocked: set[int] = set()  # in a DataLoader worker
 
+    @contextmanager
     def subscribe(
         self,
         numbers: Iterable[int],
@@ -98,7 +99,9 @@ class SignalRouter:
         *,
         in_main_thread: bool = False,
         calls_earlier_handler: bool = True,
-    ) -> AbstractContextManager[None]:
+        is_debounced: bool = True,
+        is_default_action: bool = False,
+    ) -> Iterator[None]:
         """Call `callback` with each of these signals in the block, then the handler that was set before.
 
         Outside the main thread, and for a signal that is ignored or handled in C, nothing happens.
@@ -108,26 +111,32 @@ class SignalRouter:
             callback: called in the main thread or in the thread of an event loop.
             in_main_thread: call it in the main thread alone, where it may raise.
             calls_earlier_handler: False to call `callback` in place of the handler that was set before.
+            is_debounced: False for signals that are no request to stop: none counts as a repeat. SIGINT then
+                keeps its handler, and only an event loop delivers it.
+            is_default_action: call `callback` only where nobody else handles the signal.
         """
-        subscription = _Subscription(frozenset(numbers), callback, in_main_thread)
-        return self._subscribed(subscription, subscription.numbers, calls_earlier_handler)
-
-    def observe(
-        self, numbers: Iterable[int], callback: Callable[[SignalRequest], None]
-    ) -> AbstractContextManager[None]:
-        """Do as `subscribe`, for signals that are no request to stop: none counts as a repeat.
-
-        SIGINT keeps its handler; only an event loop delivers it.
-        """
-        subscription = _Subscription(frozenset(numbers), callback, is_debounced=False)
-        return self._subscribed(subscription, subscription.numbers - {signal.SIGINT})
-
-    def replace_default_action(
-        self, number: int, callback: Callable[[SignalRequest], None]
-    ) -> AbstractContextManager[None]:
-        """Call `callback` in place of a signal's default action: where nobody else handles it."""
-        subscription = _Subscription(frozenset([number]), callback, is_default_action=True)
-        return self._subscribed(subscription, [number])
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        subscription = _Subscription(
+            frozenset(numbers), callback, in_main_thread, is_debounced, is_default_action
+        )
+        handled = subscription.numbers - (set() if is_debounced else {signal.SIGINT})
+        before = {number: signal.getsignal(number) for number in handled}
+        before = {number: old for number, old in before.items() if old is signal.SIG_DFL or callable(old)}
+        with self._lock:
+            sockets = self._acquire()
+            self._subscriptions.append(subscription)
+        try:
+            if len(self._subscriptions) == 1:
+                self._next_descriptor = _set_wakeup(sockets[1])
+            for number, old in before.items():
+                signal.signal(number, _Handler(self, old, calls_earlier_handler))
+            yield
+        finally:
+            for number, old in before.items():
+                signal.signal(number, old)
+            self._unsubscribe(subscription, sockets)
 
     def open_reader(self) -> socket.socket:
         """Return a socket that is readable when `deliver` has something to do; see `close_reader`."""
@@ -157,29 +166,6 @@ class SignalRouter:
             if is_main or not subscription.in_main_thread:
                 for request in subscription.take():
                     subscription.callback(request)
-
-    @contextmanager
-    def _subscribed(
-        self, subscription: _Subscription, handled: Iterable[int], calls_earlier_handler: bool = True
-    ) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in handled}
-        before = {number: old for number, old in before.items() if old is signal.SIG_DFL or callable(old)}
-        with self._lock:
-            sockets = self._acquire()
-            self._subscriptions.append(subscription)
-        try:
-            if len(self._subscriptions) == 1:
-                self._next_descriptor = _set_wakeup(sockets[1])
-            for number, old in before.items():
-                signal.signal(number, _Handler(self, old, calls_earlier_handler))
-            yield
-        finally:
-            for number, old in before.items():
-                signal.signal(number, old)
-            self._unsubscribe(subscription, sockets)
 
     def _unsubscribe(self, subscription: _Subscription, sockets: tuple[socket.socket, socket.socket]) -> None:
         with self._lock:

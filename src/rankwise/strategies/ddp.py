@@ -20,7 +20,7 @@ from rankwise.gradient_sync import GradientSync, GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
 from rankwise.launchers import Launcher
 from rankwise.launchers.multiprocess import MultiprocessLauncher
-from rankwise.launchers.script import ScriptLauncher, script_ranks
+from rankwise.launchers.script import ScriptLauncher, script_place
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.process_group import default_backend, gloo_on_interface, process_group
@@ -189,7 +189,7 @@ class DDPStrategy(Strategy):
             teardown_timeout_s=self.timeout.total_seconds(),
             endpoint=rendezvous_endpoint(placement),
         )
-        if self.start_method == "popen" or script_ranks() is not None:
+        if self.start_method == "popen" or script_place() is not None:
             return ScriptLauncher(ranks_on_node(ranks), options, self.process_config.command)
         return MultiprocessLauncher(self.start_method, ranks_on_node(ranks), options)
 

@@ -8,7 +8,7 @@ from rankwise.environments.network import listening_address
 from rankwise.errors import ConfigurationError, InvalidArgumentError, LaunchRefusedError
 from rankwise.launchers import Launcher
 from rankwise.launchers.elastic import ElasticLauncher, Nodes
-from rankwise.launchers.script import script_ranks
+from rankwise.launchers.script import script_place
 from rankwise.strategies.ddp import DDPStrategy
 from rankwise.strategies.placement import Placement
 
@@ -69,9 +69,10 @@ class DDPElasticStrategy(DDPStrategy):
     def _create_launcher(self, placement: Placement) -> Launcher:
         if placement.environment.creates_processes_externally:
             return super()._create_launcher(placement)
-        if (existing := script_ranks()) is not None:
+        if (existing := script_place()) is not None:
             raise LaunchRefusedError(
-                message=f"ddp_elastic cannot start processes: this script runs as {existing} processes "
+                message="ddp_elastic cannot start processes: this script runs as "
+                f"{existing.local_world_size} processes "
                 'already, under strategy "ddp", and each of them would start ranks of its own.',
                 remedy='use "ddp_spawn" or "ddp_fork" before it; for a script as a whole: '
                 "torchrun --max-restarts=3 train.py",

@@ -103,7 +103,7 @@ def sigterm_deferred(checkpoint_io: CheckpointIO) -> Iterator[None]:
     if not writes_in_a_thread or not _ends_by_default():
         yield
         return
-    default_action = ROUTER.replace_default_action(signal.SIGTERM, deferred.on_sigterm)
+    default_action = ROUTER.subscribe([signal.SIGTERM], deferred.on_sigterm, is_default_action=True)
     with signals_delivered_in_thread(), default_action:
         yield
 

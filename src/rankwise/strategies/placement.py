@@ -22,7 +22,7 @@ from rankwise.environments.network import interface_toward, listening_address, r
 from rankwise.errors import ConfigurationError, InvalidArgumentError, WorldSizeMismatchError
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
-from rankwise.launchers.script import script_place, script_ranks
+from rankwise.launchers.script import script_place
 from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies.config import ProcessConfig, check_devices, check_num_nodes, device_type
@@ -82,7 +82,7 @@ def _find_environment(given: ClusterEnvironment | str | None) -> tuple[ClusterEn
         return given, "it was given"
     if isinstance(given, str):
         return create_environment(given), "it was named"
-    if script_ranks() is not None:
+    if script_place() is not None:
         return LocalEnvironment(), "this script runs under strategy 'ddp' already"
     detection = detect_environment()
     return detection.environment, str(detection)

@@ -71,7 +71,7 @@ def test_the_handler_that_was_set_before(subscriber: Subscriber, calls_earlier_h
 def test_a_repeat_is_the_same_request(subscriber: Subscriber) -> None:
     """All subscribers are called with both, the second one marked; observers do not count."""
     other, observer = Subscriber(), Subscriber()
-    with ROUTER.observe([NUMBER], observer):
+    with ROUTER.subscribe([NUMBER], observer, is_debounced=False):
         send()
         with ROUTER.subscribe([NUMBER], subscriber), ROUTER.subscribe([NUMBER], other):
             send()
@@ -130,7 +130,7 @@ def test_a_subscriber_of_the_main_thread_may_raise(subscriber: Subscriber) -> No
 def test_the_default_action_is_replaced(subscriber: Subscriber) -> None:
     """Where nobody else handles the signal."""
     other = Subscriber()
-    with ROUTER.replace_default_action(NUMBER, subscriber):
+    with ROUTER.subscribe([NUMBER], subscriber, is_default_action=True):
         send()
         with ROUTER.subscribe([NUMBER], other):
             send()
