@@ -59,29 +59,17 @@ class Launcher(ABC):
 @final
 @dataclass
 class WorkerContext:
-    """What a launcher passes to the function that it runs as a rank.
-
-    Attributes:
-        ranks: who this process is.
-        variables: environment variables for the rank, as torchrun sets them.
-        address: host and port of the store, or None where it is private (or not needed).
-        hosts_store: whether this rank has to host the store itself.
-        store_outlives: whether the store may hold keys of an earlier start, as an elastic agent's does.
-        channel: to the supervisor; None where nothing was launched (`inline`).
-        on_stop: called from another thread after STOP, before this rank is interrupted.
-        job: counts the jobs of this group of processes, from 1; keeps their keys apart in the store.
-        failure_exchange: with the ranks that this node's supervisor does not see, after the rendezvous.
-    """
+    """What a launcher passes to the function that it runs as a rank."""
 
     ranks: RankInfo
-    variables: Mapping[str, str] = field(default_factory=dict)
-    address: tuple[str, int] | None = None
-    hosts_store: bool = False
-    store_outlives: bool = False
-    channel: RankChannel | None = None
-    job: int = 1
-    on_stop: Callable[[], None] | None = None
-    failure_exchange: FailureExchange | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)  # as torchrun sets them
+    address: tuple[str, int] | None = None  # of the store; None where it is private, or not needed
+    hosts_store: bool = False  # whether this rank has to host the store itself
+    store_outlives: bool = False  # it may hold keys of an earlier start, as an elastic agent's does
+    channel: RankChannel | None = None  # to the supervisor; None where nothing was launched (`inline`)
+    job: int = 1  # counts the jobs of this group of processes; keeps their keys apart in the store
+    on_stop: Callable[[], None] | None = None  # runs in another thread, before this rank is interrupted
+    failure_exchange: FailureExchange | None = None  # with ranks that this node's supervisor does not see
     _has_reported: bool = False
     _start: int = 0
     _monitor: RankMonitor | None = None
@@ -93,8 +81,7 @@ class WorkerContext:
         """Return the store through which the ranks of this job meet.
 
         Raises:
-            RendezvousTimeoutError: when the host of a TCP store cannot be reached in time; where the store
-                outlives a start, also when not all ranks of this one come in time.
+            RendezvousTimeoutError: when its host, or the ranks of this start, cannot be reached in time.
         """
         from rankwise.stores.restart import find_restart
         from rankwise.stores.tcp import open_store

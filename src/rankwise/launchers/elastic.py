@@ -47,46 +47,28 @@ _log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class Nodes:
-    """How many nodes a job has, and where their agents meet.
+    """How many nodes a job has, and where their agents meet."""
 
-    Attributes:
-        fewest: how many it takes to start, or to continue after a failure.
-        most: how many are admitted.
-        endpoint: host and port of the first node's agent; empty for a job on one node.
-        run_id: what the agents of a job have in common; empty for a random one.
-        own_address: given the endpoint's host, returns the address at which this node listens.
-    """
-
-    fewest: int = 1
+    fewest: int = 1  # to start, or to continue after a failure
     most: int = 1
-    endpoint: str = ""
-    run_id: str = ""
-    own_address: Callable[[str], str] = str
+    endpoint: str = ""  # host and port of the first node's agent; empty for a job on one node
+    run_id: str = ""  # what the agents of a job have in common; empty for a random one
+    own_address: Callable[[str], str] = str  # where this node listens, given the endpoint's host
 
 
 @final
 @dataclass(eq=False)
 class ElasticLauncher(Launcher):
-    """Run torch's elastic agent of this node: it starts the ranks, and starts all again when one fails.
-
-    Attributes:
-        start_method: `"spawn"`, `"fork"` or `"forkserver"`.
-        local_world_size: how many ranks this node has.
-        nodes: which agents belong together.
-        max_restarts: after how many failures the ranks are started again.
-        grace_period_s: how long a rank has after SIGTERM before it is killed; whole seconds, 30 at least, for
-            a checkpoint to be saved.
-        init_timeout: how long the agents may take to meet.
-    """
+    """Run torch's elastic agent of this node: it starts the ranks, and starts all again when one fails."""
 
     runs_in_caller = False
 
     start_method: str
     local_world_size: int
     nodes: Nodes
-    max_restarts: int
-    grace_period_s: float
-    init_timeout: timedelta
+    max_restarts: int  # after how many failures the ranks are started again
+    grace_period_s: float  # from SIGTERM to SIGKILL; see `_STOP_TIMEOUT_S`
+    init_timeout: timedelta  # for the agents to meet
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, watch, restart, collect the values; see `Launcher.launch`."""
@@ -159,25 +141,15 @@ class ElasticLauncher(Launcher):
 @final
 @dataclass
 class _Job:
-    """What every worker receives, at each start anew.
-
-    Attributes:
-        spec: what to run, and in which process state.
-        values: memory files for each local rank's global rank and value.
-        failures: memory files for each local rank's failure record.
-        parent_pipe: ends the workers with the agent.
-        is_alone: whether the job has one node.
-        unreported: ranks of the last start that ended without an exception.
-        start: which start it is; the same on all nodes, where torch's own count is each agent's.
-    """
+    """What every worker receives, at each start anew."""
 
     spec: JobSpec
-    values: list[Descriptor]
-    failures: list[Descriptor]
-    parent_pipe: Descriptor
-    is_alone: bool
-    unreported: list[FailureRecord] = field(default_factory=list)
-    start: RestartInfo = field(default_factory=RestartInfo)
+    values: list[Descriptor]  # memory files for each local rank's global rank and value
+    failures: list[Descriptor]  # memory files for each local rank's failure record
+    parent_pipe: Descriptor  # ends the workers with the agent
+    is_alone: bool  # whether the job has one node
+    unreported: list[FailureRecord] = field(default_factory=list)  # ends of this start without an exception
+    start: RestartInfo = field(default_factory=RestartInfo)  # the same on all nodes, unlike an agent's count
 
     def records(self) -> list[FailureRecord]:
         """Return what the ranks of the last start have reported of their failures."""
@@ -215,13 +187,9 @@ class _Job:
 
 @contextmanager
 def _agent_signals() -> Iterator[None]:
-    """Let the agent end its ranks when a signal comes in the block; raise what the signal means.
+    """Let the agent end its ranks when a signal comes; raise `KeyboardInterrupt` or `SystemExit` for it.
 
     Mutates: the handlers of SIGTERM, SIGINT, SIGHUP and SIGQUIT, and a variable, restored on exit.
-
-    Raises:
-        KeyboardInterrupt: for SIGINT.
-        SystemExit: with 128 + its number, for the others.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -259,10 +227,7 @@ def _agent_signals() -> Iterator[None]:
 def _agent_log_filtered(on_exit: Callable[[int, int], None]) -> Iterator[None]:
     """Keep the agent from logging, for every rank that fails, a traceback of its own.
 
-    Args:
-        on_exit: called with the pid of a rank that ended without an exception, and its exit status: negative
-            for the signal that killed it.
-
+    It calls `on_exit` with pid and exit status of each rank that ended without an exception.
     Mutates: level and filters of loggers of torch, restored on exit.
     """
     from torch.multiprocessing import ProcessExitedException

@@ -82,12 +82,7 @@ class MultiprocessLauncher(Launcher):
 def create_job(
     start_method: str, entry: Entry, described: Mapping[str, object], cleanup: ExitStack
 ) -> JobSpec:
-    """Return what workers of a start method receive; prepare this process for starting them.
-
-    Raises:
-        NotPicklableError: when the entry has to be pickled and cannot be.
-        LaunchRefusedError: when workers could not import what they unpickle.
-    """
+    """Return what workers of a start method receive; prepare this process for starting them."""
     is_fork = start_method == "fork"
     packed = None
     if is_fork:

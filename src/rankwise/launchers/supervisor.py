@@ -43,24 +43,14 @@ _SHORTEST_PAUSE_S = 0.1
 @final
 @dataclass(frozen=True)
 class SupervisionOptions:
-    """How the local ranks of a job are started, watched and ended.
+    """How the local ranks of a job are started, watched and ended."""
 
-    Attributes:
-        grace_period_s: how long a rank has after STOP before it is killed.
-        init_timeout: how long the ranks may take to meet.
-        stop_signals: what makes ranks that train stop at a boundary; otherwise it ends the job at once.
-        stall_warning_s: after how long in one phase a rank is reported that others wait for.
-        teardown_timeout_s: how long a rank's teardown may take, and a checkpoint that it writes after STOP;
-            None for no limit.
-        endpoint: where the nodes of the job meet; None for a job on one node.
-    """
-
-    grace_period_s: float
-    init_timeout: timedelta
-    stop_signals: Sequence[int] = (signal.SIGTERM,)
-    stall_warning_s: float = 60.0
-    teardown_timeout_s: float | None = None
-    endpoint: RendezvousEndpoint | None = None
+    grace_period_s: float  # from STOP to SIGKILL
+    init_timeout: timedelta  # for the ranks to meet
+    stop_signals: Sequence[int] = (signal.SIGTERM,)  # stop ranks that train at a boundary; end others
+    stall_warning_s: float = 60.0  # in one phase, for a rank that others wait for
+    teardown_timeout_s: float | None = None  # also for a checkpoint that is written after STOP
+    endpoint: RendezvousEndpoint | None = None  # where the nodes meet; None for a job on one node
 
 
 @final
@@ -103,34 +93,19 @@ class WorkerState(MonitoredRank):
 @final
 @dataclass(eq=False)
 class ShutdownSequence:
-    """Ends the ranks of a supervisor: STOP, the grace period, SIGKILL; waits for unfinished checkpoints.
+    """Ends the ranks of a supervisor: STOP, the grace period, SIGKILL; waits for unfinished checkpoints."""
 
-    Attributes:
-        workers: all local ranks; the list is the supervisor's, and grows.
-        failures: the failures of the job.
-        loop: the supervisor's; its deadline is used from then on.
-        send: sends a frame to a rank.
-        grace_period_s: how long a rank has after STOP before it is killed.
-        saving_timeout_s: how long a rank has whose thread still writes a checkpoint; None for no limit.
-        has_begun: whether STOP has been sent; a rank that ends afterwards has not failed.
-    """
-
-    workers: Sequence[WorkerState]
+    workers: Sequence[WorkerState]  # the supervisor's list, which grows
     failures: FailureCollector
-    loop: EventLoop
+    loop: EventLoop  # its deadline is used from `begin` on
     send: Callable[[WorkerState, Kind, bytes], None]
-    grace_period_s: float
-    saving_timeout_s: float | None
-    has_begun: bool = False
+    options: SupervisionOptions
+    has_begun: bool = False  # a rank that ends afterwards has not failed
     _began_s: float = 0.0
     _has_reported_saving: bool = False
 
     def begin(self, job: int) -> None:
-        """Send STOP, once; kill the ranks that are still there after the grace period.
-
-        Args:
-            job: the number of the job; its ranks that are not done yet are recorded as stopped.
-        """
+        """Send STOP, once; kill after the grace period. Ranks not done with the job count as stopped."""
         if self.has_begun:
             return
         self.has_begun = True
@@ -141,13 +116,13 @@ class ShutdownSequence:
             self.send(worker, Kind.STOP, b"")
             if worker.process is not None and is_suspended(worker.process.pid):
                 worker.process.kill()  # it would not react
-        self.loop.call_later(self.grace_period_s, self._end_grace)
+        self.loop.call_later(self.options.grace_period_s, self._end_grace)
 
     def kill(self) -> None:
         """Kill all that are left."""
         self.has_begun = True
         self._kill_but(())
-        self.loop.call_later(self.grace_period_s, self._report_busy_main)
+        self.loop.call_later(self.options.grace_period_s, self._report_busy_main)
 
     def _end_grace(self) -> None:
         saving = self._saving()
@@ -159,10 +134,10 @@ class ShutdownSequence:
             self._has_reported_saving = True
             ranks = ", ".join(str(worker.ranks.global_rank) for worker in saving)
             write_stderr(f"rankwise: the job ends when global_rank={ranks} has written its checkpoint.\n")
-        self.loop.call_later(max(_SHORTEST_PAUSE_S, self.grace_period_s), self._end_grace)
+        self.loop.call_later(max(_SHORTEST_PAUSE_S, self.options.grace_period_s), self._end_grace)
 
     def _saving(self) -> list[WorkerState]:
-        limit_s = self.saving_timeout_s
+        limit_s = self.options.teardown_timeout_s
         if limit_s is not None and time.monotonic() - self._began_s > limit_s:
             return []
         return [
@@ -187,11 +162,7 @@ class Supervisor:
     """Watch the local ranks of one group through one job or several.
 
     A job is `begin_job`, then `wait_job`. Only the supervisor's thread touches the state; the public methods
-    use `call_soon`.
-
-    Args:
-        options: when to warn, to stop and to kill.
-        on_failure: called in the supervisor's thread with each failure, for other nodes.
+    use `call_soon`. It calls `on_failure` with each failure, for other nodes.
 
     Attributes:
         was_interrupted: whether Ctrl-C ended the job.
@@ -209,16 +180,8 @@ class Supervisor:
         self._table = StoreTable()
         self._failures = FailureCollector(self._workers, on_failure)
         self._stalls = LocalStragglerMonitor(self._workers, options.stall_warning_s)
-        self._teardown_timeout_s = options.teardown_timeout_s
         self._loop = EventLoop()
-        self._shutdown = ShutdownSequence(
-            self._workers,
-            self._failures,
-            self._loop,
-            self._send,
-            options.grace_period_s,
-            options.teardown_timeout_s,
-        )
+        self._shutdown = ShutdownSequence(self._workers, self._failures, self._loop, self._send, options)
         self._stopped_by: int | None = None  # the signal for which training has stopped
         self._last_signal: int | None = None
         self._has_asked = False
@@ -240,8 +203,8 @@ class Supervisor:
     def start(self) -> None:
         """Begin to watch."""
         self._loop.call_every(self._stalls.interval_s, self._stalls.look)
-        if self._teardown_timeout_s is not None:
-            teardown = TeardownTimeout(self._workers, self._teardown_timeout_s, self._on_teardown_timeout)
+        if (timeout_s := self._shutdown.options.teardown_timeout_s) is not None:
+            teardown = TeardownTimeout(self._workers, timeout_s, self._on_teardown_timeout)
             self._loop.call_every(teardown.interval_s, teardown.look)
         for worker in self._workers:
             self._loop.register(worker.sock, partial(self._on_channel, worker))

@@ -40,21 +40,13 @@ _CHECKS = 8
 @final
 @dataclass
 class JobSpec:
-    """What every worker of a launch that runs a function receives.
+    """What every worker of a launch that runs a function receives."""
 
-    Attributes:
-        entry: the function; None where it is packed.
-        packed_entry: a memory file with the pickled function.
-        start_method: multiprocessing's default in the launching process.
-        environ: the launching process's environment, where the worker does not inherit it.
-        openmp_threads: how many threads to use; None for as many as torch does.
-    """
-
-    entry: Entry | None
-    packed_entry: Descriptor | None
-    start_method: str
-    environ: dict[str, str] | None = None
-    openmp_threads: int | None = None
+    entry: Entry | None  # the function; None where it is packed
+    packed_entry: Descriptor | None  # a memory file with the pickled function
+    start_method: str  # multiprocessing's default in the launching process
+    environ: dict[str, str] | None = None  # of the launching process, where the worker does not inherit it
+    openmp_threads: int | None = None  # None for as many as torch uses
 
     def set_up_process(self, own_variables: Mapping[str, str]) -> None:
         """Give this process what it does not inherit; `own_variables` of its environment have precedence."""
@@ -103,11 +95,7 @@ def run_worker(
 ) -> None:
     """Run a job's function as a rank; return after success, and after a stop at the supervisor's request.
 
-    Args:
-        spec: the job.
-        worker: which rank this process is.
-        pack_value: called with what the function returns.
-        on_failure: called with what it raises; the process then exits with the code that this returns.
+    `pack_value` takes what the function returns; `on_failure` what it raises, and returns the exit code.
     """
     try:
         worker.run(spec.run, finish=pack_value)
@@ -133,9 +121,7 @@ class InheritedContext:
     def run(self, entry: Entry, timeout_s: float | None) -> dict[int, Any]:
         """Run one job as this rank, until it is over on every rank; `timeout_s` is `_wait_until_over`'s.
 
-        Raises:
-            StoppedBySignal: when all ranks have stopped for a signal.
-            SystemExit: with code 1, when the job failed; the main process raises what ended it.
+        After a failure it raises `SystemExit`: the main process raises what ended the job.
         """
         self.jobs += 1
         if self.jobs == 1:
@@ -189,12 +175,9 @@ def attach(description: str) -> None:
 
 
 def _wait_until_over(channel: RankChannel, timeout_s: float | None) -> None:
-    """Wait until the job is over on every rank.
+    """Wait until the job is over on every rank; raise if the main process is suspended for `timeout_s`.
 
-    The main process may take its time, but not while it is suspended: nothing else could end this wait.
-
-    Raises:
-        RendezvousTimeoutError: when it was suspended for longer than `timeout_s`.
+    Nothing else could end this wait then. Otherwise the main process may take its time.
     """
     suspended_at_s: float | None = None
     while not channel.is_over_within(None if timeout_s is None else timeout_s / _CHECKS):

@@ -22,12 +22,8 @@ _writing: threading.Thread | None = None
 def write_stderr(text: str, timeout_s: float = _STDERR_TIMEOUT_S) -> None:
     """Write a text to stderr, in a thread of its own.
 
-    Does nothing where stderr is closed or has no reader. Where the reader is slow, the text is written later,
-    and other texts are dropped until then.
-
-    Args:
-        text: what to write, with its line breaks.
-        timeout_s: how long to wait until it is written.
+    Does nothing where stderr is closed or has no reader. Where the reader takes longer than `timeout_s`, the
+    text is written later, and other texts are dropped until then.
     """
     global _writing
     if _writing is not None and _writing.is_alive():

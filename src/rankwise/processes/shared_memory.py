@@ -56,11 +56,7 @@ def owned_descriptor(cleanup: ExitStack) -> Descriptor:
 
 
 def pack(value: object, descriptor: int) -> None:
-    """Write a value; tensors that share a storage still do when it is read.
-
-    Raises:
-        Whatever pickle raises for a value that cannot be pickled.
-    """
+    """Write a value; tensors that share a storage still do when it is read."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(value)
@@ -72,7 +68,10 @@ def pack(value: object, descriptor: int) -> None:
     with mmap.mmap(descriptor, 0) as memory:
         memory[_HEADER.size : _HEADER.size + len(pickled)] = bytes(pickled)
         for offset, storage in pickler.storages:
-            _copy_storage(storage, memory, start + offset)
+            target = torch.frombuffer(
+                memory, dtype=torch.uint8, count=storage.nbytes(), offset=start + offset
+            )
+            target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()))
         memory[: _HEADER.size] = _HEADER.pack(len(pickled))
 
 
@@ -100,12 +99,6 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def _copy_storage(storage: torch.UntypedStorage, memory: mmap.mmap, offset: int) -> None:
-    if storage.nbytes():
-        target = torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=offset)
-        target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()))
-
-
 @final
 class _Pickler(pickle.Pickler):
     """Collect each storage once; pickle its offset in its place."""
@@ -116,22 +109,16 @@ class _Pickler(pickle.Pickler):
         self.size = 0
         self._places: dict[int, int] = {}
 
-    def persistent_id(self, obj: object) -> tuple[int, int, torch.dtype | None] | None:
-        if isinstance(obj, torch.storage.TypedStorage):
-            storage, dtype = obj._untyped_storage, obj.dtype
-        elif isinstance(obj, torch.UntypedStorage):
-            storage, dtype = obj, None
-        else:
+    def persistent_id(self, obj: object) -> tuple[int, int, torch.dtype] | None:
+        if not isinstance(obj, torch.storage.TypedStorage):  # the kind by which a tensor pickles its own
             return None
-        return self._place(storage), storage.nbytes(), dtype
-
-    def _place(self, storage: torch.UntypedStorage) -> int:
-        key = storage._cdata
-        if key not in self._places:
+        storage: torch.UntypedStorage = obj._untyped_storage
+        key, size = storage._cdata, storage.nbytes()
+        if size and key not in self._places:
             self._places[key] = self.size
             self.storages.append((self.size, storage))  # kept alive, so that no other storage gets its key
-            self.size = _aligned(self.size + storage.nbytes())
-        return self._places[key]
+            self.size = _aligned(self.size + size)
+        return self._places.get(key, 0), size, obj.dtype
 
 
 @final
@@ -145,31 +132,21 @@ class _Unpickler(pickle.Unpickler):
         self._copy = copy
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def persistent_load(self, pid: tuple[int, int, torch.dtype | None]) -> object:
-        offset, nbytes, dtype = pid
-        storage = self._storages.get(offset)
-        if storage is None or storage.nbytes() < nbytes:
-            storage = self._storages[offset] = self._storage(offset, nbytes)
-        if dtype is None:
-            return storage
+    def persistent_load(self, pid: tuple[int, int, torch.dtype]) -> object:
+        offset, size, dtype = pid
+        storage = self._storages.get(offset) if size else torch.UntypedStorage(0)
+        if storage is None:
+            start = self._start + offset
+            view = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=start)
+            storage = self._storages[offset] = (view.clone() if self._copy else view).untyped_storage()
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-    def _storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        if nbytes == 0:
-            return torch.UntypedStorage(0)
-        view = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=self._start + offset)
-        return (view.clone() if self._copy else view).untyped_storage()
 
 
 _DEPTH = 20
 
 
 def pack_or_explain(value: object, descriptor: int, start_method: str, roots: Mapping[str, object]) -> None:
-    """Pack a value for the workers.
-
-    Raises:
-        NotPicklableError: names the attribute that cannot be pickled, starting from one of the `roots`.
-    """
+    """Pack a value; `NotPicklableError` names the attribute of one of the `roots` that cannot be pickled."""
     try:
         pack(value, descriptor)
     except Exception as error:  # noqa: BLE001  pickling runs anybody's code

@@ -40,15 +40,10 @@ class StoppedBySignal(SystemExit):
 @final
 @dataclass(frozen=True)
 class SignalRequest:
-    """One signal that this process has caught.
-
-    Attributes:
-        number: of the signal.
-        is_repeat: whether it came within `DEBOUNCE_S` of a request, and so is the same request.
-    """
+    """One signal that this process has caught."""
 
     number: int
-    is_repeat: bool = False
+    is_repeat: bool = False  # it came within `DEBOUNCE_S` of a request, and so is the same request
 
 
 @final
@@ -105,9 +100,10 @@ class SignalRouter:
         """Call `callback` with each of these signals in the block, then the handler that was set before.
 
         Outside the main thread, and for a signal that is ignored or handled in C, nothing happens.
+        Signals count as one request when they come within `DEBOUNCE_S`.
 
         Args:
-            numbers: of the signals. All count as one request when they come within `DEBOUNCE_S`.
+            numbers: of the signals.
             callback: called in the main thread or in the thread of an event loop.
             in_main_thread: call it in the main thread alone, where it may raise.
             calls_earlier_handler: False to call `callback` in place of the handler that was set before.

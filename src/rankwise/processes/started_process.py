@@ -28,16 +28,11 @@ def is_suspended(pid: int) -> bool:
 
 
 class StartedProcess(ABC):
-    """A process that was started here, and that ends with this one. No other process is ever signalled.
-
-    Attributes:
-        pid: its process id.
-        was_killed: whether SIGKILL was sent to it from here.
-    """
+    """A process that was started here, and that ends with this one. No other process is ever signalled."""
 
     def __init__(self, pid: int, parent_pipe: ParentDeathPipe) -> None:
         self.pid = pid
-        self.was_killed = False
+        self.was_killed = False  # from here
         self._parent_pipe = parent_pipe
         parent_pipe.tie(pid)
         self._end_descriptor = self._open_end_descriptor()
