@@ -49,8 +49,7 @@ def register() -> None:
 class _AgentRendezvous(RendezvousHandler):
     """A rendezvous whose ranks are clients of a store that an agent hosts, a new one for each start.
 
-    Args:
-        parameters: of the launcher; `on_start` in it is called with each start.
+    `on_start` of the parameters is called with each start, which is the same on all nodes.
     """
 
     use_agent_store = True
@@ -105,9 +104,7 @@ class LoopbackRendezvous(_AgentRendezvous):
 class NodesRendezvous(_AgentRendezvous):
     """torch's handler, except that the node of rank 0 hosts a new store for each start.
 
-    Args:
-        parameters: of the launcher; `on_start` in it is called with each start, the same on all nodes;
-            `own_address` returns, given the endpoint's host, the address at which this node listens.
+    `own_address` of the parameters returns, given the endpoint's host, where this node listens.
     """
 
     name = NODES

@@ -57,11 +57,9 @@ def enable_interrupts(_: object) -> None:
 
 
 with contextlib.suppress(Exception):
-    if _IS_SERVER and signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        multiprocessing.util.register_after_fork(enable_interrupts, enable_interrupts)
-
-with contextlib.suppress(Exception):
     if _IS_SERVER:
+        if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            multiprocessing.util.register_after_fork(enable_interrupts, enable_interrupts)
         atexit.register(exit_when_idle, os.getpid(), os.getppid(), _folder_of_the_socket())
 
 with contextlib.suppress(Exception):

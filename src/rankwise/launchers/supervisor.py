@@ -163,17 +163,13 @@ class Supervisor:
 
     A job is `begin_job`, then `wait_job`. Only the supervisor's thread touches the state; the public methods
     use `call_soon`. It calls `on_failure` with each failure, for other nodes.
-
-    Attributes:
-        was_interrupted: whether Ctrl-C ended the job.
-        ended_by: the signal that ended the job at once, if any.
     """
 
     def __init__(
         self, options: SupervisionOptions, on_failure: Callable[[FailureRecord], None] | None = None
     ) -> None:
-        self.was_interrupted = False
-        self.ended_by: int | None = None
+        self.was_interrupted = False  # whether Ctrl-C ended the job
+        self.ended_by: int | None = None  # the signal that ended the job at once
         self._stop_signals = frozenset(options.stop_signals)
         self._ending_signals = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
         self._workers: list[WorkerState] = []
@@ -214,21 +210,27 @@ class Supervisor:
 
     def begin_job(self, until_exit: bool) -> None:
         """Begin the next job; with `until_exit` it is over when the processes have exited, not when done."""
+        self._settled.clear()
+        self._loop.call_soon(partial(self._begin, 1, until_exit))
 
-        def begin() -> None:
-            self._job += 1
-            for worker in self._workers:
-                if worker.has_ended and not worker.has_failed:
-                    self._on_early_end(worker, "before the next job began")
+    def begin_exit(self) -> None:
+        """Expect the ranks to exit by themselves now; `wait_job` waits until they have."""
+        self._settled.clear()
+        self._loop.call_soon(partial(self._begin, 0, True))
 
-        self._begin(begin, until_exit)
+    def _begin(self, jobs: int, until_exit: bool) -> None:
+        self._settled.clear()
+        self._has_to_exit = until_exit
+        self._job += jobs
+        for worker in self._workers:
+            if jobs and worker.has_ended and not worker.has_failed:
+                self._on_early_end(worker, "before the next job began")
+        self._check()
 
     def wait_job(self) -> None:
-        """Wait for the end of the job.
+        """Wait for the end of the job; raise its first failure, or `SystemExit` where a signal ended it.
 
-        Raises:
-            WorkerError: when a rank failed; by then no started process is left.
-            SystemExit: when a signal has ended the job, or made it stop.
+        After a failure no started process is left.
         """
         self._settled.wait()
         if self._crash is not None:
@@ -245,28 +247,10 @@ class Supervisor:
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
 
-    def begin_exit(self) -> None:
-        """Expect the ranks to exit by themselves now; `wait_job` waits until they have."""
-        self._begin(lambda: None, until_exit=True)
-
-    def _begin(self, begin: Callable[[], None], until_exit: bool) -> None:
-        def run() -> None:
-            self._has_to_exit = until_exit
-            self._settled.clear()
-            begin()
-            self._check()
-
-        self._settled.clear()
-        self._loop.call_soon(run)
-
     def release(self) -> None:
         """Send the ranks that the job is over for all of them."""
-
-        def send_over() -> None:
-            for worker in self._workers:
-                self._send(worker, Kind.OVER, b"")
-
-        self._loop.call_soon(send_over)
+        for worker in self._workers:
+            self._loop.call_soon(partial(self._send, worker, Kind.OVER, b""))
 
     def end_all(self) -> None:
         """Send STOP, wait the grace period, then SIGKILL; wait for the ends. Ctrl-C kills at once."""
@@ -284,12 +268,9 @@ class Supervisor:
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Act on Ctrl-C, SIGTERM and SIGHUP at once in the block, also while the main thread is blocked.
+        """Act on Ctrl-C, SIGTERM and SIGHUP at once in the block; then raise `SystemExit`, if nothing was.
 
-        A rank 0 in this process may be in a collective, whose peers must end first.
-
-        Raises:
-            SystemExit: on exit, when a signal came and nothing else was raised because of it.
+        A rank 0 in this process may be blocked in a collective, whose peers must end first.
         """
         self._last_signal = None
         observed = [signal.SIGINT, STACKS_SIGNAL]

@@ -41,23 +41,14 @@ WorkerStarter = Callable[[WorkerContext, WorkerLinks], StartedProcess]
 
 @final
 class WorkerGroup:
-    """The processes of this node's ranks, and what the launching process shares with them.
-
-    Attributes:
-        supervisor: watches the workers.
-        cross_node_failures: reports their ends to the other nodes.
-        address: host and port of the store; None where it is private.
-        store: the store, where this process hosts it and has to keep it.
-        values: the memory files for what the workers return, by global rank.
-        memory_files: closes all memory files of the group.
-    """
+    """The processes of this node's ranks, and what the launching process shares with them."""
 
     def __init__(self, local_ranks: Sequence[RankInfo], options: SupervisionOptions, job: int) -> None:
         self.cross_node_failures = CrossNodeFailures(options.endpoint, local_ranks[0], job)
         self.supervisor = Supervisor(options, self.cross_node_failures.publish)
-        self.address: tuple[str, int] | None = None
-        self.store: Store | None = None
-        self.values: dict[int, Descriptor] = {}
+        self.address: tuple[str, int] | None = None  # of the store; None where it is private
+        self.store: Store | None = None  # where this process hosts it, and has to keep it
+        self.values: dict[int, Descriptor] = {}  # what the workers return, by global rank
         self._options = options
         self.memory_files = ExitStack()
 

@@ -16,25 +16,18 @@ WORKING_DIRECTORY = str(Path.cwd())
 CONTEXT_VARIABLE = "RANKWISE_WORKER"
 
 
-_REMEDY = 'use strategy="ddp_spawn", or "ddp_notebook" in a notebook or shell.'
-
-
 def rerun_command() -> tuple[list[str], str]:
-    """Return the command that this process was started with, and the directory it was started in.
+    """Return the command and the directory that this process was started with, or raise `LaunchRefusedError`.
 
     Interpreter flags, `-m`, `-c` and a changed `sys.argv` survive: `sys.orig_argv` is the true command line.
-
-    Raises:
-        LaunchRefusedError: when running it again would not run this script again.
     """
-    problem = _problem(sys.orig_argv)
-    if problem is not None:
+    if (problem := _problem(sys.orig_argv)) is not None:
         from rankwise.errors import LaunchRefusedError
 
         raise LaunchRefusedError(
             message=f'strategy="ddp" runs the script again for each rank, which cannot work {problem}.',
             facts=f"the command line is {sys.orig_argv!r}.",
-            remedy=_REMEDY,
+            remedy='use strategy="ddp_spawn", or "ddp_notebook" in a notebook or shell.',
         )
     return [sys.executable, *sys.orig_argv[1:]], _original_directory(sys.orig_argv)
 

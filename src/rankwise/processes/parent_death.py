@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,28 +31,21 @@ from typing import Any, final
 
 from rankwise.processes import fork_safety
 
-_IS_LINUX = sys.platform == "linux"
-
 
 @final
 class ParentDeathPipe:
-    """A pipe whose write end this process holds for its workers, and no process that it forks.
-
-    Attributes:
-        worker_end: the read end, which a worker must inherit.
-    """
+    """A pipe whose write end this process holds for its workers, and no process that it forks."""
 
     def __init__(self) -> None:
-        self.worker_end, own_end = os.pipe()
+        self.worker_end, own_end = os.pipe()  # a worker must inherit the former
         self._own_end = os.fdopen(own_end, "wb", buffering=0)
         fork_safety.close_in_child(self._own_end)
         self._is_tied = False
 
     def tie(self, pid: int) -> None:
         """End the one worker that has inherited `worker_end` with this process. Only on Linux."""
-        if _IS_LINUX:
-            with suppress(ProcessLookupError):  # it has ended already
-                _kill_at_end_of_file(self.worker_end, pid)
+        with suppress(ProcessLookupError, AttributeError):  # it has ended already; no Linux
+            _kill_at_end_of_file(self.worker_end, pid)
         self._is_tied = True
         os.close(self.worker_end)
 
@@ -93,9 +85,8 @@ def _exit_at_end_of_file(read_end: int) -> None:
 
 _KEY = "rankwise"
 
-_pipe: tuple[int, int] | None = (
-    None  # read end and write end; the latter is -1 in a child, whose parent has it
-)
+# Read end and write end; the latter is -1 in a child, whose parent has it.
+_pipe: tuple[int, int] | None = None
 _users = 0  # blocks in which children are tied, and one for good in a rank and in a tied child
 
 
