@@ -115,12 +115,6 @@ def check_can_be_gathered(shards: list[LoaderShard], world_size: int) -> None:
             check_interleaved_by_batches(loader)
 
 
-def has_certain_length(loader: Any) -> bool:
-    """Return whether a loader's length is exact; that of iterable data may be wrong."""
-    is_iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    return not is_iterable and not math.isinf(length_of(loader))
-
-
 def limited(length: float, limit: float) -> float:
     """Return how many of `length` batches run with a limit: a number (int) or a fraction (float)."""
     if isinstance(limit, int):
@@ -159,7 +153,8 @@ class TrainDataShard:
         self.loader: Any = with_batch_stream(given, seed=seed, rank=self._rank, worker_seed=self._seed)
         self._shard = LoaderShard(self.loader, shard.num_batches)
         self.num_batches = shard.num_batches
-        self.is_certain = has_certain_length(given)
+        is_iterable = isinstance(given, DataLoader) and isinstance(given.dataset, IterableDataset)
+        self.is_certain = not is_iterable and not math.isinf(length_of(given))
         replicas = strategy.distributed_sampler_kwargs["num_replicas"]
         self.samples_per_batch = replicas * _batch_size_of_samples(self.loader)
         self._replayed = 0
@@ -197,8 +192,8 @@ class TrainDataShard:
 
         Then none may be loaded ahead: its random numbers must come after those of the training step.
         """
-        is_here = isinstance(self.loader, DataLoader) and self.loader.num_workers == 0
-        return is_here and is_shardable(self.loader) and not math.isinf(self.num_batches)
+        is_here = is_shardable(self.loader) and self.loader.num_workers == 0
+        return is_here and not math.isinf(self.num_batches)
 
 
 def _batch_size_of_samples(loader: Any) -> int:
