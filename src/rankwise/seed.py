@@ -23,6 +23,7 @@ __all__ = [
     "set_random_state",
 ]
 
+_CPU = torch.device("cpu")
 _HIGHEST = 2**32 - 1  # NumPy's
 _given: int | None = None
 
@@ -85,14 +86,11 @@ def seed_process(seed: int) -> None:
 def isolated_random_state(seed: int, *generators: torch.Generator) -> Iterator[None]:
     """Seed Python, NumPy (if loaded), torch's CPU generator and `generators`; restore all after it."""
     with contextlib.ExitStack() as stack:
-        for generator in (torch.default_generator, *generators):
+        stack.callback(set_random_state, get_random_state(_CPU), _CPU)
+        seed_process(seed)
+        for generator in generators:
             stack.callback(generator.set_state, generator.get_state())
             generator.manual_seed(seed)
-        stack.callback(random.setstate, random.getstate())
-        random.seed(seed)
-        if numpy := sys.modules.get("numpy"):
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
-            numpy.random.seed(seed % 2**32)
         yield
 
 

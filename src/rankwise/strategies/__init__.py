@@ -2,9 +2,9 @@
 
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.ddp import DDPStrategy
-from rankwise.strategies.elastic import DDPElasticStrategy
 from rankwise.strategies.variants import (
     AutoStrategy,
+    DDPElasticStrategy,
     DDPForkStrategy,
     DDPSpawnStrategy,
     SingleDeviceStrategy,

@@ -41,7 +41,7 @@ from rankwise.strategies.config import (
     PartField,
     ProcessConfig,
     copied_precision,
-    take_changes,
+    take_fields,
 )
 from rankwise.strategies.job import (
     Job,
@@ -80,8 +80,7 @@ class Strategy(ABC):
 
     Attributes:
         ranks: the ranks of this process; in a main process that is not a rank, those of local rank 0.
-        global_rank, local_rank, node_rank, world_size, local_world_size, num_nodes, is_global_zero: the same,
-            one by one.
+        global_rank, local_rank, node_rank, world_size, local_world_size, num_nodes, is_global_zero: of `ranks`.
         environment: which launcher started this process.
         runs_in_caller: whether the calling process is a rank itself, so that training changes its objects.
         worker: what the launcher gives to this rank; only in a job.
@@ -156,8 +155,9 @@ class Strategy(ABC):
         for name in changes.keys() & _PLUGINS.keys():
             check_is_a(name, changes[name], _PLUGINS[name])
             setattr(derived, name, changes.pop(name))
-        derived.process_config = take_changes(self.process_config, changes)
-        derived.group_config = take_changes(self.group_config, changes)
+        for name in ("process_config", "group_config"):
+            config = getattr(self, name)
+            setattr(derived, name, dataclasses.replace(config, **take_fields(type(config), changes)))
         for name in changes:
             known = (*_PLUGINS, *vars(self.process_config), *vars(self.group_config))
             raise UnknownArgumentError(target="with_()", name=name, known=known)

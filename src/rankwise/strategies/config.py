@@ -32,7 +32,6 @@ from rankwise.process_group import check_backend
 
 Devices = int | str | list[int] | tuple[int, ...]
 T = TypeVar("T")
-Config = TypeVar("Config", "ProcessConfig", "GroupConfig")
 
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -108,15 +107,9 @@ class GroupConfig:
         )
 
 
-def config_from(kind: type[Config], arguments: Mapping[str, Any]) -> Config:
-    """Return a config whose fields have the values of the arguments with the same names."""
-    return kind(**{each.name: arguments[each.name] for each in fields(kind) if each.name in arguments})
-
-
-def take_changes(config: Config, changes: dict[str, Any]) -> Config:
-    """Return a config with those of the changes that are its fields, and remove them from `changes`."""
-    names = [each.name for each in fields(config) if each.name in changes]
-    return replace(config, **{name: changes.pop(name) for name in names})
+def take_fields(config: type, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Remove the arguments that are fields of a config, and return them."""
+    return {each.name: arguments.pop(each.name) for each in fields(config) if each.name in arguments}
 
 
 @final

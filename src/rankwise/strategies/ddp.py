@@ -32,8 +32,8 @@ from rankwise.strategies.config import (
     PartField,
     ProcessConfig,
     check_ddp_arguments,
-    config_from,
     from_parallel_devices,
+    take_fields,
 )
 from rankwise.strategies.job import Job, threads_per_rank
 from rankwise.strategies.module_wrapping import (
@@ -145,8 +145,8 @@ class DDPStrategy(Strategy):
         super().__init__(
             precision=precision,
             checkpoint_io=checkpoint_io,
-            process_config=config_from(ProcessConfig, arguments),
-            group_config=config_from(GroupConfig, arguments),
+            process_config=ProcessConfig(**take_fields(ProcessConfig, arguments)),
+            group_config=GroupConfig(**take_fields(GroupConfig, arguments)),
             gradients=GradientSync(
                 sync_mode=sync_mode,
                 comm_hook=comm_hook,

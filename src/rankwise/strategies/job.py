@@ -100,17 +100,14 @@ def sigterm_deferred(checkpoint_io: CheckpointIO) -> Iterator[None]:
     deferred = _DeferredSigterm()
     checkpoint_io.on_saving_changed(deferred.on_saving_changed)
     writes_in_a_thread = type(checkpoint_io).on_saving_changed is not CheckpointIO.on_saving_changed
-    if not writes_in_a_thread or not _ends_by_default():
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    ends_by_default = is_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not writes_in_a_thread or not ends_by_default:
         yield
         return
     default_action = ROUTER.subscribe([signal.SIGTERM], deferred.on_sigterm, is_default_action=True)
     with signals_delivered_in_thread(), default_action:
         yield
-
-
-def _ends_by_default() -> bool:
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @final
