@@ -36,8 +36,9 @@ def trained_parameters(
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     ignored_names = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
-    ignored = {id(parameter) for name, parameter in inner.named_parameters() if name in ignored_names}
-    found: list[Tensor] = list(inner.parameters())
+    named = list(inner.named_parameters())
+    ignored = {id(parameter) for name, parameter in named if name in ignored_names}
+    found: list[Tensor] = [parameter for _, parameter in named]
     for optimizer in optimizers if isinstance(optimizers, Iterable) else [optimizers]:
         found.extend(parameters_of(optimizer))
     unique = {id(parameter): parameter for parameter in found if id(parameter) not in ignored}
