@@ -80,7 +80,7 @@ class Strategy(ABC):
 
     Attributes:
         ranks: the ranks of this process; in a main process that is not a rank, those of local rank 0.
-        global_rank, local_rank, node_rank, world_size, local_world_size, num_nodes, is_global_zero: of `ranks`.
+        global_rank, local_rank, node_rank, world_size, local_world_size, num_nodes, is_global_zero: of ranks.
         environment: which launcher started this process.
         runs_in_caller: whether the calling process is a rank itself, so that training changes its objects.
         worker: what the launcher gives to this rank; only in a job.
