@@ -84,7 +84,7 @@ def create_job(
 ) -> JobSpec:
     """Return what workers of a start method receive; prepare this process for starting them."""
     is_fork = start_method == "fork"
-    packed = None
+    packed: Entry | Descriptor = entry
     if is_fork:
         import_dynamo()  # once here is less than once in every rank
     else:
@@ -95,8 +95,7 @@ def create_job(
         multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOAD])
     default = multiprocessing.get_start_method(allow_none=True)
     return JobSpec(
-        entry=entry if is_fork else None,
-        packed_entry=packed,
+        entry=packed,
         start_method=default or multiprocessing.get_all_start_methods()[0],
         environ=dict(os.environ) if start_method == "forkserver" else None,
         openmp_threads=None if not is_fork or pause_openmp() else 1,
@@ -163,7 +162,7 @@ def _work(
     # Failures are reported over the channel; the main process raises them.
     run_worker(job, worker, lambda value: pack(value, values.number), on_failure=lambda error: 1)
     report_phase(LEAVING)
-    if job.entry is not None:
+    if not isinstance(job.entry, Descriptor):
         _exit_fork()
     gc.freeze()  # what is left need not be searched for garbage: the process ends
 

@@ -42,8 +42,7 @@ _CHECKS = 8
 class JobSpec:
     """What every worker of a launch that runs a function receives."""
 
-    entry: Entry | None  # the function; None where it is packed
-    packed_entry: Descriptor | None  # a memory file with the pickled function
+    entry: Entry | Descriptor  # the function, or a memory file with the pickled function
     start_method: str  # multiprocessing's default in the launching process
     environ: dict[str, str] | None = None  # of the launching process, where the worker does not inherit it
     openmp_threads: int | None = None  # None for as many as torch uses
@@ -61,13 +60,10 @@ class JobSpec:
 
     def run(self, worker: WorkerContext) -> Any:
         """Run the function as the rank that `worker` describes."""
-        if self.packed_entry is None:
-            if self.entry is None:
-                raise ValueError("the job has no function")
-            return self.entry(worker)
-        from rankwise.processes.shared_memory import unpack
+        from rankwise.processes.shared_memory import Descriptor, unpack
 
-        return unpack(self.packed_entry.number, copy=False)(worker)
+        entry = self.entry
+        return (unpack(entry.number, copy=False) if isinstance(entry, Descriptor) else entry)(worker)
 
 
 def bind_to_main_process() -> None:

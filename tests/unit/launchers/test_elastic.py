@@ -34,7 +34,7 @@ def job() -> Iterator[_Job]:
     """Return a job of two ranks on one node."""
     with ExitStack() as cleanup:
         yield _Job(
-            JobSpec(entry=None, packed_entry=None, start_method="fork"),
+            JobSpec(entry=print, start_method="fork"),
             values=[],
             failures=[owned_descriptor(cleanup) for _ in range(2)],
             parent_pipe=owned_descriptor(cleanup),
