@@ -135,15 +135,8 @@ def _starter(start_method: str, job: JobSpec) -> WorkerStarter:
             args=(job, worker, links.channel, links.values, links.heartbeat, parent_pipe),
             name=f"rankwise-{worker.ranks.global_rank}",
         )
-        try:
-            process.start()
-            return MultiprocessingProcess(process, links.parent_pipe)
-        except BaseException:
-            if process.pid is not None:
-                process.kill()
-                process.join()
-                process.close()
-            raise
+        process.start()
+        return MultiprocessingProcess(process, links.parent_pipe)
 
     return start
 

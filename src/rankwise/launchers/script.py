@@ -131,12 +131,7 @@ def _start_command(
         env={**os.environ, **worker.variables, CONTEXT_VARIABLE: context},
         pass_fds=(*descriptors.values(), links.parent_pipe.worker_end),
     )
-    try:
-        return PopenProcess(popen, links.parent_pipe)
-    except BaseException:
-        popen.kill()
-        popen.wait()
-        raise
+    return PopenProcess(popen, links.parent_pipe)
 
 
 @final

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -34,8 +35,14 @@ class StartedProcess(ABC):
         self.pid = pid
         self.was_killed = False  # from here
         self._parent_pipe = parent_pipe
-        parent_pipe.tie(pid)
-        self._end_descriptor = self._open_end_descriptor()
+        try:
+            parent_pipe.tie(pid)
+            self._end_descriptor = self._open_end_descriptor()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self.wait()
+            raise
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when the process ends."""
@@ -52,13 +59,11 @@ class StartedProcess(ABC):
 
     def send_signal(self, number: int) -> None:
         """Send a signal, if the process is still the one that was started."""
-        try:
+        with suppress(ProcessLookupError):
             if _HAS_PIDFD:
                 signal.pidfd_send_signal(self._end_descriptor, number)
             else:
                 os.kill(self.pid, number)
-        except ProcessLookupError:
-            return
 
     def close(self) -> None:
         """Close the descriptors; the process must have been reaped."""
