@@ -27,10 +27,7 @@ _ORDER = "the order of the parameters"
 
 
 def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
-    """Make sure that all ranks have the same `facts`, which map a name to a description.
-
-    Collective: every rank must call this. One small exchange; a second one only if something differs.
-    """
+    """Make sure that all ranks have the same `facts`, descriptions by name. Collective."""
     if strategy.world_size == 1:
         return
     fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
@@ -54,11 +51,7 @@ def differences(facts: list[dict[str, str]]) -> dict[str, dict[str, tuple[int, .
 
 
 def fingerprint_of(module: nn.Module, seed: int | None) -> dict[str, str]:
-    """Return the facts that must be the same on every rank that trains a module.
-
-    `seed` is the argument of `seed_everything`. None if it was not called: then each rank may have another
-    seed, because rank 0's weights and order of the data are used on all.
-    """
+    """Return what must be the same on every rank that trains a module; `seed` is `seed_everything`'s."""
     parameters = dict(module.named_parameters())
     return {
         "the version of rankwise": sys.modules["rankwise"].__version__,
@@ -78,10 +71,7 @@ def fingerprint_of_checkpoint(checkpoint: Mapping[str, Any] | None) -> dict[str,
 
 
 def fingerprint_of_loaders(phase: str, loaders: list[Any], is_split_here: bool) -> dict[str, str]:
-    """Return the facts that must be the same of the loaders of a phase: their number and their lengths.
-
-    Lengths count only if rankwise splits the loaders: those that the user has split may differ.
-    """
+    """Return what must be the same of a phase's loaders: their number, and their lengths unless split."""
     words = _PHASES[phase]
     facts = {f"the number of {words} loaders": str(len(loaders))}
     for number, loader in enumerate(loaders if is_split_here else []):
@@ -96,10 +86,7 @@ def fingerprint_of_loaders(phase: str, loaders: list[Any], is_split_here: bool) 
 def agreed_order_seeds(
     strategy: Strategy, loaders: list[Any], *, default: int, is_split_here: bool
 ) -> list[int]:
-    """Return the seed of each loader's order: the first rank's seed of its generator, or `default`.
-
-    Collective: every rank must call this, after the loaders' facts were compared.
-    """
+    """Return each loader's order seed: the first rank's of its generator, or `default`. Collective."""
     own = [order_seed(loader) if is_split_here else None for loader in loaders]
     if any(seed is not None for seed in own):
         own = strategy.all_gather_object(own)[0]  # the first rank of the data-parallel group

@@ -1,10 +1,11 @@
-"""`TrainingModule`: what the Trainer trains."""
+"""`TrainingModule`: what the Trainer trains, and the calls of its hooks."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankwise.callbacks import MonitoringCallback
 from rankwise.errors import ConfigurationError, LifecycleError
 from rankwise.trainer.arguments import check_choice
-from rankwise.trainer.hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
@@ -26,8 +27,11 @@ def _of_trainer(name: str) -> Any:
     return property(operator.attrgetter(f"trainer.{name}"))
 
 
-class TrainingModule(ModuleHooks, nn.Module):
+class TrainingModule(nn.Module):
     """What a `Trainer` trains; subclass it and define `training_step` and `configure_optimizers`.
+
+    A hook that callbacks have too runs after theirs; `Callback` describes when. Stages are `"fit"`,
+    `"validate"`, `"test"` and `"predict"`.
 
     Example:
         >>> class Line(TrainingModule):
@@ -49,6 +53,8 @@ class TrainingModule(ModuleHooks, nn.Module):
         first.zero_grad()
         self.manual_backward(loss)
         first.step()
+
+    The methods that this needs raise `LifecycleError` in other stages and in automatic optimisation.
 
     Attributes:
         automatic_optimization: whether the Trainer runs backward and steps the optimizer.
@@ -120,6 +126,59 @@ class TrainingModule(ModuleHooks, nn.Module):
     def predict_dataloader(self) -> Any:
         """Return the loader, or a list of loaders, of batches to predict."""
         raise undefined(self, "predict_dataloader")
+
+    def prepare_data(self) -> None:
+        """Download or unpack data; called in one process of each node, while the others wait."""
+
+    def setup(self, stage: str) -> None:
+        """Prepare this rank for a stage; layers may still be added."""
+
+    def teardown(self, stage: str) -> None:
+        """Called at the end of a stage, with or without an exception."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called before a checkpoint is written, or after one was read; may change it."""
+
+    on_load_checkpoint = on_save_checkpoint
+
+    def on_fit_start(self) -> None:
+        """Called at the moment that its name states; `Callback` describes this and the following hooks."""
+
+    on_fit_end = on_train_start = on_train_end = on_fit_start
+    on_train_epoch_start = on_train_epoch_end = on_fit_start
+    on_validation_start = on_validation_end = on_fit_start
+    on_validation_epoch_start = on_validation_epoch_end = on_fit_start
+    on_test_start = on_test_end = on_test_epoch_start = on_test_epoch_end = on_fit_start
+    on_predict_start = on_predict_end = on_predict_epoch_start = on_predict_epoch_end = on_fit_start
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Called before a training batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after a training batch; `outputs` is the return value of `training_step`."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Called before gradients are cleared."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Called before the gradients of `loss` are computed."""
+
+    def on_after_backward(self) -> None:
+        """Called after backward; an accumulation's last backward averages gradients over the ranks."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called before the optimizer steps; gradients are not clipped yet."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a batch; in prediction `batch_idx` counts this rank's batches."""
+
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called after a batch; `outputs` is the return value of the step."""
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def log(
         self,
@@ -206,7 +265,6 @@ class TrainingModule(ModuleHooks, nn.Module):
             options: `Tensor.backward`'s.
 
         Raises:
-            LifecycleError: outside of manual optimisation.
             ConfigurationError: when a weight is missing, or cannot be used.
         """
         self.trainer.manual_optimization.backward(loss, weight, **options)
@@ -215,26 +273,15 @@ class TrainingModule(ModuleHooks, nn.Module):
         """Return a block in which `manual_backward` leaves gradients as they are on this rank.
 
         This accumulates gradients: the first backward pass after the block averages their sum.
-
-        Raises:
-            LifecycleError: outside of manual optimisation.
         """
         return self.trainer.manual_optimization.blocked(enabled)
 
     def toggle_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> None:
-        """Make only this optimizer's parameters require gradients: less to compute and to average.
-
-        Raises:
-            LifecycleError: outside of manual optimisation.
-        """
+        """Make only this optimizer's parameters require gradients: less to compute and to average."""
         self.trainer.manual_optimization.toggle(_plain(optimizer))
 
     def untoggle_optimizer(self, optimizer: ManualOptimizer | Optimizer | None = None) -> None:
-        """Undo `toggle_optimizer`.
-
-        Raises:
-            LifecycleError: outside of manual optimisation.
-        """
+        """Undo `toggle_optimizer`."""
         self.trainer.manual_optimization.untoggle()
 
     def clip_gradients(
@@ -243,11 +290,7 @@ class TrainingModule(ModuleHooks, nn.Module):
         gradient_clip_val: float,
         gradient_clip_algorithm: str = "norm",
     ) -> None:
-        """Clip an optimizer's unscaled gradients by `"norm"` or `"value"`.
-
-        Raises:
-            InvalidArgumentError: for another algorithm.
-        """
+        """Clip an optimizer's unscaled gradients; raises InvalidArgumentError unless by "norm" or "value"."""
         precision = self.trainer.strategy.precision
         check_choice("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
         if gradient_clip_algorithm == "norm":
@@ -286,13 +329,45 @@ class TrainingModule(ModuleHooks, nn.Module):
 
 
 @final
-class ManualOptimizer:
-    """An optimizer whose `step` and `zero_grad` use the trainer's precision; the rest is the optimizer's own.
+@dataclass(frozen=True)
+class Hooks:
+    """Call the hooks of a trainer's callbacks and of the module of a stage."""
 
-    Args:
-        optimization: the `ManualOptimization` of the fit that created the optimizer.
-        optimizer: torch's.
-    """
+    trainer: Trainer
+    module: TrainingModule
+
+    def call(self, name: str, *args: Any, before_monitoring: Callable[[], None] | None = None) -> None:
+        """Call a hook of the callbacks, then of the module, then of the monitoring callbacks.
+
+        `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
+        """
+        trainer, module = self.trainer, self.module
+        callbacks = trainer.callbacks
+        for callback in callbacks:
+            if not isinstance(callback, MonitoringCallback):
+                getattr(callback, name)(trainer, module, *args)
+        getattr(module, name)(*args)
+        if before_monitoring is not None:
+            before_monitoring()
+        for callback in callbacks:
+            if isinstance(callback, MonitoringCallback):
+                getattr(callback, name)(trainer, module, *args)
+
+    def call_checkpoint_hooks(self, name: str, checkpoint: dict[str, Any]) -> None:
+        """Call a hook of all callbacks in their order, the monitoring ones too, then of the module."""
+        for callback in self.trainer.callbacks:
+            getattr(callback, name)(self.trainer, self.module, checkpoint)
+        getattr(self.module, name)(checkpoint)
+
+    def call_exception_hooks(self, error: BaseException) -> None:
+        """Call `on_exception` of the callbacks, which modules do not have."""
+        for callback in self.trainer.callbacks:
+            callback.on_exception(self.trainer, self.module, error)
+
+
+@final
+class ManualOptimizer:
+    """An optimizer whose `step` and `zero_grad` use the trainer's precision; the rest is torch's own."""
 
     def __init__(self, optimization: Any, optimizer: Optimizer) -> None:
         self._optimization = optimization

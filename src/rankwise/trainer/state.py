@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.hooks import Hooks
     from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
     from rankwise.trainer.metrics import Reported, Results
-    from rankwise.trainer.module import TrainingModule
+    from rankwise.trainer.module import Hooks, TrainingModule
 
 StageName = Literal["fit", "validate", "test", "predict"]
 

@@ -15,12 +15,11 @@ from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
 from rankwise.trainer.data_loaders import check_loaders
-from rankwise.trainer.hooks import Hooks
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
 from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
-from rankwise.trainer.module import TrainingModule
+from rankwise.trainer.module import Hooks, TrainingModule
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state import Progress, StageContext, StageName, StageState, TrainerState
 from rankwise.trainer.state_transfer import CallerState, capture, restore
