@@ -16,7 +16,7 @@ import torch
 
 from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
-from rankwise.monitoring import teardown_timeout
+from rankwise.monitoring import stragglers
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_leave(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that does not exit within `timeout` is an error with the rank and its stacks."""
-    monkeypatch.setattr(teardown_timeout, "LEAST_TO_LEAVE_S", 1.0)
+    monkeypatch.setattr(stragglers, "LEAST_TO_LEAVE_S", 1.0)
     with pytest.raises(WorkerTimedOutError, match="the end of the job") as caught:
         ddp("fork", timeout=3.0, stall_warning=0.8).launch(leave_a_thread, 60, str(tmp_path / "uploaded"))
     assert (caught.value.global_rank, caught.value.missing) == (0, (1,))
@@ -73,10 +73,10 @@ def test_a_rank_that_does_not_leave(
 LONGER = """
     import atexit, os, sys, time
     import rankwise
-    from rankwise.monitoring import teardown_timeout
+    from rankwise.monitoring import stragglers
     from rankwise.strategies import DDPStrategy
 
-    teardown_timeout.LEAST_TO_LEAVE_S = 1.0
+    stragglers.LEAST_TO_LEAVE_S = 1.0
     if sys.argv[1] == "hook" and "LOCAL_RANK" in os.environ:
         atexit.register(time.sleep, 60)
     strategy = DDPStrategy(accelerator="cpu", devices=2, timeout=2.0)

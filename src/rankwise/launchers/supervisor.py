@@ -22,8 +22,7 @@ from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
-from rankwise.monitoring.stragglers import LocalStragglerMonitor
-from rankwise.monitoring.teardown_timeout import TeardownTimeout
+from rankwise.monitoring.stragglers import LocalStragglerMonitor, TeardownTimeout
 from rankwise.processes import fork_safety
 from rankwise.processes.event_loop import WRITE, EventLoop
 from rankwise.processes.exit_codes import write_stderr

@@ -79,11 +79,6 @@ class RankMonitor(ABC):
             on_message(text)
         self._start_once()
 
-    def unsubscribe(self, kind: str) -> None:
-        """Deliver messages of a kind no more."""
-        with self._lock:
-            self._subscribers.pop(kind, None)
-
     @abstractmethod
     def set_once(self, key: str, value: str) -> None:
         """Set a key of the store unless it is set. Runs on: a subscriber, when it is called."""

@@ -1,22 +1,25 @@
-"""Report on stderr which rank the others wait for, while they wait."""
+"""Report which rank the others wait for, while they wait; find a rank that hangs in its teardown."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 import torch.distributed as dist
 
-from rankwise.monitoring.heartbeat import Heartbeat, MonitoredRank, own_heartbeat
+from rankwise.errors import RendezvousTimeoutError
+from rankwise.monitoring.heartbeat import LEAVING, TEARDOWN, Heartbeat, MonitoredRank, own_heartbeat
 from rankwise.processes.exit_codes import write_stderr
 from rankwise.stores.rendezvous import RankIdentity
 
-# How many times the ranks are looked at in the time after which one is reported.
-_LOOKS = 4
+# How many times the ranks are looked at in the time after which one is reported, or that a teardown may take.
+_LOOKS, _TEARDOWN_LOOKS = 4, 8
 _SHORTEST_S, _LONGEST_S = 0.05, 86400.0
+# What a process has at least to exit: to end threads, run exit hooks and take down the interpreter.
+LEAST_TO_LEAVE_S = 30.0
 
 
 class _Reporter:
@@ -154,3 +157,44 @@ class StragglerMonitor(_Reporter):
 
 def _key(identity: RankIdentity) -> str:
     return f"heartbeat/{identity.global_rank}"
+
+
+@final
+class TeardownTimeout:
+    """Find a rank whose teardown takes longer than a collective may, or whose process does not exit.
+
+    What a rank does before its teardown has no limit, also when the others have finished; nor has what a
+    re-run script does after its jobs. `workers` is the supervisor's list, and grows. `on_timeout` is called
+    once, with a rank that waits for the one that hangs, and the error. Call `look` every `interval_s`.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[MonitoredRank],
+        timeout_s: float,
+        on_timeout: Callable[[MonitoredRank, Exception], None],
+    ) -> None:
+        self.interval_s = timeout_s / _TEARDOWN_LOOKS
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+        self._last_look_s = time.monotonic()
+        self._has_reported = False
+
+    def look(self) -> None:
+        """Report the ranks that hang."""
+        ago_s, self._last_look_s = time.monotonic() - self._last_look_s, time.monotonic()
+        if ago_s > 2 * self.interval_s:
+            return  # this process was suspended, and the ranks perhaps with it
+        hanging = [worker for worker in self._workers if self._hangs(worker)]
+        if hanging and not self._has_reported:
+            self._has_reported = True
+            waiting = [worker for worker in self._workers if worker not in hanging]
+            error = RendezvousTimeoutError("the end of the job", self._timeout_s)
+            self._on_timeout((waiting or hanging)[0], error)
+
+    def _hangs(self, worker: MonitoredRank) -> bool:
+        heartbeat = worker.heartbeat.read()
+        limits = {TEARDOWN: self._timeout_s, LEAVING: max(self._timeout_s, LEAST_TO_LEAVE_S)}
+        limit_s = limits.get(heartbeat.phase)
+        return limit_s is not None and not worker.has_ended and heartbeat.seconds_ago() > limit_s

@@ -55,16 +55,12 @@ class StopAgreement:
             self.monitor.subscribe(_KIND, self._on_request)
 
     def close(self) -> None:
-        """Answer no more requests.
+        """Where the loop has failed, answer requests that are still to come: no rank waits for this one.
 
-        Where the loop has failed, answer the requests that are still to come, so that no rank waits for this
-        one. The answer is abandoned where the store does not reply.
+        The answer is abandoned where the store does not reply.
         """
         self._begun = _ENDED
-        if self.monitor is None:
-            return
-        self.monitor.unsubscribe(_KIND)
-        if self._limit is None:
+        if self.monitor is not None and self._limit is None:
             call_with_limit(partial(self._on_request, ""), _CLOSE_S)
 
     def request(self, reason: str) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rankwise.errors import RendezvousTimeoutError
-from rankwise.monitoring import teardown_timeout
+from rankwise.monitoring import stragglers
 from rankwise.monitoring.heartbeat import (
     LEAVING,
     TEARDOWN,
@@ -17,7 +17,7 @@ from rankwise.monitoring.heartbeat import (
     heartbeat_written_to,
     report_phase,
 )
-from rankwise.monitoring.teardown_timeout import TeardownTimeout
+from rankwise.monitoring.stragglers import TeardownTimeout
 from rankwise.processes.shared_memory import create_memory_file
 
 TIMEOUT_S = 0.4
@@ -74,5 +74,5 @@ def test_a_watch_that_was_suspended(workers: list[MonitoredRank]) -> None:
 def test_the_way_out_may_take_longer(workers: list[MonitoredRank], monkeypatch: pytest.MonkeyPatch) -> None:
     """A process has a limit of its own to exit, longer than that of a collective."""
     assert watched(workers, LEAVING, 2 * TIMEOUT_S) == []
-    monkeypatch.setattr(teardown_timeout, "LEAST_TO_LEAVE_S", TIMEOUT_S)
+    monkeypatch.setattr(stragglers, "LEAST_TO_LEAVE_S", TIMEOUT_S)
     assert [witness for witness, _ in watched(workers, LEAVING, LONG_S)] == workers[:1]
