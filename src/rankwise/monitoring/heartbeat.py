@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import NamedTuple, final
 
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
@@ -75,20 +75,18 @@ def report_saving(is_saving: bool) -> None:
 
 @contextmanager
 def blocked_in(phase: str) -> Iterator[None]:
-    """Report a phase that waits for other ranks in the block, then the phase of before.
-
-    After a `RuntimeError`, which torch raises when others do not come, this phase stays.
-    """
+    """Report a phase that waits for other ranks in the block, then the phase of before."""
     step, waits, before = _current
     report_phase(phase, waits=True)
+    has_lost_others = False
     try:
         yield
-    except RuntimeError:
+    except RuntimeError:  # which torch raises when others do not come; the phase stays
+        has_lost_others = True
         raise
-    except BaseException:
-        report_phase(before, step=step, waits=waits)
-        raise
-    report_phase(before, step=step, waits=waits)
+    finally:
+        if not has_lost_others:
+            report_phase(before, step=step, waits=waits)
 
 
 def own_heartbeat() -> Heartbeat | None:
@@ -184,9 +182,7 @@ class MonitoredRank:
 _TIME_MARK = "_rankwise_failure_time"
 
 
-@final
-@dataclass(frozen=True)
-class FailureTime:
+class FailureTime(NamedTuple):
     """When a rank failed, on the node's monotonic clock, and its heartbeat then; None where it has none."""
 
     at_s: float

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import final
@@ -61,14 +61,9 @@ class CollectiveCheck:
         self._numbers: dict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
 
-    @contextmanager
-    def checking(self) -> Iterator[None]:
-        """Compare the collectives that this process calls in the block.
-
-        They raise `CollectiveMismatchError` on every rank of the group if calls differ or are missing.
-        """
-        with intercepted(self._compare):
-            yield
+    def checking(self) -> AbstractContextManager[None]:
+        """Return the block in which collectives raise on every rank where calls differ or are missing."""
+        return intercepted(self._compare)
 
     def finish(self) -> None:
         """Check that all ranks are done, so that no rank waits for another one in a collective.

@@ -50,8 +50,7 @@ class StoreTable:
             self._waiting.append((operation, fields, reply))
         else:
             reply(self._reply_to(operation, fields))
-        if operation in (b"wait", b"get", b"set", b"add", b"compare_set"):
-            self._release()
+        self._release()
 
     def _reply_to(self, operation: bytes, fields: list[bytes]) -> bytes:
         store: Any = self._store  # whose stubs do not say that it takes bytes
