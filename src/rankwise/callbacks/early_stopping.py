@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
 _log = logging.getLogger(__name__)
+_LIMITS = ("patience", "min_delta", "check_finite", "stopping_threshold", "divergence_threshold")
 _STATE = ("best_score", "wait_count", "stopped_epoch", "stopped_by")
 
 
@@ -78,13 +79,7 @@ class EarlyStopping(MonitoringCallback):
 
     @property
     def _limits(self) -> tuple[float | None, ...]:
-        return (
-            self.patience,
-            self.min_delta,
-            self.check_finite,
-            self.stopping_threshold,
-            self.divergence_threshold,
-        )
+        return tuple(getattr(self, name) for name in _LIMITS)
 
     @property
     def state_key(self) -> str:

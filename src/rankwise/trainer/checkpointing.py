@@ -75,10 +75,7 @@ class CheckpointFiles:
         )
 
     def find_after_restart(self) -> tuple[str, dict[str, Any]] | None:
-        """Return path and contents of this job's newest checkpoint after a restart; None in the first start.
-
-        Collective: every rank must call this, and must be able to read what rank 0 finds.
-        """
+        """Return path and contents of this job's newest checkpoint, None in the first start. Collective."""
         # Rank 0 decides: without a store that outlives the start, ranks may count the restarts differently.
         path = self._strategy.broadcast(self._newest_of_job() if self._strategy.is_global_zero else None)
         return None if path is None else (path, self._strategy.load_checkpoint(path))
@@ -132,10 +129,7 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def check_hyper_parameters(context: StageContext) -> None:
-    """Refuse hyper parameters that a checkpoint cannot hold, if a callback will save checkpoints.
-
-    Nothing is checked if an `on_save_checkpoint` hook is overridden: it may change them before saving.
-    """
+    """Refuse hyper parameters that checkpoints, if any, cannot hold, unless a hook may change them."""
     saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
     saving = [callback for callback in saving if callback.save_top_k or callback.save_last]
     changes_checkpoints = is_defined(context.module, "on_save_checkpoint") or any(
@@ -150,10 +144,7 @@ def check_hyper_parameters(context: StageContext) -> None:
 
 
 def save_checkpoint(context: StageContext, path: str | os.PathLike[str]) -> None:
-    """Write all that a fit needs to continue from here, as plain types and tensors, to `path`.
-
-    Collective: every rank must call this, as sharded optimizers gather their state.
-    """
+    """Write all that a fit needs to continue from here, as plain types and tensors. Collective."""
     checkpoint = _checkpoint(context)
     context.hooks.call_checkpoint_hooks("on_save_checkpoint", checkpoint)
     with as_checkpoint_error(path):
@@ -162,7 +153,7 @@ def save_checkpoint(context: StageContext, path: str | os.PathLike[str]) -> None
 
 
 def save_stop_checkpoint(context: StageContext) -> None:
-    """Write the checkpoint of a fit that a signal stops, for `ckpt_path="last"`; Collective, as the above."""
+    """Write the checkpoint of a fit that a signal stops, for `ckpt_path="last"`. Collective."""
     save_checkpoint(context, CheckpointFiles(context).stop_path)
 
 
@@ -211,10 +202,7 @@ def restore_module(context: StageContext, checkpoint: dict[str, Any], path: str)
 
 
 def restore_training(context: StageContext, checkpoint: dict[str, Any], path: str) -> RankState:
-    """Restore progress, metrics, optimizers, schedulers and callbacks; the optimizers must exist.
-
-    Returns this rank's part of the checkpoint, which the fit loop restores last.
-    """
+    """Restore all but this rank's part, which is returned and restored last; the optimizers must exist."""
     if missing := [name for name in _NEEDED if name not in checkpoint]:
         raise CheckpointError(
             path=path,

@@ -98,14 +98,9 @@ def shard_for_phase(
 
 
 def _is_split_for_one_rank(phase: str, loader: Any) -> bool:
-    """Return whether a loader is split over ranks even if there is only one.
-
-    This checks the part of a loader that the user has split. A training loader then draws its data as with
-    several ranks, so that another number of ranks can continue the run.
-    """
-    if not is_shardable(loader):
-        return False
-    return is_split(loader) or (phase == "train" and not math.isinf(length_of(loader)))
+    """Return whether a loader is split even for one rank: to check it, or to continue on more ranks."""
+    is_countable_train = phase == "train" and not math.isinf(length_of(loader))
+    return is_shardable(loader) and (is_split(loader) or is_countable_train)
 
 
 def check_can_be_gathered(shards: list[LoaderShard], world_size: int) -> None:
@@ -133,9 +128,8 @@ def limited(length: float, limit: float) -> float:
 class TrainDataShard:
     """This rank's batches of an epoch, from its first batch or from where an earlier run stopped.
 
-    The batches depend only on the seed (of the user's generator, if there is one) and the epoch, not on other
-    draws of random numbers; so do the numbers that a loader's workers draw. An iterable data set has no
-    indices: to continue, its batches are read again from the start.
+    The batches, and what a loader's workers draw, depend only on the seed (of the user's generator, if there
+    is one) and the epoch. To continue within an iterable data set, its batches are read again.
 
     Attributes:
         num_batches: how many batches the epoch has on this rank, including those of an earlier run.
@@ -174,10 +168,7 @@ class TrainDataShard:
         self.num_batches = limited(left, self._limit)
 
     def start(self, progress: Progress) -> Iterator[Any]:
-        """Start the loader's workers, if it has any; return the batches that are left.
-
-        The random state of this process stays as it is, except for data sets that are read again.
-        """
+        """Start the loader's workers, if it has any; return the batches that are left."""
         seed = mixed_seed(self._seed, progress.current_epoch, self._rank)
         generator = getattr(self.loader, "generator", None)
         with isolated_random_state(seed, *([] if generator is None else [generator])):

@@ -95,10 +95,7 @@ class Progress:
 @final
 @dataclass
 class TrainerState:
-    """What a Trainer keeps between stages, and a worker sends back to the calling process.
-
-    `Trainer` documents the attributes.
-    """
+    """What a Trainer, which documents it, keeps between stages, and a worker sends back to the caller."""
 
     progress: Progress = field(default_factory=Progress)
     seed: int = 0

@@ -152,11 +152,9 @@ def seed_rank(seed: int, global_step: int, global_rank: int) -> None:
 
 @final
 class RankState:
-    """This rank's part of a checkpoint.
+    """This rank's part of a checkpoint; `states` is what `gather_rank_states` returned for it.
 
-    `states` is what `gather_rank_states` returned when the checkpoint was written. If the number of ranks has
-    changed, the parts are distributed over the ranks: metrics are merged, and each rank gets a new stream of
-    random numbers.
+    Another number of ranks shares the parts: metrics are merged, and each rank gets a new random stream.
     """
 
     def __init__(self, strategy: Strategy, state: TrainerState, states: list[dict[str, Any]]) -> None:

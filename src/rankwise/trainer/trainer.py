@@ -508,10 +508,7 @@ def _run_on_rank(
     stage: Stage,
     brings_state_back: bool,
 ) -> tuple[Any, CallerState | None]:
-    """Run a stage on this rank; return its value, and the state for the calling process of this node.
-
-    Collective: every rank must call this.
-    """
+    """Run a stage on this rank; return its value, and the state for this node's caller. Collective."""
     known_modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     callbacks, loggers = list(trainer.callbacks), list(trainer.loggers)  # the calling process has no others
     context = trainer.enter_stage(strategy, model, stage.name)
