@@ -42,12 +42,9 @@ class Callback:
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Called before a checkpoint is written; may add entries to it."""
+        """Called before a checkpoint is written, or after one was read; may change it."""
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Called after a checkpoint was read, before its state is loaded."""
+    on_load_checkpoint = on_save_checkpoint
 
     def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
         """Called when model, optimizers and loaders are ready."""

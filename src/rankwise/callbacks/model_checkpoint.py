@@ -236,9 +236,7 @@ def _check_intervals(every_n_epochs: int | None, every_n_train_steps: int | None
 
 def _check_filename(filename: str) -> None:
     try:
-        _filled_in(
-            filename, {"epoch": 0, "step": 0, **dict.fromkeys(re.findall(r"\{([^{}:]+)", filename), 0)}
-        )
+        _filled_in(filename, {})
     except ValueError as error:
         raise InvalidArgumentError(
             argument="filename", value=filename, expected=f"formats that fit numbers ({error})"

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, final
 
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer, TQDMProgressBar
+from rankwise.callbacks import Callback, ModelCheckpoint, Timer, TQDMProgressBar
 from rankwise.checkpoint import CheckpointIO
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
@@ -206,11 +206,6 @@ def _check_state_keys(callbacks: list[Callback]) -> None:
             message=f"Two callbacks would keep their state under one name: {sorted(twice)}.",
             remedy="give them different arguments, or override state_key.",
         )
-
-
-def without_side_effects(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks of a `fast_dev_run`: none that write files or stop training."""
-    return [callback for callback in callbacks if not isinstance(callback, (ModelCheckpoint, EarlyStopping))]
 
 
 def collect_loggers(logger: Any, default_root_dir: str) -> list[Logger]:

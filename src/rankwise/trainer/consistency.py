@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.data import DataLoader
 
 from rankwise.data.sampler import length_of
 from rankwise.data.sharding import is_shardable, is_split, order_seed
@@ -77,7 +76,7 @@ def fingerprint_of_loaders(phase: str, loaders: list[Any], is_split_here: bool) 
     for number, loader in enumerate(loaders if is_split_here else []):
         if is_shardable(loader) and not is_split(loader):
             name = f"the {words} loader" if len(loaders) == 1 else f"{words} loader {number}"
-            facts[name] = f"{_samples(loader)}, {length_of(loader):g} batches"
+            facts[name] = f"{length_of(loader.dataset)} samples, {length_of(loader)} batches"
             if order_seed(loader) is not None:
                 facts[name] += ", in the order of its own generator"
     return facts
@@ -91,13 +90,6 @@ def agreed_order_seeds(
     if any(seed is not None for seed in own):
         own = strategy.all_gather_object(own)[0]  # the first rank of the data-parallel group
     return [default if seed is None else seed for seed in own]
-
-
-def _samples(loader: DataLoader[Any]) -> str:
-    try:
-        return f"{len(loader.dataset)} samples"  # type: ignore[arg-type]  # not all have a length
-    except TypeError:
-        return "samples without number"
 
 
 def _described(parameter: nn.Parameter) -> str:

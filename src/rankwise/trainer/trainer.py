@@ -187,7 +187,8 @@ class Trainer:
         )
         self.loggers = arguments.collect_loggers(logger, self.default_root_dir)
         if self.fast_dev_run:
-            self.callbacks = arguments.without_side_effects(self.callbacks)
+            left_out = (ModelCheckpoint, EarlyStopping)
+            self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, left_out)]
             self.loggers = []
         found = arguments.collect_plugins(plugins)
         self.strategy = arguments.collect_strategy(strategy, precision, found, sync_batchnorm=sync_batchnorm)

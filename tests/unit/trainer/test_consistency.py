@@ -143,3 +143,11 @@ def test_loaders_that_are_dealt_out_have_one_length() -> None:
     assert fingerprint_of_loaders("predict", [Unsized(data)], True)["the prediction loader"] == (
         "10 samples, inf batches"
     )
+
+
+def test_long_loaders_are_compared_exactly() -> None:
+    """Lengths of over a million batches count to the last one."""
+    loaders: list[DataLoader[Any]] = [DataLoader(range(length)) for length in (1_000_001, 1_000_002)]  # type: ignore[arg-type]
+    first, second = (fingerprint_of_loaders("train", [loader], True) for loader in loaders)
+    assert first != second
+    assert first["the training loader"] == "1000001 samples, 1000001 batches"
