@@ -24,25 +24,21 @@ __all__ = ["RegisteredStrategy", "StrategyRegistry"]
 StrategyClass = TypeVar("StrategyClass", bound=type[Strategy])
 _ENTRY_POINTS = "rankwise.strategies"
 # Names of Lightning's strategies that do not exist here, and what to use instead.
-_PER_DEVICE = 'Trainer(strategy="ddp"): a process for each device, instead of threads in one.'
-_WHOLE_MODEL = (
-    'Trainer(strategy="ddp") keeps the whole model on each device; torch\'s ZeroRedundancyOptimizer, from '
-    "configure_optimizers, shards the optimizer's state."
-)
 _REPLACEMENTS = {
-    "dp": _PER_DEVICE,
-    "ddp2": _PER_DEVICE,
     "ddp_cpu": 'Trainer(strategy="ddp", accelerator="cpu", devices=...).',
     "horovod": 'Trainer(strategy="ddp"), started by mpirun or torchrun if you like.',
-    "fsdp": _WHOLE_MODEL,
-    "fsdp2": _WHOLE_MODEL,
-    "fsdp_native": _WHOLE_MODEL,
-    "deepspeed": _WHOLE_MODEL,
-    "ddp_sharded": _WHOLE_MODEL,
-    "ddp_sharded_spawn": _WHOLE_MODEL,
-    "single_tpu": 'Trainer(strategy="auto"): rankwise trains on CPUs and CUDA devices.',
-    "tpu_spawn": 'Trainer(strategy="auto"): rankwise trains on CPUs and CUDA devices.',
-    "xla": 'Trainer(strategy="auto"): rankwise trains on CPUs and CUDA devices.',
+    **dict.fromkeys(
+        ("dp", "ddp2"), 'Trainer(strategy="ddp"): a process for each device, instead of threads in one.'
+    ),
+    **dict.fromkeys(
+        ("fsdp", "fsdp2", "fsdp_native", "deepspeed", "ddp_sharded", "ddp_sharded_spawn"),
+        'Trainer(strategy="ddp") keeps the whole model on each device; torch\'s ZeroRedundancyOptimizer, '
+        "from configure_optimizers, shards the optimizer's state.",
+    ),
+    **dict.fromkeys(
+        ("single_tpu", "tpu_spawn", "xla"),
+        'Trainer(strategy="auto"): rankwise trains on CPUs and CUDA devices.',
+    ),
 }
 _DECORATED: Any = object()  # no class was given: `register` is used as a decorator
 

@@ -310,7 +310,7 @@ class Strategy(ABC):
             if job.check is not None:
                 job.check.finish()
             self.checkpoint_io.teardown()
-            if (exchange := worker.failure_exchange) is not None and not job.ranks.is_one_node:
+            if (exchange := worker.failure_exchange) is not None and not self.ranks.is_one_node:
                 exchange.wait_for_other_ranks()
             return value
         except BaseException as error:
@@ -334,7 +334,7 @@ class Strategy(ABC):
         """
         job = self.job
         job.cleanup.enter_context(variables_set(job.worker.variables))
-        job.cleanup.callback(set_rank_zero_only, set_rank_zero_only(job.ranks.global_rank))
+        job.cleanup.callback(set_rank_zero_only, set_rank_zero_only(self.ranks.global_rank))
         self.precision.device_type = self.root_device.type
         if self.root_device.type == "cuda":
             torch.cuda.set_device(self.root_device)

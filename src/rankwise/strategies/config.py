@@ -114,13 +114,7 @@ def take_fields(config: type, arguments: dict[str, Any]) -> dict[str, Any]:
 
 @final
 class PartField(Generic[T]):
-    """An attribute of a strategy that is an attribute of one of its parts.
-
-    One of a config can be set until `bind`; a new value is validated. The others are read-only.
-
-    Args:
-        part: the strategy's attribute with the part.
-    """
+    """An attribute of a strategy that is one of its part `part`; it can be set if that is a config."""
 
     def __init__(self, part: str) -> None:
         self._part = part
@@ -211,12 +205,11 @@ def check_num_nodes(num_nodes: int | Literal["auto"]) -> int | None:
 
 def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
     """Return the accelerator and devices that a list of devices stands for."""
-    is_list = isinstance(given, (list, tuple))
-    if not is_list or not given or not all(isinstance(device, torch.device) for device in given):
-        raise InvalidTypeError(argument="parallel_devices", value=given, expected="a list of torch.device")
-    kinds = {device.type for device in given}
-    if len(kinds) != 1:
-        raise InvalidTypeError(argument="parallel_devices", value=given, expected="devices of one type")
+    devices = given if isinstance(given, (list, tuple)) else ()
+    kinds = {device.type if isinstance(device, torch.device) else "" for device in devices}
+    if len(kinds) != 1 or "" in kinds:
+        expected = "a list of torch.device of one type"
+        raise InvalidTypeError(argument="parallel_devices", value=given, expected=expected)
     if kinds == {"cpu"}:
         return "cpu", len(given)
     return kinds.pop(), [device.index or 0 for device in given]

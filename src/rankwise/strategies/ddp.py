@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.environments import ClusterEnvironment
-from rankwise.errors import InvalidTypeError, LaunchRefusedError
+from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
 from rankwise.gradient_sync import GradientSync, GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
 from rankwise.launchers import Launcher
@@ -39,7 +39,6 @@ from rankwise.strategies.job import Job, threads_per_rank
 from rankwise.strategies.module_wrapping import (
     WrappedModules,
     check_collectives_of,
-    check_sync_batchnorm,
     checked_wrapper,
     compile_within,
     uncompiled,
@@ -171,8 +170,11 @@ class DDPStrategy(Strategy):
 
     def _create_launcher(self, placement: Placement) -> Launcher:
         ranks = placement.ranks
-        if self.sync_batchnorm and ranks.world_size > 1:
-            check_sync_batchnorm(placement.root_device)
+        if self.sync_batchnorm and ranks.world_size > 1 and placement.root_device.type == "cpu":
+            raise ConfigurationError(
+                message="sync_batchnorm=True is not possible on the CPU: torch has no SyncBatchNorm there.",
+                remedy="leave it out, or train on CUDA devices.",
+            )
         if self.rendezvous == "private":
             check_private_rendezvous(placement)
         is_alone_here = ranks.local_world_size == 1 and not ranks.is_one_node
@@ -213,8 +215,8 @@ class DDPStrategy(Strategy):
         super().setup_environment()
         job = self.job
         job.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(threads_per_rank(job.ranks.local_world_size))
-        job.cleanup.enter_context(gloo_on_interface(interface_of(job.ranks, job.worker.address)))
+        torch.set_num_threads(threads_per_rank(self.ranks.local_world_size))
+        job.cleanup.enter_context(gloo_on_interface(interface_of(self.ranks, job.worker.address)))
         if job.has_group:
             self._join_group(job)
         report_phase("running")
@@ -226,7 +228,7 @@ class DDPStrategy(Strategy):
         enter = job.cleanup.enter_context
         group = process_group(
             store,
-            job.ranks,
+            self.ranks,
             self.process_group_backend,
             self.root_device,
             timeout=self.timeout,
@@ -237,9 +239,9 @@ class DDPStrategy(Strategy):
         )
         enter(group)
         job.worker.limit_store(self.timeout)
-        if self.check_collectives and job.ranks.world_size > 1:
+        if self.check_collectives and self.ranks.world_size > 1:
             own_store = job.worker.open_another(store, self.init_timeout)
-            job.check = CollectiveCheck(job.ranks.global_rank, own_store, self.timeout)
+            job.check = CollectiveCheck(self.ranks.global_rank, own_store, self.timeout)
             enter(job.check.checking())
 
     def _release_modules(self, modules: WrappedModules) -> None:

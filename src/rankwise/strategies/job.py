@@ -21,7 +21,6 @@ from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
 from rankwise.processes.event_loop import signals_delivered_in_thread
 from rankwise.processes.fork_safety import SET_BY_DYNAMO
 from rankwise.processes.signals import ROUTER, SignalRequest, exit_by_signal
-from rankwise.ranks import RankInfo
 from rankwise.strategies.module_wrapping import WrappedModules
 
 if TYPE_CHECKING:
@@ -53,18 +52,13 @@ class Job:
     modules: WrappedModules = field(default_factory=WrappedModules)
     cleanup: ExitStack = field(default_factory=ExitStack)
 
-    @property
-    def ranks(self) -> RankInfo:
-        """The ranks of this process."""
-        return self.worker.ranks
-
     def guard(self, name: str, group: ProcessGroup | None = None) -> AbstractContextManager[None]:
         """Return the block for a collective; the supervisor sees that this rank waits in it.
 
         Raises:
             LifecycleError: in code that only rank zero runs, where other ranks would never call it.
         """
-        if self.ranks.world_size > 1:
+        if self.worker.ranks.world_size > 1:
             refuse_in_rank_zero_section(name, None if group is None else group.size())
         return blocked_in(name)
 
@@ -90,12 +84,8 @@ def finish_checkpoints(checkpoint_io: CheckpointIO) -> None:
 def sigterm_deferred(checkpoint_io: CheckpointIO) -> Iterator[None]:
     """Let a thread of `checkpoint_io` finish its checkpoint before SIGTERM ends this process, in the block.
 
-    torch's agents send SIGTERM to all ranks as soon as one has failed. A second one, 2 s later or more, ends
-    the process at once; so does the first where nothing is being written. This holds while the main thread is
-    blocked in C++ too, as in a collective. Where something else handles SIGTERM, as the loop of a fit does,
-    nothing changes.
-
-    Mutates: the handler of SIGTERM and the signal wake-up descriptor, restored on exit.
+    torch's agents send SIGTERM to all ranks as soon as one has failed, also to one that is blocked in C++. A
+    second one, 2 s later or more, ends the process at once. Nothing changes where SIGTERM has a handler.
     """
     deferred = _DeferredSigterm()
     checkpoint_io.on_saving_changed(deferred.on_saving_changed)

@@ -168,15 +168,6 @@ def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, *args: 
         restore()
 
 
-def check_sync_batchnorm(device: torch.device) -> None:
-    """Make sure that torch has `SyncBatchNorm` for a device."""
-    if device.type == "cpu":
-        raise ConfigurationError(
-            message="sync_batchnorm=True is not possible on the CPU: torch has no SyncBatchNorm there.",
-            remedy="leave it out, or train on CUDA devices.",
-        )
-
-
 def averages_everywhere(wrapper: DistributedDataParallel) -> bool:
     """Return whether every gradient is known to be averaged over the wrapper's group."""
     hooks: list[Any] = [hook for hook, _ in wrapper._comm_hooks]

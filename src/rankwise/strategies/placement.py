@@ -27,9 +27,6 @@ from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies.config import ProcessConfig, check_devices, check_num_nodes, device_type
 
-# Takes the environment, the number of local ranks and the number of nodes, None if it was not given.
-PlaceLocally = Callable[[ClusterEnvironment, int, int | None], RankInfo]
-
 # The address of a job on one node, whatever address the environment has, unless a launcher hosts the store.
 LOOPBACK = "127.0.0.1"
 
@@ -61,7 +58,9 @@ class Placement:
         return {**self.__dict__, "launcher": None}
 
 
-def find_placement(config: ProcessConfig, place_locally: PlaceLocally) -> Placement:
+def find_placement(
+    config: ProcessConfig, place_locally: Callable[[ClusterEnvironment, int, int | None], RankInfo]
+) -> Placement:
     """Return the placement that a config has in this process, without a launcher."""
     kind = device_type(config.accelerator)
     devices, num_nodes = check_devices(config.devices), check_num_nodes(config.num_nodes)

@@ -364,7 +364,7 @@ def test_a_strategy_in_a_job_is_not_copied() -> None:
     strategy = SingleDeviceStrategy(accelerator="cpu")
     with pytest.raises(LifecycleError, match="in a job"):
         strategy.launch(lambda running: Trainer(strategy=running))
-    assert strategy.launch(lambda running: running.job.ranks) == strategy.ranks
+    assert strategy.launch(lambda running: running.job.worker.ranks) == strategy.ranks
 
 
 class LockedPrecision(Precision):
