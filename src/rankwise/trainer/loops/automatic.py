@@ -36,14 +36,16 @@ class AutomaticOptimization:
         self._schedule = schedule
         self._padding = PaddingGradients(context)
         self._guard = NonFiniteGuard(context)
+        self._is_window_start = True
         self._has_gradients = False
         self.weighting = BatchWeighting(context, schedule)
         self.has_stepped = False
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Compute gradients; step at the end of a window. Collective: every rank must call this."""
-        if batch_idx == self.weighting.window(batch_idx)[0]:
+        if self._is_window_start:
             self._clear_gradients()
+        self._is_window_start = is_window_end
         outputs = self._forward_backward(batch, batch_idx, is_window_end)
         if is_window_end:
             self._padding.end_window()

@@ -120,15 +120,15 @@ class EvaluationLoop:
         report_phase(phase)
         batch = precision.convert_input(context.strategy.batch_to_device(batch))
         results.begin_batch(batch)
-        self._hook("batch_start", batch, *indices)
+        context.hooks.call(f"on_{name}_batch_start", batch, *indices)
         with precision.forward_context():
             outputs = getattr(context.module, f"{name}_step")(batch, *indices)
-        self._hook("batch_end", outputs, batch, *indices)
+        context.hooks.call(f"on_{name}_batch_end", outputs, batch, *indices)
         results.end_batch()
         return outputs
 
-    def _hook(self, moment: str, *args: Any) -> None:
-        self.context.hooks.call(f"on_{_NAMES[self.stage][1]}_{moment}", *args)
+    def _hook(self, moment: str) -> None:
+        self.context.hooks.call(f"on_{_NAMES[self.stage][1]}_{moment}")
 
     @property
     def _suffixes(self) -> list[str]:

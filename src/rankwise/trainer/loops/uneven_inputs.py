@@ -86,6 +86,7 @@ class BatchSchedule:
 
         `own` are this rank's batches that are left, after the `done` batches of the epoch that it has run.
         """
+        self.is_padding = self.has_padding = False
         return self._known(own, done) if self._is_known else self._counted(own, done)
 
     def weight(self, first: int, end: int) -> float:
@@ -111,7 +112,8 @@ class BatchSchedule:
         total, batch = int(self.num_batches), _END
         mine, shortest = min(total, int(self._share.num_batches)), min(self._lengths)
         for number in range(done + 1, total + 1):
-            self.is_padding, self.has_padding = number > mine, number > shortest
+            if number > shortest:
+                self.is_padding, self.has_padding = number > mine, True
             if not self.is_padding:
                 batch = next(own, _END)
                 if batch is _END:
@@ -266,9 +268,9 @@ class PaddingGradients:
 
     def end_window(self) -> None:
         """Remove averaged gradients that only padding steps caused. Collective: every rank must call this."""
-        used, self._used = self._used, None
-        if used is None:
+        if self._used is None:
             return
+        used, self._used = self._used, None
         flags = torch.zeros(len(self._parameters), device=self._strategy.root_device)
         flags[list(used)] = 1
         counts = self._strategy.all_reduce(flags, reduce_op="sum").tolist()

@@ -107,21 +107,15 @@ class BatchWeighting:
         scaled: Tensor = loss * weight
         return scaled
 
-    def window(self, batch_idx: int) -> tuple[int, int]:
-        """Return the first batch of a batch's window, and the number after its last one.
-
-        After a checkpoint from a run with other windows, the first window may be shorter.
-        """
-        length = self._settings.accumulate_grad_batches
-        first = batch_idx - batch_idx % length
-        return max(first, self._begin), int(min(first + length, self._schedule.num_batches))
-
     def factor(self, batch_idx: int) -> float:
         """Return the weight of a batch in its window where weights are not logged.
 
         DDP divides the sum of the ranks' gradients by the number of ranks afterwards.
         """
-        first, end = self.window(batch_idx)
+        length = self._settings.accumulate_grad_batches
+        start = batch_idx - batch_idx % length
+        first = max(start, self._begin)  # it may be later after a checkpoint from a run with other windows
+        end = int(min(start + length, self._schedule.num_batches))
         sizes = self._sizes
         if sizes is None:
             return self._schedule.weight(first, end)
