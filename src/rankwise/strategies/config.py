@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar, final
 
 import torch
@@ -121,9 +122,10 @@ class PartField(Generic[T]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
+        self._get = attrgetter(f"{self._part}.{name}")
 
     def __get__(self, strategy: Any, owner: type) -> T:
-        value: Any = self if strategy is None else getattr(getattr(strategy, self._part), self._name)
+        value: Any = self if strategy is None else self._get(strategy)
         return value  # type: ignore[no-any-return]  # of the field's type
 
     def __set__(self, strategy: Any, value: T) -> None:
