@@ -129,6 +129,8 @@ class PartField(Generic[T]):
         return value  # type: ignore[no-any-return]  # of the field's type
 
     def __set__(self, strategy: Any, value: T) -> None:
+        if not self._part.endswith("_config"):
+            raise AttributeError(f"{self._name!r} cannot be set: it is {self._part}.{self._name}.")
         setattr(strategy, self._part, replace(getattr(strategy, self._part), **{self._name: value}))
 
 

@@ -350,6 +350,15 @@ def test_facts_need_bind(name: str) -> None:
         getattr(DDPForkStrategy(accelerator="cpu", devices=2), name)
 
 
+@pytest.mark.parametrize("name", ["ranks", "world_size", "environment", "runs_in_caller", "worker"])
+def test_facts_cannot_be_set(name: str) -> None:
+    """What `bind` and the launch determine is read-only."""
+    strategy = SingleDeviceStrategy(accelerator="cpu")
+    strategy.bind()
+    with pytest.raises(AttributeError, match=f"{name!r} cannot be set"):
+        setattr(strategy, name, 2)
+
+
 def test_a_single_device_strategy_runs_here() -> None:
     """With one device a launch is a call, and nothing is pickled."""
     strategy = SingleDeviceStrategy(accelerator="cpu")
