@@ -231,7 +231,7 @@ class GradientSync:
                 self._divide(module)
             if monitor := self._monitors.get(id(module)):
                 monitor.record(is_final_microbatch)
-        elif is_final_microbatch:
+        elif is_final_microbatch and (weights is not None or _is_distributed(None)):
             self._reduce_now(module, trained_parameters(module, optimizers, parameters_of), group)
         if is_final_microbatch and weights is not None:
             weights.close()

@@ -453,7 +453,7 @@ def fit_own_split(make_loader: Callable[[int], Any]) -> list[Tensor]:
 
 def test_sizes_that_are_one_ranks_own_are_refused() -> None:
     """Loaders that are not split have batch sizes that other ranks do not know, which is an error."""
-    with pytest.raises(ConfigurationError, match=r"not split .* over 2 ranks.*\n.*log_weight"):
+    with pytest.raises(ConfigurationError, match=r"split over 1, not over 2 ranks.*\n.*log_weight"):
         fit_own_split(lambda rank: DataLoader(dataset(4 if rank == 0 else 1), batch_size=4))
 
 

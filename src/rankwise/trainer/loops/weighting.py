@@ -54,12 +54,14 @@ class BatchWeighting:
         if sizes is not None and sizes.num_replicas == replicas:
             return
         name = type(self._schedule.loader).__name__
+        split = "has no index stream that rankwise has split"
+        if sizes is not None:
+            split = f"is split over {sizes.num_replicas}, not over {replicas} ranks by rankwise"
         is_automatic = self._module.automatic_optimization
         by_hand = "self.log_weight(n)" if is_automatic else "self.manual_backward(loss, weight=n)"
         raise ConfigurationError(
             message='gradient_weighting="samples" needs batch sizes that are known beforehand.',
-            facts=f"rankwise has not split an index stream of this {name} over {replicas} ranks, so a rank "
-            "cannot compute the batch sizes of the others.",
+            facts=f"this {name} {split}, so a rank cannot compute the batch sizes of the others.",
             remedy=f'gradient_weighting="logged", and {by_hand} in training_step.',
         )
 
