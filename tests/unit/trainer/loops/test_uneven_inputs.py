@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from rankwise.data.batches import sharded_sampler_of
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnevenInputsError
@@ -18,7 +21,7 @@ from rankwise.ranks import RankInfo
 from rankwise.trainer.data_loaders import LoaderShard, TrainDataShard, shard_for_phase
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, preserve_state
 from rankwise.trainer.state import Progress
-from tests.unit.trainer.helpers import loader, trainer, with_second_rank
+from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
 
 
 def schedule(
@@ -166,3 +169,36 @@ def test_padding_steps_leave_state_unchanged() -> None:
     assert torch.equal(module.running_mean, mean)
     assert module.num_batches_tracked == 0
     assert draws() == expected
+
+
+class Recorded(Dataset[Any]):
+    """Counts the samples that are read."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return samples()[index]
+
+
+class Endless(Sampler[int]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(8))
+
+
+def test_one_process_loads_nothing_ahead(tmp_path: Path) -> None:
+    """The random numbers of a batch come after those of the step before it, also of an endless sampler."""
+    data, read = Recorded(), []
+
+    class Reading(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            read.append(data.count)
+            return super().training_step(batch, batch_idx)
+
+    train = trainer(tmp_path, limit_train_batches=3)
+    train.fit(Reading(), DataLoader(data, batch_size=2, sampler=Endless()))
+    assert read == [2, 4, 6]
+    assert data.count == 6
