@@ -124,6 +124,7 @@ class RankwiseError(Exception):
     ADVICE: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         dataclass(eq=False, repr=False)(cls)
 
     def summary(self) -> str:
