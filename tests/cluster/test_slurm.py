@@ -126,8 +126,12 @@ def test_an_interactive_allocation(user: User) -> None:
 
 
 def test_a_step_of_two_tasks_on_one_node(user: User) -> None:
-    """--ntasks alone, on one node, gives two ranks that connect on loopback, and train."""
-    result = user.run("bash", "-c", f"srun --ntasks=2 {DOCTOR} && srun --ntasks=2 {TRAINING}")
+    """--ntasks alone, on one node, gives two ranks that connect on loopback, and train.
+
+    The second job names the node: Slurm may still be completing the first one there.
+    """
+    again = f"srun --ntasks=2 --nodelist={user.names[0]}"
+    result = user.run("bash", "-c", f"srun --ntasks=2 {DOCTOR} && {again} {TRAINING}")
     assert result.returncode == 0, result
     check_doctor(result.stdout, "slurm", world_size=2)
     assert "listen on loopback only" in result.stdout, result
