@@ -52,6 +52,7 @@ class NonFiniteGuard:
         self._strategy = context.strategy
         self._progress = context.state.progress
         self._policy = context.options.on_nonfinite
+        self._may_differ = context.strategy.gradients_may_differ(context.wrapped)  # with hooks of the user's
         self._is_bad: Tensor | None = None
 
     def mark(self, loss: Tensor) -> Tensor:
@@ -97,4 +98,5 @@ class NonFiniteGuard:
         precision.unscale_gradients(optimizer)
         parameters = precision.main_parameters(optimizer)
         is_finite = are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
-        return is_finite if precision.agree is None else not precision.agree(not is_finite)
+        must_agree = self._may_differ or precision.agree is not None
+        return self._strategy.reduce_boolean_decision(is_finite) if must_agree else is_finite

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankwise import DDPStrategy
 from rankwise.errors import ConfigurationError, InvalidArgumentError, NonFiniteLossError
+from rankwise.gradient_sync import register_ddp_comm_hook
 from rankwise.precision import MixedPrecision
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
@@ -163,3 +164,25 @@ def test_averaged_models_where_a_step_is_skipped(tmp_path: Path) -> None:
 
     first, second = run_ranks(2, fit)
     assert torch.equal(first, second)
+
+
+class Registered(ThreadedStrategy):
+    """Registers a hook with the module that it has wrapped, after which gradients stay on their rank."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        wrapped = super().setup_module(module)
+        register_ddp_comm_hook(wrapped, hook="noop")
+        return wrapped
+
+
+def test_ranks_agree_with_a_hook_that_is_registered_later(tmp_path: Path) -> None:
+    """A NaN that stays on rank 1 makes rank 0 skip its step too."""
+    models = [Spoilt(1.0), Spoilt(float("nan"))]
+
+    def fit(rank: int) -> list[Tensor]:
+        quiet_trainer(Registered(rank, 2), 2, on_nonfinite="skip", max_steps=3).fit(models[rank], loader())
+        return models[rank].weights
+
+    for first, second, third in run_ranks(2, fit):
+        assert torch.equal(first, second)
+        assert not torch.equal(second, third)
