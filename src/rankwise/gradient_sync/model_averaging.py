@@ -34,20 +34,19 @@ class ModelAveraging:
             self._steps[optimizer] = self._restored[number] if number < len(self._restored) else 0
         since = self._steps[optimizer] - self.warmup_steps
         if since >= 0 and since % self.period == 0:
-            self._average(optimizer)
+            self._average([one for one in parameters_of(optimizer) if one.grad is not None])
         self._steps[optimizer] += 1
 
     def finish(self) -> None:
         """Average the parameters now, on every rank, unless they were averaged after the last step."""
         for optimizer, steps in self._steps.items():
             if steps > self.warmup_steps and (steps - 1 - self.warmup_steps) % self.period:
-                self._average(optimizer)
+                self._average(parameters_of(optimizer))
 
-    def _average(self, optimizer: Optimizer) -> None:
+    def _average(self, parameters: list[Any]) -> None:
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
-        parameters: Any = iter(parameters_of(optimizer))
-        average_parameters(parameters, self.group)  # type: ignore[arg-type]  # None is the default group
+        average_parameters(iter(parameters), self.group)  # type: ignore[arg-type]  # None is the default group
 
     @property
     def steps(self) -> list[int]:

@@ -380,6 +380,18 @@ def test_training_ends_with_one_model() -> None:
         torch.testing.assert_close(weights, torch.stack(apart).mean(dim=0))
 
 
+def test_parameters_without_gradients_are_not_averaged() -> None:
+    """A mean of equal numbers is rounded, and would change a frozen parameter."""
+
+    def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> bool:
+        frozen = nn.Parameter(torch.arange(100.0).double() / 3, requires_grad=False)
+        before, optimizer = frozen.clone(), torch.optim.SGD([*wrapped.parameters(), frozen], lr=0.1)
+        train_steps(strategy, wrapped, range(3), optimizer)
+        return torch.equal(frozen, before)
+
+    assert all(on_ranks(3, run, net(), **LOCAL))
+
+
 def test_local_sgd_in_groups() -> None:
     """With `subgroup_size` ranks of a subgroup have one model; the size must divide the world size."""
     hook = "post_localsgd:start_localSGD_iter=0,subgroup_size={}"
