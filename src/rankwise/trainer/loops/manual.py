@@ -75,8 +75,8 @@ class ManualOptimization:
         self._module = module = context.module
         self._wrapped = wrapped = context.wrapped
         self._schedule = schedule
-        is_logged = self._strategy.gradient_weighting == "logged"  # a hook would not average the weights
-        self._hook = None if is_logged else hook_of(wrapped)
+        hook, weighting = hook_of(wrapped), self._strategy.gradient_weighting
+        self._hook = None if weighting == "logged" else hook  # a hook would not average the weights
         self._weight = 1.0
         self._guard = NonFiniteGuard(context)
         ignored: set[str] = getattr(wrapped, "parameters_to_ignore", set())

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from rankwise import DDPStrategy
 from rankwise.errors import ConfigurationError, InvalidArgumentError, LifecycleError, NonFiniteLossError
+from rankwise.gradient_sync import register_ddp_comm_hook
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision
 from rankwise.strategies import SingleDeviceStrategy
 from rankwise.trainer.module import ManualOptimizer
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.process.training_tasks import quiet_trainer
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -320,6 +323,51 @@ def test_hooks_that_cannot_be_used(tmp_path: Path, arguments: dict[str, Any]) ->
     strategy = DDPStrategy(start_method="fork", **arguments)
     with pytest.raises(ConfigurationError, match="optimises manually"):
         trainer(tmp_path, strategy=strategy, devices=2).fit(Duel(), loader())
+
+
+class Registered(ThreadedStrategy):
+    """Registers a communication hook with the module that it has wrapped."""
+
+    name: str
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        wrapped = super().setup_module(module)
+        register_ddp_comm_hook(wrapped, hook=self.name)
+        return wrapped
+
+
+class Weighted(Duel):
+    """Each rank's backward passes have another weight."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(self.loss(batch), weight=1 + self.global_rank)
+        first.step()
+
+
+@pytest.mark.parametrize("name", ["fp16_compress", "powersgd"])
+def test_hooks_of_the_wrapper_with_logged_weights(name: str) -> None:
+    """A hook does not average weights, so it is left out; one that keeps gradients is refused."""
+
+    def fit(hook: str) -> list[Tensor]:
+        models = [Weighted(), Weighted()]
+
+        def run(rank: int) -> Tensor:
+            strategy = Registered(rank, 2, gradient_weighting="logged")
+            strategy.name = hook
+            quiet_trainer(strategy, 2, max_epochs=1).fit(models[rank], loader())
+            return models[rank].layer.weight.detach()
+
+        return run_ranks(2, run)
+
+    if name == "powersgd":
+        with pytest.raises(ConfigurationError, match="PowerSGDMemory cannot be used in manual optimisation"):
+            fit(name)
+        return
+    first, second = fit(name)
+    assert torch.equal(first, second)
+    assert torch.equal(first, fit("allreduce")[0])
 
 
 def test_calls_outside_of_it(tmp_path: Path) -> None:
