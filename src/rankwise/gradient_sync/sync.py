@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 WEIGHTINGS = ("samples", "logged")
-_OF_A_JOB = ("_states", "_group", "_averaging", "_monitors", "_carriers", "_carrier", "weights")
+_OF_A_JOB = ("_states", "_averaging", "_monitors", "_carriers", "_carrier", "weights")
 States = list[list[dict[str, Any]]]
 NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
@@ -107,7 +107,6 @@ class GradientSync:
 
     def _clear(self) -> None:
         self._states: list[Any] = []
-        self._group: dist.ProcessGroup | None = None
         self._averaging: ModelAveraging | None = None
         self._monitors: dict[int, UnusedParameterMonitor] = {}
         self._carriers: dict[int, WeightCarrier] = {}
@@ -168,7 +167,7 @@ class GradientSync:
 
     def attach(self, wrapped: DistributedDataParallel, local_world_size: int) -> None:
         """Configure a wrapped module to average its gradients in this way."""
-        group = self._group = wrapped.process_group
+        group = wrapped.process_group
         place = HookPlace(group, min(local_world_size, dist.get_world_size(group)))
         if wrapped.find_unused_parameters and self.mode is not GradientSyncMode.FORCED_SYNC:
             self._monitors[id(wrapped)] = UnusedParameterMonitor(wrapped)
@@ -261,7 +260,6 @@ class GradientSync:
         self, module: nn.Module, parameters: list[Tensor], group: dist.ProcessGroup | None
     ) -> None:
         """Average the gradients that DDP has not averaged."""
-        group = self._group if group is None else group
         if isinstance(module, DistributedDataParallel):
             group = module.process_group
         elif self.mode is not GradientSyncMode.FORCED_SYNC and parameters and _is_distributed(group):

@@ -418,9 +418,9 @@ class Strategy(ABC):
         Raises:
             UnusedParametersError: when the loss does not depend on some parameters that DDP expects.
         """
-        return self.gradients.context(
-            module, optimizers, is_final_microbatch, self.no_backward_sync, self.precision.model_parameters
-        )
+        no_sync, parameters_of = self.no_backward_sync, self.precision.model_parameters
+        group = self.data_parallel_group
+        return self.gradients.context(module, optimizers, is_final_microbatch, no_sync, parameters_of, group)
 
     def gradients_may_differ(self, module: nn.Module) -> bool:
         """Return whether ranks may have different gradients after a synchronised backward pass.

@@ -14,7 +14,7 @@ from rankwise import TrainingModule
 from rankwise.errors import NonFiniteLossError
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
-from tests.unit.gradient_sync.helpers import batch, loss_of, net
+from tests.unit.gradient_sync.helpers import alone, assert_close, batch, gradients, loss_of, net
 
 
 class Pairs(ThreadedStrategy):
@@ -94,3 +94,21 @@ def test_nonfinite_losses_of_another_group(tmp_path: Path) -> None:
     """Every rank says whose loss it was."""
     found = fit(tmp_path / "a.ckpt", spoilt=(3,), on_nonfinite="raise")
     assert [of_rank["error"] for of_rank in found] == [(3,)] * 4
+
+
+def test_forced_sync_of_a_module_that_is_not_wrapped() -> None:
+    """Its gradients are averaged over the ranks that share data, not over all."""
+    modules = [net().requires_grad_(False) for _ in range(4)]  # nothing to train, so it is not wrapped
+
+    def run(rank: int) -> list[Tensor | None]:
+        def step(strategy: Pairs) -> list[Tensor | None]:
+            plain = strategy.setup_module(modules[rank])
+            plain.requires_grad_(True)
+            with strategy.gradient_sync_context(plain):
+                loss_of(plain, batch(rank)).backward()
+            return gradients(plain)
+
+        return Pairs(rank, 4, sync_mode="forced_sync").launch(step)
+
+    for rank, found in enumerate(run_ranks(4, run)):
+        assert_close(found, alone(net(), [batch(rank % 2), batch(rank % 2 + 2)]))
