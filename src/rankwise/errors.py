@@ -117,7 +117,7 @@ def _ranks(who: Iterable[int]) -> str:
 class RankwiseError(Exception):
     """Base of all exceptions of rankwise. The text is one sentence, `Seen:` (facts), `Fix:` (what to do).
 
-    Each subclass becomes a dataclass.
+    Each subclass in this module becomes a dataclass; one elsewhere may be decorated as one.
     """
 
     SUMMARY: ClassVar[str] = ""
@@ -125,7 +125,8 @@ class RankwiseError(Exception):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        dataclass(eq=False, repr=False)(cls)
+        if cls.__module__ == __name__:
+            dataclass(eq=False, repr=False)(cls)
 
     def summary(self) -> str:
         """Return what happened, as one sentence: by default `SUMMARY` with the fields filled in."""

@@ -381,3 +381,21 @@ def test_a_value_that_cannot_be_pickled_travels_as_its_repr() -> None:
 def test_a_mismatch_with_no_variables_shows_no_empty_facts() -> None:
     """Where nothing was seen, nothing is shown as seen."""
     assert "Seen:" not in str(errors.WorldSizeMismatchError(devices=2, num_nodes=1, world_size=1))
+
+
+def test_subclasses_of_users() -> None:
+    """A user's subclass may be a dataclass with fields of its own, or have a constructor of its own."""
+
+    @dataclasses.dataclass(eq=False, repr=False)
+    class Decorated(errors.ConfigurationError):
+        details: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    class Constructed(errors.ConfigurationError):
+        code: int  # type: ignore[misc]  # checkers take every subclass for a dataclass
+
+        def __init__(self, code: int) -> None:
+            super().__init__(message="It failed.")
+            self.code = code
+
+    assert (Decorated("It failed.").details, str(Decorated("It failed."))) == ({}, "It failed.")
+    assert (Constructed(3).code, str(Constructed(3))) == (3, "It failed.")
