@@ -204,6 +204,17 @@ def test_ranks(cls: type[ClusterEnvironment], expected: RankInfo) -> None:
         assert getattr(environment, fact) == getattr(expected, fact)
 
 
+def test_own_environment_of_nodes() -> None:
+    """A table with the node's rank is enough for an environment with one process for each node."""
+
+    class Pods(NodesEnvironment):
+        name = "pods"
+        variables: ClassVar[Variables] = {"node_rank": "POD", "main_address": "HEAD", "main_port": "PORT"}
+
+    environment = Pods({"POD": "1", "NNODES": "2", "HEAD": "10.0.0.1", "PORT": "5000"})
+    assert environment.ranks == RankInfo(1, 0, 1, 2, 1, 2)
+
+
 @pytest.mark.parametrize(
     ("cls", "address"),
     [

@@ -80,7 +80,6 @@ class NodesEnvironment(ClusterEnvironment):
 
     name = "nodes"
     variables: ClassVar[Mapping[str, str]] = {
-        "global_rank": "NODE_RANK",
         "node_rank": "NODE_RANK",
         "main_address": "MASTER_ADDR",
         "main_port": "MASTER_PORT",
@@ -107,6 +106,11 @@ class NodesEnvironment(ClusterEnvironment):
         return self._number("NNODES") if self.has_num_nodes else self.node_rank + 1
 
     @property
+    def global_rank(self) -> int:
+        """The node's rank, with one process on each node."""
+        return self.node_rank
+
+    @property
     def world_size(self) -> int:
         """The number of nodes, with one process on each node."""
         return self.num_nodes
@@ -125,7 +129,6 @@ class KubeflowEnvironment(NodesEnvironment):
 
     name = "kubeflow"
     variables: ClassVar[Mapping[str, str]] = {
-        "global_rank": "RANK",
         "node_rank": "RANK",
         "world_size": "WORLD_SIZE",
         "main_address": "MASTER_ADDR",
