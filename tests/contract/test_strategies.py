@@ -420,8 +420,11 @@ def test_auto_shows_the_start_method_that_it_uses(monkeypatch: pytest.MonkeyPatc
     """`auto` forks where the script cannot be run again, and says so in `start_method`."""
     monkeypatch.setattr("rankwise.strategies.variants.can_rerun", lambda: False)
     strategy = AutoStrategy(accelerator="cpu", devices=2)
+    before = strategy.process_config
     strategy.bind()
     assert strategy.start_method == "fork"
+    assert strategy.process_config == before
+    assert strategy.with_().start_method == "popen"
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, final
 
@@ -123,12 +125,24 @@ class AutoStrategy(DDPStrategy):
     launch that failed, this process is forked.
     """
 
+    @property
+    def start_method(self) -> str:
+        """The argument; once bound, the start method of the launcher."""
+        launcher = self.placement.launcher if self.is_bound else None
+        return getattr(launcher, "start_method", self.process_config.start_method)
+
+    @start_method.setter
+    def start_method(self, value: str) -> None:
+        self.process_config = dataclasses.replace(self.process_config, start_method=value)
+
     def _create_launcher(self, placement: Placement) -> Launcher:
         if placement.ranks.world_size == 1:
             return inline_launcher(placement)
-        if not can_rerun():
-            self.start_method = "fork"
-        return super()._create_launcher(placement)
+        if can_rerun():
+            return super()._create_launcher(placement)
+        forking = copy.copy(self)
+        forking.start_method = "fork"
+        return DDPStrategy._create_launcher(forking, placement)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap a module if there are several ranks."""
