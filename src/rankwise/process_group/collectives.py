@@ -279,7 +279,7 @@ def _gathered_padded(
 
 def describe(value: object) -> torch.Tensor:
     """Return a message of fixed size that describes a tensor, and contains it if it is small."""
-    message = torch.zeros(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+    message = torch.zeros(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8, device="cpu")
     number, shape, num_bytes = 0, torch.Size(), 0
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
         number, shape, num_bytes = _NUMBERS[value.dtype], value.shape, value.nbytes
@@ -290,7 +290,7 @@ def describe(value: object) -> torch.Tensor:
             problem = f"a tensor that is not dense (layout {value.layout}, dtype {value.dtype})"
         content = torch.frombuffer(bytearray(problem.encode()[:_INLINE_BYTES]), dtype=torch.uint8)
         num_bytes = len(content)
-    header = torch.tensor((number, num_bytes, len(shape), *shape))
+    header = torch.tensor((number, num_bytes, len(shape), *shape), device="cpu")
     message.view(torch.int64)[: len(header)] = header
     if content is not None:
         message[_HEADER_BYTES : _HEADER_BYTES + num_bytes] = content

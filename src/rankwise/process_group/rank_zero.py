@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from datetime import timedelta
+from typing import final
 
 import torch.distributed as dist
 
@@ -19,9 +20,17 @@ from rankwise.stores.tcp import default_store
 
 _TIMEOUT = timedelta(days=7)  # a download may take hours; the launcher ends the job when a rank dies
 _DONE = "done"
-# The block of `rank_zero_first()` that this thread runs first: the process (a forked one does not run it),
-# and whether only the ranks of this node wait for it.
-_first_block = ContextVar("first_block", default=(0, False))
+
+
+@final
+class _FirstBlock(threading.local):
+    """The block of `rank_zero_first()` that this thread runs first: a context would outlive it in a task."""
+
+    pid = 0  # of the process that runs it; a forked process does not
+    is_local = False  # whether only the ranks of this node wait for it
+
+
+_first_block = _FirstBlock()
 
 
 @contextmanager
@@ -106,14 +115,15 @@ def _wait_for_outcome(store: dist.Store, key: str, timeout: timedelta) -> None:
 @contextmanager
 def _refuse_collectives(*, is_local: bool) -> Iterator[None]:
     """Raise for this rank's collectives in the block, torch's own included."""
-    token = _first_block.set((os.getpid(), is_local))
+    before = (_first_block.pid, _first_block.is_local)
+    _first_block.pid, _first_block.is_local = os.getpid(), is_local
     try:
         with intercepted(
             lambda call: refuse_in_rank_zero_section(f"{call.what} {call.where}", call.group.size())
         ):
             yield
     finally:
-        _first_block.reset(token)
+        _first_block.pid, _first_block.is_local = before
 
 
 def refuse_in_rank_zero_section(call: str, group_size: int | None) -> None:
@@ -125,11 +135,10 @@ def refuse_in_rank_zero_section(call: str, group_size: int | None) -> None:
             needed="every rank",
             remedy="call it outside of what is decorated with rank_zero_only.",
         )
-    pid, is_local = _first_block.get()
-    if pid != os.getpid():
+    if _first_block.pid != os.getpid():
         return
     # Where only a node's ranks wait, the first ranks of all nodes may use a group of their own.
-    if not is_local or group_size is None or group_size == dist.get_world_size():
+    if not _first_block.is_local or group_size is None or group_size == dist.get_world_size():
         raise LifecycleError(
             call=call,
             state="in the block of rank_zero_first(), which the other ranks wait for",

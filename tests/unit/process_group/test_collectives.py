@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from rankwise.process_group import (
     sync_ddp_if_available,
 )
 from rankwise.process_group.collectives import Description, describe
+from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
 
 
 def test_gathering_alone() -> None:
@@ -98,6 +100,19 @@ def test_rank_zero_keeps_its_own_failure(store: torch.distributed.Store) -> None
         torch.distributed.destroy_process_group()
 
 
+def test_refusal_ends_with_the_block() -> None:
+    """Collectives are refused in the block of rank zero, but not after it in a task that it has started."""
+    try:
+        init_process_group(LocalEnvironment(), device=torch.device("cpu"))
+        with rank_zero_first():
+            task = contextvars.copy_context()
+            with pytest.raises(LifecycleError, match="in the block of rank_zero_first"):
+                refuse_in_rank_zero_section("a collective", None)
+        task.run(refuse_in_rank_zero_section, "a collective", None)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch's distributed package the error says so, and is a RuntimeError."""
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
@@ -109,7 +124,9 @@ def test_group_of_one() -> None:
     """A single process can have a process group."""
     try:
         assert init_process_group(LocalEnvironment(), device=torch.device("cpu")).world_size == 1
-        assert gather_all_tensors(torch.ones(2))[0].tolist() == [1, 1]
+        own = torch.ones(2)
+        with torch.device("meta"):  # a default device is for the caller's tensors
+            assert gather_all_tensors(own)[0].tolist() == [1, 1]
     finally:
         torch.distributed.destroy_process_group()
 

@@ -38,18 +38,19 @@ def threads_of_gloo() -> int:
     return count
 
 
-def falls_to(count: int) -> bool:
+def becomes_true(condition: Callable[[], bool]) -> bool:
+    """Wait for threads, which set their names after they have started, and are listed for a while."""
     deadline_s = time.monotonic() + 60
-    while threads_of_gloo() > count and time.monotonic() < deadline_s:
+    while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    return threads_of_gloo() <= count
+    return condition()
 
 
 def test_groups_end_with_the_job() -> None:
     """Without other references the groups end with the job, and so do their threads."""
     before = threads_of_gloo()
     assert [group() for group in job(groups)] == [None, None]
-    assert falls_to(before)
+    assert becomes_true(lambda: threads_of_gloo() <= before)
 
 
 def test_groups_end_with_the_last_reference() -> None:
@@ -59,7 +60,7 @@ def test_groups_end_with_the_last_reference() -> None:
     left = job(lambda: kept.extend(groups()))
     assert len(left) == 2
     assert all(group() is not None for group in left)
-    assert threads_of_gloo() > before
+    assert becomes_true(lambda: threads_of_gloo() > before)
     kept.clear()
     assert [group() for group in left] == [None, None]
-    assert falls_to(before)
+    assert becomes_true(lambda: threads_of_gloo() <= before)
