@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
@@ -43,19 +43,9 @@ from rankwise.strategies.config import (
     copied_precision,
     take_fields,
 )
-from rankwise.strategies.job import (
-    Job,
-    finish_checkpoints,
-    launched_parts,
-    sigterm_deferred,
-    variables_set,
-)
+from rankwise.strategies.job import Job, finish_checkpoints, launched_parts, sigterm_deferred, variables_set
 from rankwise.strategies.module_wrapping import averages_everywhere, forward_redirect, uncompiled
 from rankwise.strategies.placement import Placement, find_placement
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.optim import Optimizer
 
 T = TypeVar("T")
 _PLUGINS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": CheckpointIO}
@@ -81,6 +71,7 @@ class Strategy(ABC):
     Attributes:
         ranks: the ranks of this process; in a main process that is not a rank, those of local rank 0.
         global_rank, local_rank, node_rank, world_size, local_world_size, num_nodes, is_global_zero: of ranks.
+        root_device: this process's device.
         environment: which launcher started this process.
         runs_in_caller: whether the calling process is a rank itself, so that training changes its objects.
         worker: what the launcher gives to this rank; only in a job.
@@ -98,6 +89,7 @@ class Strategy(ABC):
     sync_batchnorm = PartField[bool]("group_config")
     environment = PartField[ClusterEnvironment]("placement")
     ranks = PartField[RankInfo]("placement")
+    root_device = PartField[torch.device]("placement")
     global_rank = PartField[int]("placement.ranks")
     local_rank = PartField[int]("placement.ranks")
     node_rank = PartField[int]("placement.ranks")
@@ -245,11 +237,6 @@ class Strategy(ABC):
             raise self._wrong_state("launcher", "the process that launches")
         return launcher
 
-    @property
-    def root_device(self) -> torch.device:
-        """This process's device."""
-        return self.placement.root_device
-
     def launch(
         self, function: Callable[..., T], *args: Any, init_process_group: bool = True, **kwargs: Any
     ) -> T:
@@ -388,14 +375,14 @@ class Strategy(ABC):
         report_phase("backward", waits=True)
         self.precision.backward(loss, **options)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def optimizer_step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Run one step of an optimizer, then average the model if it is due; return what `step` returns."""
         report_phase("optimizer")
         returned = self.precision.optimizer_step(optimizer, closure)
         self.gradients.after_step(optimizer)
         return returned
 
-    def on_after_setup_optimizers(self, optimizers: list[Optimizer]) -> None:
+    def on_after_setup_optimizers(self, optimizers: list[optim.Optimizer]) -> None:
         """Refuse optimizers that cannot work with averaged models; an override should call this."""
         self.gradients.check_optimizers(optimizers)
 
@@ -404,7 +391,7 @@ class Strategy(ABC):
         return nullcontext()
 
     def gradient_sync_context(
-        self, module: nn.Module, optimizers: Iterable[Optimizer] = (), is_final_microbatch: bool = True
+        self, module: nn.Module, optimizers: Iterable[optim.Optimizer] = (), is_final_microbatch: bool = True
     ) -> AbstractContextManager[None]:
         """Return the block for a microbatch's forward and backward pass, in the strategy's `sync_mode`.
 
@@ -465,12 +452,12 @@ class Strategy(ABC):
         """Load what `get_module_state_dict` returned, in place."""
         self.unwrap_module(module).load_state_dict(state_dict, strict=strict)
 
-    def is_sharded(self, optimizer: Optimizer) -> bool:
+    def is_sharded(self, optimizer: optim.Optimizer) -> bool:
         """Return whether each rank has only a part of the optimizer's state."""
         sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
         return sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer)
 
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def get_optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state; torch's `ZeroRedundancyOptimizer` is consolidated first.
 
         Collective: if the optimizer is sharded, every rank must call this. Ranks other than 0 get {} then.
@@ -516,7 +503,7 @@ class Strategy(ABC):
         return self.checkpoint_io.load_checkpoint(path, map_location="cpu")
 
     @property
-    def data_parallel_group(self) -> ProcessGroup | None:
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that share the data; None for all. Wrapping, reducing and sampling use it."""
         return None
 
@@ -529,7 +516,7 @@ class Strategy(ABC):
         return {"num_replicas": dist.get_world_size(group), "rank": dist.get_rank(group)}
 
     def _collective(
-        self, function: Callable[..., T], value: object, group: ProcessGroup | None, *options: object
+        self, function: Callable[..., T], value: object, group: dist.ProcessGroup | None, *options: object
     ) -> T:
         with self._current_job.guard(function.__name__, group):
             return function(value, self.data_parallel_group if group is None else group, *options)
@@ -537,25 +524,25 @@ class Strategy(ABC):
     # Every rank must call each collective, in the same order. A group of None is `data_parallel_group`;
     # `torch.distributed.group.WORLD` is all ranks.
 
-    def all_reduce(self, tensor: T, group: ProcessGroup | None = None, reduce_op: str = "mean") -> T:
+    def all_reduce(self, tensor: T, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> T:
         """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
         reduced: T = self._collective(collectives.all_reduce, tensor, group, reduce_op)
         return reduced
 
-    def all_gather(self, tensor: T, group: ProcessGroup | None = None, sync_grads: bool = False) -> T:
+    def all_gather(self, tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> T:
         """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
         gathered: T = self._collective(collectives.all_gather, tensor, group, sync_grads)
         return gathered
 
-    def gather_all_tensors(self, tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
+    def gather_all_tensors(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
         """Gather tensors of different sizes; see `rankwise.process_group.gather_all_tensors`."""
         return self._collective(collectives.gather_all_tensors, tensor, group)
 
-    def all_gather_object(self, obj: T, group: ProcessGroup | None = None) -> list[T]:
+    def all_gather_object(self, obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """Gather anything picklable from every rank, in rank order."""
         return self._collective(collectives.all_gather_object, obj, group)
 
-    def gather_object(self, obj: T, dst: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
+    def gather_object(self, obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
         """Gather anything picklable from the group (by default all ranks) on rank `dst`; None elsewhere."""
         with self._current_job.guard("gather_object", group):
             return collectives.gather_object(obj, dst, group)
