@@ -190,7 +190,7 @@ class _PicklerWithoutData(pickle.Pickler):
 def _load_error(
     path: str | os.PathLike[str],
     problem: str,
-    remedy: str = "pass the path of a file that Trainer.save_checkpoint or ModelCheckpoint wrote.",
+    remedy: str = "pass the path of an intact file that Trainer.save_checkpoint or ModelCheckpoint wrote.",
 ) -> CheckpointError:
     return CheckpointError(path=os.fspath(path), problem=problem, remedy=remedy)
 

@@ -96,7 +96,8 @@ class GradientSync:
         self.hook = CommHook.checked(comm_hook, comm_state, comm_wrapper)
         self.weighting = None
         if gradient_weighting is not None:
-            self.weighting = check_name("gradient_weighting", gradient_weighting, WEIGHTINGS)
+            expected = "'samples', 'logged' or None"
+            self.weighting = check_name("gradient_weighting", gradient_weighting, WEIGHTINGS, expected)
         self.period = _check_period(model_averaging_period, self.hook)
         self._check_combination(ddp_kwargs)
         is_plain = self.mode is not GradientSyncMode.FORCED_SYNC if self.hook is None else self.hook.is_plain
@@ -371,7 +372,7 @@ def _check_period(period: Any, hook: CommHook | None) -> int | None:
         raise InvalidArgumentError(argument="model_averaging_period", value=period, expected="1 or more")
     if (period is None) == (hook is not None and hook.is_local_sgd):
         raise ConfigurationError(
-            message="model_averaging_period is for post-local SGD, and only there the ranks' models differ.",
+            message="model_averaging_period is needed for post-local SGD, and for nothing else.",
             facts=f"comm_hook is {None if hook is None else hook.name!r}, model_averaging_period {period!r}.",
             remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4), or neither of the two.',
         )

@@ -102,8 +102,9 @@ class ScaledPrecision(DtypePrecision):
 
     def _refuse_closure(self, optimizer: Optimizer, closure: object) -> None:
         if closure is not None:
+            why = "whose loss is not scaled" if self.scales_loss else "which would use old weights"
             raise ConfigurationError(
-                message=f"precision={self.name!r} cannot step with a closure.",
+                message=f"precision={self.name!r} cannot step with a closure, {why}.",
                 facts=f"the optimizer is {type(optimizer).__name__}.",
                 remedy='use precision="bf16-mixed" or "32-true".',
             )

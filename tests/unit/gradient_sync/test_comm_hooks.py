@@ -197,7 +197,7 @@ def test_hooks_can_be_registered(names: Any) -> None:
         ({"comm_hook": "noop", "comm_wrapper": "fp61"}, UnknownNameError, "Did you mean 'fp16'"),
         ({"comm_hook": "noop", "comm_wrapper": 3}, InvalidTypeError, "from a hook to a hook"),
         ({"comm_hook": "powersgd:warm_start=false", "comm_state": 1}, ConfigurationError, "has options"),
-        ({"comm_hook": "post_localsgd"}, ConfigurationError, "model_averaging_period"),
+        ({"comm_hook": "post_localsgd"}, ConfigurationError, "model_averaging_period is needed"),
         ({"model_averaging_period": 2}, ConfigurationError, "post-local SGD"),
         ({"comm_hook": "post_localsgd", "model_averaging_period": 0}, InvalidArgumentError, "1 or more"),
         (

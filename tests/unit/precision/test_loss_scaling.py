@@ -139,7 +139,7 @@ def test_no_gradients() -> None:
 
 def test_closures_are_refused() -> None:
     """A closure is an error, because its loss would not be scaled."""
-    with pytest.raises(ConfigurationError, match="closure"):
+    with pytest.raises(ConfigurationError, match="closure, whose loss is not scaled"):
         scaled().optimizer_step(optimizer(), lambda: 0.0)
 
 

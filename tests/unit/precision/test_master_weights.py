@@ -187,7 +187,7 @@ def test_copies_of_another_module() -> None:
 def test_closures_are_refused() -> None:
     """A closure is an error, because it would use weights that are not rounded yet."""
     precision, _, optimizer = ready("bf16-master")
-    with pytest.raises(ConfigurationError, match="closure"):
+    with pytest.raises(ConfigurationError, match="closure, which would use old weights"):
         precision.optimizer_step(optimizer, lambda: 0.0)
 
 

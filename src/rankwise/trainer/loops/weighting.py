@@ -95,10 +95,11 @@ class BatchWeighting:
 
     def error(self, problem: str, remedy: str = "") -> ConfigurationError:
         """Return the error for a weight that is missing, or that would have no effect."""
+        others = "; the others wait" if self._strategy.world_size > 1 else ""
         return ConfigurationError(
             message=f"{problem}.",
             facts=f"gradient_weighting={self._strategy.gradient_weighting!r}, "
-            f"global_rank={self._strategy.global_rank}; the others wait.",
+            f"global_rank={self._strategy.global_rank}{others}.",
             remedy=remedy or 'DDPStrategy(gradient_weighting="logged").',
         )
 
