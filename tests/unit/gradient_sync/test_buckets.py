@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.gradient_sync.buckets import FlatGradients, concatenated_gradients, write_means
+from rankwise.gradient_sync.weights import divide
 
 
 def parameters_with(*gradients: Tensor | None) -> list[Tensor]:
@@ -56,6 +57,18 @@ def test_storage_with_other_elements() -> None:
         assert [piece.data_ptr() for piece in pieces] == [each.data_ptr() for each in some]
     turned = memory.view(2, 3).t()
     assert FlatGradients(parameters_with(turned)).pieces()[0].shape == turned.shape
+
+
+def test_sparse_gradients() -> None:
+    """They have no storage, so all gradients stay single; a weighted window divides them too."""
+    embedding, linear = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, bias=False)
+    linear(embedding(torch.tensor([1, 1, 3]))).sum().backward()
+    pieces = FlatGradients([embedding.weight, linear.weight]).pieces()
+    assert all(piece is owner.weight.grad for piece, owner in zip(pieces, (embedding, linear), strict=True))
+    before = [piece.to_dense().clone() for piece in pieces]
+    divide([embedding.weight, linear.weight], 3.0)
+    for piece, expected in zip(pieces, before, strict=True):
+        torch.testing.assert_close(piece.to_dense(), expected / 3)
 
 
 def test_gradients_in_new_buckets() -> None:
