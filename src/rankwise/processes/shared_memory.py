@@ -109,16 +109,24 @@ class _Pickler(pickle.Pickler):
         self.size = 0
         self._places: dict[int, int] = {}
 
-    def persistent_id(self, obj: object) -> tuple[int, int, torch.dtype] | None:
-        if not isinstance(obj, torch.storage.TypedStorage):  # the kind by which a tensor pickles its own
+    def persistent_id(self, obj: object) -> tuple[int, int, torch.dtype | None] | None:
+        storage, dtype = obj, None
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype = obj._untyped_storage, obj.dtype
+        if not isinstance(storage, torch.UntypedStorage):
             return None
-        storage: torch.UntypedStorage = obj._untyped_storage
         key, size = storage._cdata, storage.nbytes()
         if size and key not in self._places:
             self._places[key] = self.size
             self.storages.append((self.size, storage))  # kept alive, so that no other storage gets its key
             self.size = _aligned(self.size + size)
-        return self._places.get(key, 0), size, obj.dtype
+        return self._places.get(key, 0), size, dtype
+
+
+def _rebuild_tensor(storage: torch.UntypedStorage, *args: Any) -> Any:
+    # Tensors of newer dtypes, such as uint16 and float8, pickle an untyped storage but need a typed one.
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+    return torch._utils._rebuild_tensor_v3(typed, *args)
 
 
 @final
@@ -132,13 +140,19 @@ class _Unpickler(pickle.Unpickler):
         self._copy = copy
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def persistent_load(self, pid: tuple[int, int, torch.dtype]) -> object:
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return _rebuild_tensor if found is torch._utils._rebuild_tensor_v3 else found
+
+    def persistent_load(self, pid: tuple[int, int, torch.dtype | None]) -> object:
         offset, size, dtype = pid
         storage = self._storages.get(offset) if size else torch.UntypedStorage(0)
         if storage is None:
             start = self._start + offset
             view = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=start)
             storage = self._storages[offset] = (view.clone() if self._copy else view).untyped_storage()
+        if dtype is None:
+            return storage
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
