@@ -134,6 +134,7 @@ class CSVLogger(Logger):
             if names != known:
                 writer.writeheader()
             writer.writerows([*earlier, *self._lines])
+            file.truncate()  # another program may have saved the earlier lines in a longer form
         self._lines.clear()
 
     def state_dict(self) -> dict[str, Any]:

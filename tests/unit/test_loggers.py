@@ -38,6 +38,17 @@ def test_new_columns(tmp_path: Path) -> None:
     ]
 
 
+def test_new_columns_in_a_file_that_becomes_shorter(tmp_path: Path) -> None:
+    """Nothing is left of a file that another program has saved in a longer form."""
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.save()
+    (Path(logger.log_dir) / "metrics.csv").write_text('"loss","step"\n' + "\n" * 80 + '"0.5","1"\n')
+    logger.log_metrics({"accuracy": 0.9}, step=2)
+    logger.save()
+    assert [line["step"] for line in lines(logger)] == ["1", "2"]
+
+
 def test_lines_are_collected(tmp_path: Path) -> None:
     """Lines are written once there are enough of them."""
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=2)
