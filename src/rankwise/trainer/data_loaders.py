@@ -68,6 +68,15 @@ def as_list(loaders: Any) -> list[Any]:
     return list(loaders) if is_several else [loaders]
 
 
+def check_is_one(loaders: list[Any]) -> None:
+    """Raise ConfigurationError unless there is one training loader."""
+    if len(loaders) != 1:
+        raise ConfigurationError(
+            message=f"fit() has {len(loaders)} training loaders.",
+            remedy="give it one, over a data set that reads several, such as torch.utils.data.ConcatDataset.",
+        )
+
+
 def check_loaders(phase: str, loaders: Any, options: TrainerOptions, world_size: int) -> None:
     """Make sure, before any process starts, that the loaders of a phase can be split over the ranks."""
     if loaders is not None and options.use_distributed_sampler and world_size > 1:

@@ -25,6 +25,7 @@ from rankwise.trainer.data_loaders import (
     TrainDataShard,
     as_list,
     check_can_be_gathered,
+    check_is_one,
     shard_for_phase,
 )
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
@@ -203,6 +204,7 @@ class Stage:
         check_ranks_agree(strategy, fingerprint_of_loaders(phase, loaders, is_split_here))
         seeds = agreed_order_seeds(strategy, loaders, default=state.seed, is_split_here=is_split_here)
         if phase == "train":
+            check_is_one(loaders)
             state.order_seed = seeds[0] = seeds[0] if order_seed is None else order_seed
         shards = [
             shard_for_phase(phase, loader, seed, context.options, strategy)

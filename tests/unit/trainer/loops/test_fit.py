@@ -89,6 +89,18 @@ def test_limit_train_batches(tmp_path: Path, limit: float, expected: int) -> Non
     assert (train.global_step, train.num_training_batches) == (expected, expected)
 
 
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("is_of_module", [False, True])
+def test_one_training_loader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_of_module: bool
+) -> None:
+    """Several training loaders, or none, are refused, and not ignored."""
+    loaders = [loader() for _ in range(number)]
+    monkeypatch.setattr(Line, "train_dataloader", lambda _: loaders)
+    with pytest.raises(ConfigurationError, match=f"fit\\(\\) has {number} training loaders"):
+        trainer(tmp_path).fit(Line(), None if is_of_module else loaders)
+
+
 def test_no_batches(tmp_path: Path) -> None:
     """Without a batch there is nothing to train, and no endless loop."""
     train = trainer(tmp_path, limit_train_batches=0, max_epochs=-1)
