@@ -47,6 +47,11 @@ def _read_only(path: str) -> Any:
     return property(operator.attrgetter(path))
 
 
+def _argument_only() -> Any:
+    """Return a property for an argument of the constructor; to read and to assign it raise AttributeError."""
+    return property()
+
+
 def _in_phase(phase: str) -> Any:
     """Return a property that tells whether batches of `phase` run."""
     return property(lambda trainer: trainer._stage.phase == phase)
@@ -118,6 +123,8 @@ class Trainer:
         callbacks: all callbacks, those that save checkpoints last. A list that is assigned within a stage
             counts from the next hook on, in the processes of the stage.
         loggers: all loggers; a list that is assigned within a stage counts likewise.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: the arguments; what
+            is assigned counts from the next stage on.
         progress: how far training has come.
         seed: rank 0's, which determines all random numbers of the run.
         order_seed: the seed of the order of training data: of its loader's generator, or `seed`.
@@ -391,6 +398,11 @@ class Trainer:
     max_epochs: int | None = _forwarded("options.max_epochs")
     max_steps: int = _forwarded("options.max_steps")
     min_epochs: int = _forwarded("options.min_epochs")
+    limit_train_batches: int | float = _forwarded("options.limit_train_batches")
+    limit_val_batches: int | float = _forwarded("options.limit_val_batches")
+    limit_test_batches: int | float = _forwarded("options.limit_test_batches")
+    limit_predict_batches: int | float = _forwarded("options.limit_predict_batches")
+    num_sanity_val_steps: int = _forwarded("options.num_sanity_val_steps")
     val_check_interval: int | float = _forwarded("options.val_check_interval")
     check_val_every_n_epoch: int = _forwarded("options.check_val_every_n_epoch")
     accumulate_grad_batches: int = _forwarded("options.accumulate_grad_batches")
@@ -403,7 +415,12 @@ class Trainer:
     uneven_inputs: str = _forwarded("options.uneven_inputs")
     log_every_n_steps: int = _forwarded("options.log_every_n_steps")
     default_root_dir: str = _forwarded("options.default_root_dir")
-    fast_dev_run: int = _forwarded("options.fast_dev_run")
+    fast_dev_run: int = _read_only("options.fast_dev_run")
+    sync_batchnorm: bool = _read_only("strategy.sync_batchnorm")
+    num_nodes: int = _read_only("strategy.num_nodes")
+    accelerator, devices, precision = _argument_only(), _argument_only(), _argument_only()
+    plugins, max_time = _argument_only(), _argument_only()
+    enable_progress_bar, enable_checkpointing = _argument_only(), _argument_only()
 
     progress: Progress = _forwarded("state.progress")
     seed: int = _forwarded("state.seed")

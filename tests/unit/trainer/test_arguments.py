@@ -167,6 +167,26 @@ def test_limits_can_be_raised(tmp_path: Path) -> None:
         train.max_epochs = -3
 
 
+def test_no_argument_is_assigned_without_effect(tmp_path: Path) -> None:
+    """Each argument of the constructor is an attribute, or its assignment raises."""
+    train = trainer(tmp_path)
+    for name in inspect.signature(Trainer).parameters:
+        assert hasattr(Trainer, name) or name in vars(train), name
+    for name in ("accelerator", "devices", "precision", "fast_dev_run", "sync_batchnorm", "max_time"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(train, name, 1)
+
+
+@pytest.mark.parametrize("phase", ["train", "val", "test", "predict"])
+def test_limits_of_batches_can_be_set(tmp_path: Path, phase: str) -> None:
+    """limit_*_batches may be set later, and are checked then too."""
+    train, name = trainer(tmp_path), f"limit_{phase}_batches"
+    setattr(train, name, 3)
+    assert getattr(train, name) == getattr(train.options, name) == 3
+    with pytest.raises(InvalidArgumentError, match=f"{name}=1.5"):
+        setattr(train, name, 1.5)
+
+
 @pytest.mark.parametrize(
     "name", ["current_epoch", "global_step", "world_size", "global_rank", "local_rank", "is_global_zero"]
 )

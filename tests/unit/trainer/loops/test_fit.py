@@ -89,6 +89,15 @@ def test_limit_train_batches(tmp_path: Path, limit: float, expected: int) -> Non
     assert (train.global_step, train.num_training_batches) == (expected, expected)
 
 
+def test_limit_train_batches_of_the_next_fit(tmp_path: Path) -> None:
+    """A limit that is assigned between two fits counts in the second."""
+    train, model = trainer(tmp_path, max_epochs=1), Line()
+    train.fit(model, loader())
+    train.limit_train_batches, train.max_epochs = 1, 2
+    train.fit(model, loader())
+    assert (train.global_step, train.num_training_batches) == (4 + 1, 1)
+
+
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("is_of_module", [False, True])
 def test_one_training_loader(
