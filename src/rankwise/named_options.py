@@ -77,7 +77,7 @@ def check_is_a(name: str, value: Any, kinds: Any, expected: str = "", remedy: st
     if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
         return
     if isinstance(value, type) and issubclass(value, kinds):
-        remedy = f"make an instance of it: {value.__name__}()"
+        remedy = remedy or f"make an instance of it: {value.__name__}()"
     expected = expected or f"an instance of {kinds[0].__name__}"
     raise InvalidTypeError(argument=name, value=value, expected=expected, remedy=remedy)
 

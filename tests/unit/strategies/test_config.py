@@ -307,6 +307,11 @@ def test_a_class_instead_of_an_instance(name: str) -> None:
         DDPStrategy(**{name: dict})  # type: ignore[arg-type]  # wrong on purpose
 
 
+def test_a_class_instead_of_a_duration() -> None:
+    """The remedy for a wrong type is the argument's own, for a class of the right type too."""
+    assert "Fix: timeout=timedelta(seconds=...)" in str(refused(DDPStrategy, timeout=float))
+
+
 def test_what_was_bound_stays() -> None:
     """The constructor's numbers hold where `bind` gives none, and `bind`'s win where it does."""
     first, second = (
