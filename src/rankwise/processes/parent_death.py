@@ -72,8 +72,8 @@ def end_with_writer(read_end: int) -> None:
 
 
 def _kill_at_end_of_file(read_end: int, pid: int) -> None:
+    fcntl.fcntl(read_end, fcntl.F_SETSIG, signal.SIGKILL)  # first: only Linux has it
     fcntl.fcntl(read_end, fcntl.F_SETOWN, pid)
-    fcntl.fcntl(read_end, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(read_end, fcntl.F_SETFL, fcntl.fcntl(read_end, fcntl.F_GETFL) | os.O_ASYNC)
 
 

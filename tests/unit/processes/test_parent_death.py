@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import resource
@@ -9,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from rankwise.processes.parent_death import children_end_with_parent, end_with_writer
+from rankwise.processes.parent_death import ParentDeathPipe, children_end_with_parent, end_with_writer
 
 
 def settings() -> dict[str, object]:
@@ -26,6 +27,17 @@ def test_the_caller_keeps_no_tie() -> None:
         made = multiprocessing.get_context("spawn").Process()
     assert "rankwise" in vars(made)["_config"]
     assert settings() == before
+
+
+def test_a_pipe_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel cannot send SIGKILL at end of file it is asked for nothing: the worker reads."""
+    asked: list[object] = []
+    monkeypatch.delattr(fcntl, "F_SETSIG")
+    monkeypatch.setattr(fcntl, "fcntl", lambda *request: asked.append(request))
+    pipe = ParentDeathPipe()
+    pipe.tie(os.getpid())
+    pipe.close()
+    assert asked == []
 
 
 def test_blocks_of_several_threads() -> None:
