@@ -64,6 +64,11 @@ def _check_limit(name: str, value: Any, *, is_zero_allowed: bool = True) -> None
         raise InvalidArgumentError(argument=name, value=value, expected=expected)
 
 
+def _check_no_sanity_steps(name: str, value: Any) -> None:
+    if value != 0:
+        raise InvalidArgumentError(argument=name, value=value, expected="0: there are none")
+
+
 def _by(check: Callable[..., None], *, is_optional: bool = False, **arguments: Any) -> Mapping[str, Any]:
     """Return the metadata of a field whose values `check` accepts; and None, with `is_optional`."""
     return {"check": partial(check, **arguments), "is_optional": is_optional}
@@ -83,7 +88,7 @@ class TrainerOptions:
     limit_predict_batches: _Limit = field(metadata=_by(_check_limit))
     val_check_interval: _Limit = field(metadata=_by(_check_limit, is_zero_allowed=False))
     check_val_every_n_epoch: int = field(metadata=_by(_check_number, minimum=1))
-    num_sanity_val_steps: int = field(metadata=_by(check_choice, choices=(0,)))
+    num_sanity_val_steps: int = field(metadata=_by(_check_no_sanity_steps))
     accumulate_grad_batches: int = field(metadata=_by(_check_number, minimum=1))
     gradient_clip_val: float = field(metadata=_by(_check_number, minimum=0, kinds=_NUMBER, is_optional=True))
     gradient_clip_algorithm: str = field(metadata=_by(check_choice, choices=("norm", "value")))

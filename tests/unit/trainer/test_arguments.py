@@ -60,6 +60,12 @@ def test_impossible_values(tmp_path: Path, options: dict[str, Any]) -> None:
     assert caught.value.argument in options
 
 
+def test_why_there_are_no_sanity_steps(tmp_path: Path) -> None:
+    """The error says that there are none, whatever the number."""
+    with pytest.raises(InvalidArgumentError, match="expected 0: there are none"):
+        trainer(tmp_path, num_sanity_val_steps=2)
+
+
 @pytest.mark.parametrize(
     "options",
     [
