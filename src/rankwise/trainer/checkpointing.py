@@ -22,7 +22,7 @@ from rankwise.trainer.state import Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
 if TYPE_CHECKING:
-    from rankwise.trainer.state import StageContext
+    from rankwise.trainer.state import LoopContext
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -38,7 +38,7 @@ _UNKNOWN_JOB = (
 class CheckpointFiles:
     """The checkpoint files of a Trainer's runs, in the folders of its callbacks and of its first logger."""
 
-    def __init__(self, context: StageContext) -> None:
+    def __init__(self, context: LoopContext) -> None:
         self._strategy = context.strategy
         self._saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
         self._logger = context.loggers[0] if context.loggers else None
@@ -128,7 +128,7 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(changed_at, key=lambda path: (changed_at[path], path), reverse=True)
 
 
-def check_hyper_parameters(context: StageContext) -> None:
+def check_hyper_parameters(context: LoopContext) -> None:
     """Refuse hyper parameters that checkpoints, if any, cannot hold, unless a hook may change them."""
     saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
     saving = [callback for callback in saving if callback.save_top_k or callback.save_last]
@@ -143,7 +143,7 @@ def check_hyper_parameters(context: StageContext) -> None:
     context.strategy.checkpoint_io.check_checkpoint(part, folder)
 
 
-def save_checkpoint(context: StageContext, path: str | os.PathLike[str]) -> None:
+def save_checkpoint(context: LoopContext, path: str | os.PathLike[str]) -> None:
     """Write all that a fit needs to continue from here, as plain types and tensors. Collective."""
     checkpoint = _checkpoint(context)
     context.hooks.call_checkpoint_hooks("on_save_checkpoint", checkpoint)
@@ -152,12 +152,12 @@ def save_checkpoint(context: StageContext, path: str | os.PathLike[str]) -> None
     context.strategy.save_checkpoint(plain, path)
 
 
-def save_stop_checkpoint(context: StageContext) -> None:
+def save_stop_checkpoint(context: LoopContext) -> None:
     """Write the checkpoint of a fit that a signal stops, for `ckpt_path="last"`. Collective."""
     save_checkpoint(context, CheckpointFiles(context).stop_path)
 
 
-def _checkpoint(context: StageContext) -> dict[str, Any]:
+def _checkpoint(context: LoopContext) -> dict[str, Any]:
     strategy, module, state = context.strategy, context.module, context.state
     optimizers, schedulers = context.optimizer_set.states(strategy) or ([], [])
     checkpoint: dict[str, Any] = {
@@ -185,7 +185,7 @@ def _checkpoint(context: StageContext) -> dict[str, Any]:
     return checkpoint
 
 
-def restore_module(context: StageContext, checkpoint: dict[str, Any], path: str) -> None:
+def restore_module(context: LoopContext, checkpoint: dict[str, Any], path: str) -> None:
     """Load the weights of a checkpoint into the module."""
     if "state_dict" not in checkpoint:
         raise CheckpointError(path=path, problem=f"holds no 'state_dict', but {sorted(map(str, checkpoint))}")
@@ -201,7 +201,7 @@ def restore_module(context: StageContext, checkpoint: dict[str, Any], path: str)
         ) from None
 
 
-def restore_training(context: StageContext, checkpoint: dict[str, Any], path: str) -> RankState:
+def restore_training(context: LoopContext, checkpoint: dict[str, Any], path: str) -> RankState:
     """Restore all but this rank's part, which is returned and restored last; the optimizers must exist."""
     if missing := [name for name in _NEEDED if name not in checkpoint]:
         raise CheckpointError(

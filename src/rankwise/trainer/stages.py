@@ -35,7 +35,7 @@ from rankwise.trainer.module import is_defined, undefined
 
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.state import StageContext, StageName
+    from rankwise.trainer.state import LoopContext, StageName
     from rankwise.trainer.state_transfer import RankState
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -99,7 +99,7 @@ class Stage:
     def _has_loader(self, module: TrainingModule, phase: str) -> bool:
         return self.loaders[phase] is not None or is_defined(module, _LOADER_HOOKS[phase])
 
-    def run(self, context: StageContext) -> Any:
+    def run(self, context: LoopContext) -> Any:
         """Run the stage on this rank; return its value. Collective: every rank must call this."""
         status, loggers = "failed", list(context.loggers)
         try:
@@ -119,7 +119,7 @@ class Stage:
                     logger.finalize(status)
         return value
 
-    def _run(self, context: StageContext) -> Any:
+    def _run(self, context: LoopContext) -> Any:
         strategy, module = context.strategy, context.module
         self._find_checkpoint(context)
         self._agree_on_seed_and_loggers(context)
@@ -141,14 +141,14 @@ class Stage:
             check_can_be_gathered(shards, strategy.world_size)
         return loop.predict(self.gather)
 
-    def _find_checkpoint(self, context: StageContext) -> None:
+    def _find_checkpoint(self, context: LoopContext) -> None:
         """After a restart, use the job's newest checkpoint; make sure that all ranks have the same."""
         if self.name == "fit" and (found := CheckpointFiles(context).find_after_restart()):
             self.checkpoint_path, self.checkpoint = found
             context.state.ckpt_path = self.checkpoint_path
         check_ranks_agree(context.strategy, fingerprint_of_checkpoint(self.checkpoint))
 
-    def _agree_on_seed_and_loggers(self, context: StageContext) -> None:
+    def _agree_on_seed_and_loggers(self, context: LoopContext) -> None:
         """Use rank 0's seed, or that of the run that continues, and the state of rank 0's loggers."""
         saved = self.checkpoint if self.name == "fit" and self.checkpoint else {}
         context.state.seed = context.strategy.broadcast(saved.get("seed", self.seed))
@@ -156,7 +156,7 @@ class Stage:
         for logger, state in zip(context.loggers, states, strict=True):
             logger.load_state_dict(state)
 
-    def _fit(self, context: StageContext) -> None:
+    def _fit(self, context: LoopContext) -> None:
         strategy, module = context.strategy, context.module
         check_ranks_agree(strategy, fingerprint_of(module, given_seed()))
         context.wrapped = strategy.setup_module(module)
@@ -175,7 +175,7 @@ class Stage:
         context.wrapped = module  # nothing may keep the wrapper when the process group is destroyed
         context.hooks.call("on_fit_end")
 
-    def _restore_fit(self, context: StageContext) -> RankState | None:
+    def _restore_fit(self, context: LoopContext) -> RankState | None:
         """Restore what the checkpoint holds beside the weights; return this rank's part of it."""
         if self.checkpoint is None:
             return None
@@ -183,12 +183,12 @@ class Stage:
         replay_gradient_order(context.strategy, context.wrapped, order)
         return restore_training(context, self.checkpoint, self.checkpoint_path)
 
-    def _train_data(self, context: StageContext) -> TrainDataShard:
+    def _train_data(self, context: LoopContext) -> TrainDataShard:
         order_seed = (self.checkpoint or {}).get("order_seed")  # a run that continues keeps its order
         shard = self._shards(context, "train", order_seed)[0]
         return TrainDataShard(shard, context.state.seed, context.options.limit("train"), context.strategy)
 
-    def _validation(self, context: StageContext) -> EvaluationLoop | None:
+    def _validation(self, context: LoopContext) -> EvaluationLoop | None:
         module = context.module
         if not is_defined(module, "validation_step") or not self._has_loader(module, "validate"):
             return None
@@ -196,7 +196,7 @@ class Stage:
         has_batches = any(shard.num_batches for shard in shards)
         return EvaluationLoop(context, shards, "validate") if has_batches else None
 
-    def _shards(self, context: StageContext, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
+    def _shards(self, context: LoopContext, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
         """Return this rank's part of each loader of a phase; `order_seed` replaces the training loader's."""
         given, state, strategy = self.loaders[phase], context.state, context.strategy
         loaders = as_list(getattr(context.module, _LOADER_HOOKS[phase])() if given is None else given)

@@ -1,4 +1,4 @@
-"""The mutable state of a Trainer, and `StageContext`: what stages and loops use of the Trainer."""
+"""The mutable state of a Trainer, and `LoopContext`: what stages and loops use of the Trainer."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class StageState:
 
 @final
 @dataclass
-class StageContext:
+class LoopContext:
     """What stages, loops and checkpoints use of a Trainer, for one module on this rank.
 
     Attributes:

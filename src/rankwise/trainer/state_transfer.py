@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rankwise.callbacks import Callback
     from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
-    from rankwise.trainer.state import StageContext, TrainerState
+    from rankwise.trainer.state import LoopContext, TrainerState
 
 _METRICS = {  # keys in checkpoints, and attributes of `TrainerState`
     "callback_metrics": "callback_metrics",
@@ -47,7 +47,7 @@ class CallerState:
 
 
 def capture(
-    context: StageContext, known_modules: set[str], callbacks: list[Callback], loggers: list[Logger]
+    context: LoopContext, known_modules: set[str], callbacks: list[Callback], loggers: list[Logger]
 ) -> CallerState | None:
     """Return the state on each node's first rank, for the calling process there; None on the others.
 
@@ -90,7 +90,7 @@ def _on_cpu(state: Any) -> Any:
     return apply_to_collection(state, Tensor, lambda tensor: tensor.detach().cpu())
 
 
-def restore(context: StageContext, state: CallerState) -> None:
+def restore(context: LoopContext, state: CallerState) -> None:
     """Give the calling process's objects the worker's state; parameters keep their identity."""
     module = context.module
     for name, submodule in state.new_modules.items():
@@ -134,7 +134,7 @@ def _put(owner: nn.Module, name: str, value: Tensor) -> None:
         current.requires_grad_(value.requires_grad)
 
 
-def gather_rank_states(context: StageContext) -> list[dict[str, Any]]:
+def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:
     """Return what each rank needs to continue from here. Collective: every rank must call this."""
     results = context.stage.epoch_results
     own = {

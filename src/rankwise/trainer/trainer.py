@@ -21,7 +21,7 @@ from rankwise.trainer.loops.nonfinite import check_hook
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import Hooks, TrainingModule
 from rankwise.trainer.stages import Stage
-from rankwise.trainer.state import Progress, StageContext, StageName, StageState, TrainerState
+from rankwise.trainer.state import Progress, LoopContext, StageName, StageState, TrainerState
 from rankwise.trainer.state_transfer import CallerState, capture, restore
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ class Trainer:
         for phase, given in stage.loaders.items():
             check_loaders(phase, given, self.options, self.world_size)
 
-    def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> StageContext:
+    def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> LoopContext:
         """Use this rank's strategy and module, and start a stage."""
         self.strategy = strategy
         self._set_module(model, stage)
@@ -378,9 +378,9 @@ class Trainer:
             self._fitted_module = model
         model.trainer = self
 
-    def context(self, module: TrainingModule) -> StageContext:
+    def context(self, module: TrainingModule) -> LoopContext:
         """Return what stages, checkpoints and the transfer of state use, for a module."""
-        return StageContext(
+        return LoopContext(
             strategy=self.strategy,
             module=module,
             wrapped=module,

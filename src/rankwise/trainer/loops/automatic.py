@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rankwise.trainer.loops.uneven_inputs import BatchSchedule
-    from rankwise.trainer.state import StageContext
+    from rankwise.trainer.state import LoopContext
 
 
 @final
@@ -29,7 +29,7 @@ class AutomaticOptimization:
         has_stepped: whether the last window changed the weights; a step may have been skipped.
     """
 
-    def __init__(self, context: StageContext, schedule: BatchSchedule) -> None:
+    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
         self._context = context
         self._strategy = context.strategy
         self._module = context.module

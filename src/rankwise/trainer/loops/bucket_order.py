@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
-    from rankwise.trainer.state import StageContext
+    from rankwise.trainer.state import LoopContext
 
 _ATTRIBUTE = "_rankwise_gradients_in_order"
 
 
-def record_gradient_order(context: StageContext) -> None:
+def record_gradient_order(context: LoopContext) -> None:
     """Record the order of the next backward pass in `context.state.gradient_order`, unless it is known.
 
     In manual optimisation the wrapper does not average gradients, and needs no order.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.data_loaders import LoaderShard
     from rankwise.trainer.loops.stopping import Stopping
-    from rankwise.trainer.state import StageContext
+    from rankwise.trainer.state import LoopContext
 
 Gather = Literal["all", "rank_zero"] | None
 GATHERINGS: tuple[Gather, ...] = ("all", "rank_zero", None)
@@ -54,7 +54,7 @@ class EvaluationLoop:
     The ranks communicate once, at the end, to reduce the metrics or to gather the predictions.
     """
 
-    context: StageContext
+    context: LoopContext
     shares: list[LoaderShard]
     stage: Literal["validate", "test", "predict"]
 

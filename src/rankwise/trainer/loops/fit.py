@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.data_loaders import TrainDataShard
     from rankwise.trainer.loops.evaluation import EvaluationLoop
     from rankwise.trainer.loops.optimizers import SchedulerConfig
-    from rankwise.trainer.state import StageContext
+    from rankwise.trainer.state import LoopContext
 
 
 @final
@@ -35,7 +35,7 @@ class FitLoop:
 
     def __init__(
         self,
-        context: StageContext,
+        context: LoopContext,
         share: TrainDataShard,
         validation: EvaluationLoop | None,
         rank_state: RankState | None = None,
@@ -176,7 +176,7 @@ class FitLoop:
         return max(1, int(self._schedule.num_batches * interval))
 
 
-def _step_schedulers(context: StageContext, interval: str, *, needs_metric: bool) -> None:
+def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool) -> None:
     """Step the schedulers that are due, either those that read a metric or those that do not.
 
     In manual optimisation the module steps them.
@@ -194,7 +194,7 @@ def _step_schedulers(context: StageContext, interval: str, *, needs_metric: bool
             config.scheduler.step(metric)
 
 
-def _agreed_metric(context: StageContext, config: SchedulerConfig) -> float | None:
+def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | None:
     """Return rank 0's value of the metric on every rank, so that learning rates stay equal."""
     metrics = context.state.callback_metrics
     value = metrics.get(config.monitor or "")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.loops.uneven_inputs import BatchSchedule
     from rankwise.trainer.module import TrainingModule
-    from rankwise.trainer.state import StageContext
+    from rankwise.trainer.state import LoopContext
 
 
 def check_manual(module: TrainingModule, strategy: Strategy, settings: TrainerOptions) -> None:
@@ -69,7 +69,7 @@ class ManualOptimization:
 
     has_stepped = False
 
-    def __init__(self, context: StageContext, schedule: BatchSchedule) -> None:
+    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
         self._context = context
         self._strategy = context.strategy
         self._module = module = context.module

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rankwise.strategies import Strategy
-    from rankwise.trainer.state import StageContext
+    from rankwise.trainer.state import LoopContext
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class NonFiniteGuard:
     then do the ranks exchange whose loss it was.
     """
 
-    def __init__(self, context: StageContext) -> None:
+    def __init__(self, context: LoopContext) -> None:
         self._strategy = context.strategy
         self._progress = context.state.progress
         self._policy = context.options.on_nonfinite

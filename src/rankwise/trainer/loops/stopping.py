@@ -13,7 +13,7 @@ from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal
 from rankwise.trainer.checkpointing import save_stop_checkpoint
 
 if TYPE_CHECKING:
-    from rankwise.trainer.state import StageContext
+    from rankwise.trainer.state import LoopContext
 
 _SIGNAL = "signal:"
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Stopping:
     143. If the signal comes a second time, later than the debounce time, this process exits at once.
     """
 
-    def __init__(self, context: StageContext) -> None:
+    def __init__(self, context: LoopContext) -> None:
         self._strategy = context.strategy
         self._context = context
         self._caught: int | None = None

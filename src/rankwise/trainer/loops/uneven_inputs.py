@@ -25,7 +25,7 @@ from rankwise.trainer.metrics import is_metric_object
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.data_loaders import TrainDataShard
-    from rankwise.trainer.state import StageContext
+    from rankwise.trainer.state import LoopContext
 
 _LOADER = "The training loader"
 _END: Any = object()
@@ -231,7 +231,7 @@ class PaddingGradients:
     all-reduce, in windows with padding steps only.
     """
 
-    def __init__(self, context: StageContext) -> None:
+    def __init__(self, context: LoopContext) -> None:
         strategy, wrapped = context.strategy, context.wrapped
         self._strategy = strategy
         parameters_of = strategy.precision.model_parameters

@@ -14,7 +14,7 @@ from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rankwise.trainer.loops.uneven_inputs import BatchSchedule
-    from rankwise.trainer.state import StageContext
+    from rankwise.trainer.state import LoopContext
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def zero_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 class BatchWeighting:
     """Scale each batch's loss, so that the gradients of a window are the average that was asked for."""
 
-    def __init__(self, context: StageContext, schedule: BatchSchedule) -> None:
+    def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
         self._strategy = context.strategy
         self._module = context.module
         self._progress = context.state.progress
