@@ -21,7 +21,7 @@ from rankwise.trainer.loops.nonfinite import check_hook
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import Hooks, TrainingModule
 from rankwise.trainer.stages import Stage
-from rankwise.trainer.state import Progress, LoopContext, StageName, StageState, TrainerState
+from rankwise.trainer.state import LoopContext, Progress, StageName, StageState, TrainerState
 from rankwise.trainer.state_transfer import CallerState, capture, restore
 
 if TYPE_CHECKING:
