@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.utils import _sync_params_and_buffers
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from rankwise.errors import ConfigurationError
 from rankwise.monitoring.heartbeat import blocked_in
@@ -15,6 +18,7 @@ from rankwise.monitoring.heartbeat import blocked_in
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+_BUCKET_BYTES = 250 * 2**20  # what DDP takes for the same broadcast
 ParametersOf = Callable[["Optimizer"], Iterable[Tensor]]
 
 
@@ -76,3 +80,15 @@ def share_buffers(module: nn.Module) -> None:
     if isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers():
         with blocked_in("share_buffers"):
             module._sync_buffers()
+
+
+def share_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give every rank of a group the parameters and buffers of its first one, as DDP does when it wraps.
+
+    Lazy parameters without a shape are left out. Collective: every rank must call this.
+    """
+    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
+    every: Any = dist.group.WORLD
+    if tensors:
+        with blocked_in("share_module"):
+            _sync_params_and_buffers(every if group is None else group, tensors, _BUCKET_BYTES, 0)

@@ -185,7 +185,7 @@ class Strategy(ABC):
         config = dataclasses.replace(self.process_config, **changed)
         placement = find_placement(config, self._place_locally)
         self._placement = dataclasses.replace(placement, launcher=self._create_launcher(placement))
-        if placement.environment.creates_processes_externally or placement.ranks.node_rank > 0:
+        if placement.is_permanent:
             set_rank_zero_only(placement.ranks.global_rank)  # for the life of this process
         return placement.ranks
 

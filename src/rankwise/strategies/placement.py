@@ -53,6 +53,12 @@ class Placement:
         """The device of this process."""
         return self.devices[self.ranks.local_rank]
 
+    @property
+    def is_permanent(self) -> bool:
+        """Whether this process has its global rank outside of jobs too."""
+        is_rerun = self.ranks.global_rank > 0 and script_place() is not None
+        return is_rerun or self.environment.creates_processes_externally or self.ranks.node_rank > 0
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the launcher: its processes and sockets belong to the launching process."""
         return {**self.__dict__, "launcher": None}
@@ -123,9 +129,14 @@ def local_devices(
 
 
 def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None) -> RankInfo:
-    """Return the ranks of this node's first process, where the strategy starts the processes."""
+    """Return this process's ranks where the strategy starts the processes: those of this node's first rank.
+
+    A process that runs its script again has the ranks with which it was started.
+    """
     running = script_place()
-    if running is not None:
+    if running is not None and running.local_world_size == local_world_size:
+        return running
+    if running is not None:  # the launch will refuse this number of devices
         node_rank, nodes = running.node_rank, running.num_nodes
     elif isinstance(environment, NodesEnvironment):
         node_rank, nodes = environment.node_rank, _number_of_nodes(environment, local_world_size, num_nodes)
@@ -137,11 +148,12 @@ def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_no
     return RankInfo(first, 0, node_rank, nodes * local_world_size, local_world_size, nodes)
 
 
-def ranks_on_node(first: RankInfo) -> tuple[RankInfo, ...]:
-    """Return the ranks of all processes of this node, given those of its first one."""
+def ranks_on_node(own: RankInfo) -> tuple[RankInfo, ...]:
+    """Return the ranks of all processes of this node, given those of one."""
+    first = own.global_rank - own.local_rank
     return tuple(
-        replace(first, global_rank=first.global_rank + local_rank, local_rank=local_rank)
-        for local_rank in range(first.local_world_size)
+        replace(own, global_rank=first + local_rank, local_rank=local_rank)
+        for local_rank in range(own.local_world_size)
     )
 
 

@@ -49,7 +49,7 @@ def differences(facts: list[dict[str, str]]) -> dict[str, dict[str, tuple[int, .
     return found
 
 
-def fingerprint_of(module: nn.Module, seed: int | None) -> dict[str, str]:
+def fingerprint_of(module: nn.Module, seed: int | None = None) -> dict[str, str]:
     """Return what must be the same on every rank that trains a module; `seed` is `seed_everything`'s."""
     parameters = dict(module.named_parameters())
     return {

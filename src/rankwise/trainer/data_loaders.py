@@ -143,11 +143,12 @@ class TrainDataShard:
     Attributes:
         num_batches: how many batches the epoch has on this rank, including those of an earlier run.
         is_certain: whether that number is exact; otherwise it is an upper limit.
+        limit: the Trainer's `limit_train_batches`.
         samples_per_batch: how many items of the index stream all ranks together use for a batch.
     """
 
     def __init__(self, shard: LoaderShard, seed: int, limit: float, strategy: Strategy) -> None:
-        self._limit = limit
+        self.limit = limit
         self._seed, self._rank = seed, strategy.global_rank
         given: Any = shard.loader
         generator = getattr(given, "generator", None)
@@ -174,7 +175,7 @@ class TrainDataShard:
         elif not isinstance(stream, BatchStream):
             self._replayed = done
         left = length_of(self.loader) + (0 if self._replayed else done)
-        self.num_batches = limited(left, self._limit)
+        self.num_batches = limited(left, self.limit)
 
     def start(self, progress: Progress) -> Iterator[Any]:
         """Start the loader's workers, if it has any; return the batches that are left."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from rankwise.gradient_sync.parameters import share_module
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
-from rankwise.seed import given_seed
+from rankwise.seed import get_random_state, given_seed, set_random_state
 from rankwise.trainer.checkpointing import CheckpointFiles, restore_module, restore_training
 from rankwise.trainer.consistency import (
     agreed_order_seeds,
@@ -103,7 +104,10 @@ class Stage:
         """Run the stage on this rank; return its value. Collective: every rank must call this."""
         status, loggers = "failed", list(context.loggers)
         try:
-            with _torch_flags(context.options.deterministic, context.options.benchmark):
+            with (
+                _torch_flags(context.options.deterministic, context.options.benchmark),
+                self._random_state_kept(context),
+            ):
                 value = self._run(context)
             status = "success"
         except BaseException as error:
@@ -119,6 +123,26 @@ class Stage:
                     logger.finalize(status)
         return value
 
+    @contextmanager
+    def _random_state_kept(self, context: LoopContext) -> Iterator[None]:
+        """Restore this process's random state after the block, where each rank draws from its own stream.
+
+        The ranks of a script draw the same numbers between its stages, as one process does.
+        """
+        if context.strategy.world_size == 1:
+            yield
+            return
+        device = context.strategy.root_device
+        before = get_random_state(device)
+        if self.name == "fit":
+            context.state.random_state = None
+        try:
+            yield
+        finally:
+            if self.name == "fit":
+                context.state.random_state = get_random_state(device)
+            set_random_state(before, device)
+
     def _run(self, context: LoopContext) -> Any:
         strategy, module = context.strategy, context.module
         self._find_checkpoint(context)
@@ -133,6 +157,9 @@ class Stage:
             return self._fit(context)
         # A module that is only evaluated is not wrapped: the ranks may have different numbers of batches.
         strategy.module_to_device(strategy.precision.convert_module(module))
+        if strategy.world_size > 1:
+            check_ranks_agree(strategy, fingerprint_of(module))
+            share_module(module, strategy.data_parallel_group)
         shards = self._shards(context, self.name)
         loop = EvaluationLoop(context, shards, self.name)
         if self.name != "predict":

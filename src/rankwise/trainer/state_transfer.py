@@ -138,7 +138,7 @@ def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:
     """Return what each rank needs to continue from here. Collective: every rank must call this."""
     results = context.stage.epoch_results
     own = {
-        "random": get_random_state(context.strategy.root_device),
+        "random": context.state.random_state or get_random_state(context.strategy.root_device),
         "results": None if results is None else results.state_dict(),
         "metrics": {key: dict(getattr(context.state, name)) for key, name in _METRICS.items()},
     }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
+from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers
 from rankwise.monitoring.heartbeat import report_phase
@@ -14,7 +16,7 @@ from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
 from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
-from rankwise.trainer.loops.uneven_inputs import BatchSchedule
+from rankwise.trainer.loops.uneven_inputs import BatchSchedule, no_batch_error
 from rankwise.trainer.metrics import Results
 from rankwise.trainer.state_transfer import RankState, seed_rank
 
@@ -61,9 +63,9 @@ class FitLoop:
     def run(self) -> None:
         """Train; exit on every rank when a signal has stopped training. Collective."""
         context, progress = self._context, self._progress
-        context.module.train()
         progress.repeat_window()
         with self._stage.in_phase("train", self._results), self._stopping:
+            _warn_of_evaluation_mode(context)
             self._hooks.call("on_train_start")
             context.warn_if_done()
             record_gradient_order(context)
@@ -72,13 +74,18 @@ class FitLoop:
             while (progress.is_epoch_open or self._stopping.may_continue()) and self._agree_on_num_batches():
                 self._run_epoch()
             self._stopping.finish()
+            share_buffers(context.wrapped)  # every rank goes on with the buffers that rank 0 saves
             self._strategy.end_training()
             self._hooks.call("on_train_end")
 
     def _agree_on_num_batches(self) -> float:
         """Return the epoch's number of batches, the same on every rank."""
         self._share.place(self._progress)
-        return self._schedule.agree()
+        number = self._schedule.agree()
+        if not number and self._share.limit:
+            length = length_of(self._share.loader)
+            raise no_batch_error(f"its length is {length}, and limit_train_batches={self._share.limit!r}.")
+        return number
 
     def _run_epoch(self) -> None:
         progress = self._progress
@@ -206,3 +213,14 @@ def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | Non
             remedy=f'self.log("{config.monitor}", value), or another "monitor".',
         )
     return agreed
+
+
+def _warn_of_evaluation_mode(context: LoopContext) -> None:
+    """Warn on rank 0 of modules in evaluation mode, which training keeps as they are."""
+    names = [name or "the module" for name, module in context.module.named_modules() if not module.training]
+    if names and context.strategy.is_global_zero:
+        warnings.warn(
+            f"Training starts with {len(names)} modules in evaluation mode, which keep it: {names[0]}"
+            f"{', ...' if len(names) > 1 else ''}. Call train() on those that should not.",
+            stacklevel=2,
+        )

@@ -133,7 +133,7 @@ class BatchSchedule:
         num_real = self._count(done, upcoming)
         if num_real < len(self._lengths):
             self._check_none_left(num_real, done, upcoming)
-            return
+            raise no_batch_error(f"it gave no batch{f' after the {done} of an earlier run' * (done > 0)}.")
         batch, number, is_last = _END, done, False
         while not is_last:
             self.is_padding, self._num_real = upcoming is _END, num_real
@@ -166,6 +166,16 @@ class BatchSchedule:
                 stack.callback(setattr, sampler, "skip", sampler.skip)
                 sampler.skip = 0
             return next(iter(self.loader))
+
+
+def no_batch_error(facts: str) -> ConfigurationError:
+    """Return the error for an epoch without a batch on any rank."""
+    return ConfigurationError(
+        message=f"{_LOADER} has no batch for this epoch.",
+        facts=facts,
+        remedy="give it data that can be read again in each epoch, which a generator cannot; or, for no "
+        "training, limit_train_batches=0.",
+    )
 
 
 def _shown(length: float, is_certain: bool) -> str:

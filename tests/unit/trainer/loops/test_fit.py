@@ -176,6 +176,45 @@ def test_modes_are_put_back(tmp_path: Path) -> None:
     assert model.seen == ["train 0", "False False", "True False"]
 
 
+def test_modes_stay_as_given(tmp_path: Path) -> None:
+    """A fit leaves a layer in evaluation mode there, so that its statistics stay, and warns of it."""
+    model = Line()
+    model.norm = torch.nn.BatchNorm1d(2).eval()
+    with pytest.warns(UserWarning, match="1 modules in evaluation mode, which keep it: norm"):
+        trainer(tmp_path, limit_train_batches=1).fit(model, loader())
+    assert (model.training, model.norm.training) == (True, False)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_data_without_a_batch(tmp_path: Path, epochs: int) -> None:
+    """A generator that is used up in the first epoch is an error in the second one, not an endless fit."""
+    train = trainer(tmp_path, max_epochs=2)
+    batches = iter(list(loader())) if epochs == 2 else iter([])
+    with pytest.raises(ConfigurationError, match="The training loader has no batch for this epoch"):
+        train.fit(Line(), batches)
+    assert train.current_epoch == epochs - 1
+
+
+@pytest.mark.parametrize(("train_data", "limit"), [(loader(0), 1.0), (loader(), 0.1), (loader(0), 3)])
+def test_an_empty_loader(tmp_path: Path, train_data: Any, limit: float) -> None:
+    """A loader without a batch, or with less than one within the limit, is an error and not an empty fit."""
+    with pytest.raises(ConfigurationError, match=r"no batch for this epoch.*\n.*limit_train_batches="):
+        trainer(tmp_path, limit_train_batches=limit).fit(Line(), train_data)
+
+
+def test_no_loader(tmp_path: Path) -> None:
+    """An empty list of loaders is an error."""
+    with pytest.raises(ConfigurationError, match=r"fit\(\) has 0 training loaders"):
+        trainer(tmp_path).fit(Line(), [])
+
+
+def test_a_limit_of_zero_trains_nothing(tmp_path: Path) -> None:
+    """`limit_train_batches=0` asks for no training, which is no error."""
+    model = Line()
+    trainer(tmp_path, limit_train_batches=0).fit(model, loader(), loader(2))
+    assert model.seen == []
+
+
 def test_order_of_hooks(tmp_path: Path) -> None:
     """Hooks come in the documented order: callbacks before the module."""
     seen: list[str] = []

@@ -1,0 +1,109 @@
+"""Stages of one script, whose processes go on after `fit`: one model, one random state, their own ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests.helpers.shared import computed_once
+from tests.process.helpers import module_runner
+
+SCRIPT = """
+    import json, os, random
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    from rankwise import Trainer, TrainingModule, rank_zero_only, seed_everything
+
+    class Norm(TrainingModule):
+        def __init__(self):
+            super().__init__()
+            layers = [nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1)]
+            self.net = nn.Sequential(*layers).double()
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def test_step(self, batch, batch_idx):
+            self.log("test", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Late(Norm):  # its weights differ between the processes
+        def __init__(self):
+            TrainingModule.__init__(self)
+
+        def setup(self, stage):
+            torch.manual_seed(os.getpid())
+            Norm.__init__(self)
+
+    def new_trainer():
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        return Trainer(strategy="ddp", accelerator="cpu", devices=2, max_epochs=2, **options)
+
+    def drawn():
+        return [random.random(), float(torch.rand(1))]
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 3, dtype=torch.float64, generator=generator) * torch.linspace(0.2, 3, 64)[:, None]
+    data = TensorDataset(x.double(), x.double().sum(1, keepdim=True))
+    seed_everything(3)
+    trainer, model = new_trainer(), Norm()
+    facts = {"before": [trainer.global_rank, trainer.is_global_zero, rank_zero_only.rank], "drawn": [drawn()]}
+    trainer.fit(model, DataLoader(data, 4))
+    facts["drawn"].append(drawn())
+    facts["test"] = float(trainer.test(model, DataLoader(data, 8))[0]["test"])
+    facts["drawn"].append(drawn())
+    model.eval()
+    with torch.no_grad():
+        facts["by hand"] = float(nn.functional.mse_loss(model.net(data.tensors[0]), data.tensors[1]))
+    same = DataLoader(TensorDataset(torch.ones(4, 3, dtype=torch.float64)), 1)
+    facts["predicted"] = torch.cat(new_trainer().predict(Late(), same)).flatten().tolist()
+    facts["rank"] = trainer.global_rank
+    print(json.dumps(facts), flush=True)
+"""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture(params=["ddp", "torchrun"])
+@computed_once
+def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of the script prints, by rank."""
+    with module_runner(tmp_path_factory.mktemp("script")) as runner:
+        command = TORCHRUN if request.param == "torchrun" else (sys.executable,)
+        result = runner.command([*command, str(runner.write(SCRIPT))])
+    assert result.returncode == 0, result
+    return sorted(map(json.loads, result.stdout.splitlines()), key=lambda facts: int(facts["rank"]))
+
+
+def test_ranks_are_known_before_the_first_fit(facts: list[dict[str, Any]]) -> None:
+    """A Trainer has its process's rank from its constructor on, and so has `rank_zero_only`."""
+    assert [own["before"] for own in facts] == [[0, True, 0], [1, False, 1]]
+
+
+def test_evaluation_uses_rank_zeros_buffers(facts: list[dict[str, Any]]) -> None:
+    """After a fit all ranks have the batch normalisation of rank zero, and test what it would save."""
+    first, second = facts
+    assert first["test"] == second["test"] == pytest.approx(first["by hand"], rel=1e-12)
+    assert first["by hand"] == second["by hand"]
+
+
+def test_evaluation_uses_rank_zeros_weights(facts: list[dict[str, Any]]) -> None:
+    """Where each process has initialised the weights by itself, all predict with rank zero's."""
+    first, second = facts
+    assert first["predicted"] == second["predicted"]
+    assert len(set(first["predicted"])) == 1
+
+
+def test_stages_leave_the_random_state_alone(facts: list[dict[str, Any]]) -> None:
+    """Between the stages all ranks draw the same numbers: splits of the data stay equal. Each is new."""
+    first, second = facts
+    assert first["drawn"] == second["drawn"]
+    assert len({tuple(drawn) for drawn in first["drawn"]}) == 3
