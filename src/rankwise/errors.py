@@ -91,8 +91,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return by_lower[matches[0]] if matches else None
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    suggestion = nearest(name, known)
+def _suggestion(name: object, known: Iterable[str]) -> str:
+    suggestion = nearest(str(name), known)
     return f" Did you mean {suggestion!r}?" if suggestion else ""
 
 

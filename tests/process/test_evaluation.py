@@ -24,7 +24,7 @@ from rankwise.callbacks import Callback
 from rankwise.data import shard_info
 from rankwise.errors import WorkerRaisedError
 from rankwise.trainer import Trainer
-from tests.process.training_tasks import Regression, dataset, quiet_trainer
+from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
 SAMPLES = 1003
 
@@ -163,6 +163,33 @@ def test_ranks_without_samples() -> None:
     few = DataLoader(dataset(2), batch_size=1)
     expected, found = trainer_on(1).test(FewMeasured(), few)[0], trainer_on(3).test(FewMeasured(), few)[0]
     assert found == pytest.approx(expected, rel=0, abs=1e-9)
+
+
+class FewValidated(Regression):
+    """Normalises its batches, and logs the targets that it validates: by number and by metric object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(0, nn.BatchNorm1d(FEATURES).double())
+        self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.mean(batch[1])
+        self.log("mean", self.mean)
+        self.log("target", batch[1].mean(), sync_dist=True)
+
+
+@pytest.mark.parametrize(("samples", "limit"), [(1, 1.0), (19, 0.1)])
+def test_validation_on_some_ranks(samples: int, limit: float) -> None:
+    """Ranks without a batch to validate take part in a fit, and its result is one process's."""
+    found = []
+    for devices in (1, 2):
+        trainer = trainer_on(devices, max_epochs=1, limit_val_batches=limit)
+        trainer.fit(FewValidated(), loader(8, 8 // devices), loader(samples, 1))
+        found.append([float(trainer.callback_metrics[name]) for name in ("mean", "target")])
+    assert found[0] == found[1]
 
 
 class Numbers(IterableDataset[Any]):

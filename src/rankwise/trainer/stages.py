@@ -220,7 +220,10 @@ class Stage:
         if not is_defined(module, "validation_step") or not self._has_loader(module, "validate"):
             return None
         shards = self._shards(context, "validate")
-        has_batches = any(shard.num_batches for shard in shards)
+        # A rank without batches of its own takes part in the collectives of the others' validation.
+        has_batches = context.strategy.reduce_boolean_decision(
+            any(shard.num_batches for shard in shards), all=False
+        )
         return EvaluationLoop(context, shards, "validate") if has_batches else None
 
     def _shards(self, context: LoopContext, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
