@@ -22,6 +22,7 @@ QUICK = {
     Cell("rank 1", "hangs outside a collective", "at teardown", "ddp_fork"),
     Cell("main", "raises", "mid-step", "ddp_fork"),
     Cell("main", "SIGKILL", "while saving", "ddp_fork"),
+    Cell("main", "SIGSTOP", "mid-step", "ddp_fork"),
     Cell("rank 0", "exits 0", "mid-step", "ddp"),
 }
 """What is run by default; the others with `-m soak`."""

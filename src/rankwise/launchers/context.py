@@ -93,9 +93,9 @@ class WorkerContext:
         return self._of_this_job(self._store)
 
     def limit_store(self, timeout: timedelta) -> None:
-        """Set the store's timeout for the time after the rendezvous."""
-        if self._store is not None:
-            self._store.set_timeout(timeout)
+        """Set the store's timeout for the time after the rendezvous, for the monitor too."""
+        for store in filter(None, (self._store, self._monitor_store)):
+            store.set_timeout(timeout)
 
     def agree_on_stopping(self, timeout: timedelta) -> StopAgreement:
         """Return this rank's part in the agreement on when to stop; `timeout` is for the answers."""

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -14,10 +15,12 @@ from pathlib import Path
 
 from rankwise.monitoring.heartbeat import MonitoredRank
 from rankwise.processes.exit_codes import write_stderr
+from rankwise.processes.started_process import is_suspended
 
 STACKS_SIGNAL = signal.SIGUSR2
 _STDERR = 2
 _WRITING_S = 0.05  # what a rank needs to write its stacks, so that the stacks of several ranks do not mix
+_DELIVERY_S = 1.0  # how long a busy machine may take to give a rank the signal
 # Torch's variables for the flight record; the second of each pair is the older name.
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -57,8 +60,29 @@ def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
         elif worker.has_started:
             write_stderr(f"{title} (pid {process.pid}):\n")
             process.send_signal(STACKS_SIGNAL)
-            if wait([process.fileno()], _WRITING_S):
+            if _ends_instead(process.pid, process.fileno()):
                 write_stderr("  (it has left)\n")
+
+
+def _ends_instead(pid: int, handle: int) -> bool:
+    """Wait until a process has had the time to write its stacks; return whether it has ended."""
+    latest = time.monotonic() + _DELIVERY_S
+    is_pending = True
+    while is_pending and time.monotonic() < latest:
+        is_pending = _is_signal_pending(pid)
+        if wait([handle], _WRITING_S):
+            return True
+    return False
+
+
+def _is_signal_pending(pid: int) -> bool:
+    """Return whether a running process has not been given the signal yet, as on a busy machine."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:  # it has ended, or there is no /proc
+        return False
+    mask = int(status.partition("ShdPnd:")[2].split()[0], 16)
+    return bool(mask >> (STACKS_SIGNAL - 1) & 1) and not is_suspended(pid)
 
 
 def _own_stacks() -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rankwise.monitoring.heartbeat import MonitoredRank
 from rankwise.monitoring.stacks import dump_stacks, write_flight_record
+from rankwise.processes.parent_death import ParentDeathPipe
+from rankwise.processes.started_process import PopenProcess
 
 
 def test_the_own_stacks(workers: list[MonitoredRank], capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,3 +50,32 @@ def test_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "record2").symlink_to(tmp_path / "mine")
     assert write_flight_record(2) == ""
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_rank_that_gets_the_signal_late(
+    workers: list[MonitoredRank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stacks of the next rank wait for one that runs late on a busy machine; one that left is named."""
+    code = """if True:
+        import signal, sys, time
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+        signal.signal(signal.SIGUSR2, lambda *_: None)
+        print("ready", flush=True)
+        time.sleep(0.3)
+        if "leaves" not in sys.argv:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+            time.sleep(60)
+    """
+    for arguments, expected in (([], ""), (["leaves"], "  (it has left)\n")):
+        with subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE) as popen:
+            assert popen.stdout is not None
+            popen.stdout.readline()
+            process = PopenProcess(popen, ParentDeathPipe())
+            worker = replace(workers[1], process=process)
+            worker.has_started = True
+            began = time.monotonic()
+            dump_stacks([worker], "a reason")
+            assert time.monotonic() - began > 0.2
+            popen.kill()
+        process.close()
+        assert capsys.readouterr().err.partition("\n")[2] == expected
