@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -60,11 +61,11 @@ def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
         elif worker.has_started:
             write_stderr(f"{title} (pid {process.pid}):\n")
             process.send_signal(STACKS_SIGNAL)
-            if _ends_instead(process.pid, process.fileno()):
+            if _wait_for_stacks(process.pid, process.fileno()):
                 write_stderr("  (it has left)\n")
 
 
-def _ends_instead(pid: int, handle: int) -> bool:
+def _wait_for_stacks(pid: int, handle: int) -> bool:
     """Wait until a process has had the time to write its stacks; return whether it has ended."""
     latest = time.monotonic() + _DELIVERY_S
     is_pending = True
@@ -81,8 +82,9 @@ def _is_signal_pending(pid: int) -> bool:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:  # it has ended, or there is no /proc
         return False
-    mask = int(status.partition("ShdPnd:")[2].split()[0], 16)
-    return bool(mask >> (STACKS_SIGNAL - 1) & 1) and not is_suspended(pid)
+    pending = re.search(r"^ShdPnd:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    is_pending = pending is not None and int(pending[1], 16) >> (STACKS_SIGNAL - 1) & 1
+    return bool(is_pending) and not is_suspended(pid)
 
 
 def _own_stacks() -> str:

@@ -220,7 +220,7 @@ def _warn_of_evaluation_mode(context: LoopContext) -> None:
     names = [name or "the module" for name, module in context.module.named_modules() if not module.training]
     if names and context.strategy.is_global_zero:
         warnings.warn(
-            f"Training starts with {len(names)} modules in evaluation mode, which keep it: {names[0]}"
-            f"{', ...' if len(names) > 1 else ''}. Call train() on those that should not.",
+            f"Training begins with modules in evaluation mode, which it does not change ({len(names)}): "
+            f"{names[0]}{', ...' if len(names) > 1 else ''}. Call train() on those that should be trained.",
             stacklevel=2,
         )
