@@ -75,24 +75,24 @@ def _run_threads(world_size: int, run: Callable[[int], None]) -> None:
     isolate(True)
     _private._install_threaded_pg()
     try:
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-        for thread in threads:
-            thread.start()
-        _join(threads)
+        _run_to_the_end([threading.Thread(target=run, args=(rank,)) for rank in range(world_size)])
     finally:
         _private.ProcessLocalGroup.reset()
         _private._uninstall_threaded_pg()
         isolate(False)
 
 
-def _join(threads: list[threading.Thread]) -> None:
+def _run_to_the_end(threads: list[threading.Thread]) -> None:
     try:
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join()
     except BaseException as error:  # a time limit of pytest: a rank waits in a collective for ever
         _end_ranks(error)
         for thread in threads:
-            thread.join(_END_S)
+            if thread.is_alive():  # the error may come before all have started
+                thread.join(_END_S)
         raise
 
 
