@@ -96,7 +96,7 @@ def test_single_device_is_refused_under_torchrun(under_torchrun: ScriptResult) -
 
 
 OWN_GROUP = """
-    import sys
+    import gc, sys
     import torch
     from rankwise.strategies import DDPStrategy
 
@@ -104,25 +104,33 @@ OWN_GROUP = """
         strategy.no_backward_sync(plain)  # prepared before the launch
         return float(strategy.all_reduce(torch.tensor(1.0), reduce_op="sum"))
 
+    def train_without_a_launch(strategy):
+        torch.manual_seed(strategy.global_rank)
+        model = torch.nn.Linear(1, 1, bias=False)
+        wrapped = strategy.setup_module(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        before = float(model.weight)
+        for number, is_final in enumerate((False, True)):
+            with strategy.gradient_sync_context(wrapped, [optimizer], is_final):
+                strategy.backward(wrapped(torch.full((1, 1), float(strategy.global_rank + number))).sum())
+        strategy.optimizer_step(optimizer)
+        strategy.barrier()
+        weights = {float(weight) for weight in strategy.all_gather(model.weight)}
+        facts = [type(wrapped).__name__, round(before - float(model.weight), 5), len(weights)]
+        facts += [list(strategy.get_module_state_dict(wrapped))]
+        facts += [strategy.broadcast(strategy.global_rank, src=1)]
+        compiled = strategy.setup_module(torch.compile(torch.nn.Linear(1, 1), backend="eager"))
+        return [*facts, type(compiled).__name__]
+
     strategy = DDPStrategy(accelerator="cpu")
     rank = strategy.bind().global_rank
     plain = strategy.setup_module(torch.nn.Linear(1, 1).requires_grad_(False))
     torch.distributed.init_process_group("gloo")
-    torch.manual_seed(rank)
-    model = torch.nn.Linear(1, 1, bias=False)
-    wrapped = strategy.setup_module(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    before = float(model.weight)
-    for number, is_final in enumerate((False, True)):
-        with strategy.gradient_sync_context(wrapped, [optimizer], is_final):
-            strategy.backward(wrapped(torch.full((1, 1), float(rank + number))).sum())
-    strategy.optimizer_step(optimizer)
-    strategy.barrier()
-    weights = {float(weight) for weight in strategy.all_gather(model.weight)}
-    facts = [type(wrapped).__name__, round(before - float(model.weight), 5), len(weights)]
-    facts += [list(strategy.get_module_state_dict(wrapped)), strategy.broadcast(rank, src=1)]
-    facts += [type(strategy.setup_module(torch.compile(torch.nn.Linear(1, 1), backend="eager"))).__name__]
+    facts = train_without_a_launch(strategy)
     facts += [strategy.launch(job, plain)]
+    gc.collect()  # a wrapper that outlives its group may abort the process at exit
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    assert not [each for each in gc.get_objects() if isinstance(each, wrapper)]
     sys.stdout.write(f"{rank} {facts}\\n")
     torch.distributed.destroy_process_group()
 """

@@ -44,7 +44,8 @@ def init_process_group(
 
     An existing group is used if it has these ranks and this back end. A strategy creates its group itself;
     this function is for programs without one. They end the group with
-    `torch.distributed.destroy_process_group()`.
+    `torch.distributed.destroy_process_group()`, once no `DistributedDataParallel` object exists any more:
+    torch may abort the process at its exit otherwise.
 
     Collective: every rank must call this.
 
