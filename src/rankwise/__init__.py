@@ -6,7 +6,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rankwise.processes.command_line import CONTEXT_VARIABLE
+from rankwise.start import CONTEXT_VARIABLE
 
 if CONTEXT_VARIABLE in os.environ:  # a re-run script: connect to the main process before anything else
     from rankwise.launchers.worker_main import attach

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 ORDER = (
+    "start",
     "errors",
     "ranks",
     "seed",

@@ -23,12 +23,13 @@ from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks
 from rankwise.launchers.worker_main import describe_context, inherited_context
 from rankwise.monitoring.heartbeat import HeartbeatReader, heartbeat_written_to
 from rankwise.processes import fork_safety, parent_death
-from rankwise.processes.command_line import CONTEXT_VARIABLE, count_launch, launch_count, rerun_command
+from rankwise.processes.command_line import count_launch, launch_count, rerun_command
 from rankwise.processes.exit_codes import exit_code_of, exit_now, write_stderr
 from rankwise.processes.shared_memory import owned_descriptor, unpack
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import PopenProcess
 from rankwise.ranks import RankInfo
+from rankwise.start import CONTEXT_VARIABLE
 from rankwise.stores.tcp import forget_store
 
 # How long to wait for a reader of stderr before the process ends all the same.

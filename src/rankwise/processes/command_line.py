@@ -1,7 +1,4 @@
-"""The command line that runs this script again, and the number of its launches.
-
-`import rankwise` imports this module, so that it records the working directory; it imports little itself.
-"""
+"""The command line that runs this script again, and the number of its launches."""
 
 from __future__ import annotations
 
@@ -10,10 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-WORKING_DIRECTORY = str(Path.cwd())
-
-# Set by the main process of strategy "ddp" for the scripts that it runs again.
-CONTEXT_VARIABLE = "RANKWISE_WORKER"
+from rankwise.start import WORKING_DIRECTORY
 
 
 def rerun_command() -> tuple[list[str], str]:

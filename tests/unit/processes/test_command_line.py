@@ -10,7 +10,7 @@ import pytest
 
 from rankwise.errors import LaunchRefusedError
 from rankwise.processes import command_line
-from rankwise.processes.command_line import WORKING_DIRECTORY
+from rankwise.start import WORKING_DIRECTORY
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,10 @@
+"""What `import rankwise` records at once, before the script can change it."""
+
+from __future__ import annotations
+
+import os
+
+WORKING_DIRECTORY = os.getcwd()  # noqa: PTH109 -- pathlib takes longer to import
+
+# Set by the main process of strategy "ddp" for the scripts that it runs again.
+CONTEXT_VARIABLE = "RANKWISE_WORKER"
