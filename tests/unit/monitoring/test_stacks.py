@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -61,21 +62,27 @@ def test_a_rank_that_gets_the_signal_late(
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
         signal.signal(signal.SIGUSR2, lambda *_: None)
         print("ready", flush=True)
-        time.sleep(0.3)
+        sys.stdin.readline()
         if "leaves" not in sys.argv:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
             time.sleep(60)
     """
     for arguments, expected in (([], ""), (["leaves"], "  (it has left)\n")):
-        with subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE) as popen:
+        command = [sys.executable, "-c", code, *arguments]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as popen:
+            assert popen.stdin is not None
             assert popen.stdout is not None
             popen.stdout.readline()
             process = PopenProcess(popen, ParentDeathPipe())
             worker = replace(workers[1], process=process)
             worker.has_started = True
             began = time.monotonic()
+            timer = threading.Timer(0.3, popen.stdin.write, (b"\n",))
+            timer.start()
             dump_stacks([worker], "a reason")
-            assert time.monotonic() - began > 0.2
+            waited_s = time.monotonic() - began
+            timer.join()
             popen.kill()
         process.close()
+        assert waited_s > 0.2
         assert capsys.readouterr().err.partition("\n")[2] == expected
