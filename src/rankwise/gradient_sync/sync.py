@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, final
 
@@ -30,8 +31,10 @@ from rankwise.gradient_sync.weights import (
     WeightAccumulator,
     WeightCarrier,
     WeightedReduction,
+    WeightUnit,
     divide,
     missing_gradient_error,
+    weighted,
 )
 from rankwise.named_options import check_name
 
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 WEIGHTINGS = ("samples", "logged")
-_OF_A_JOB = ("_states", "_averaging", "_monitors", "_carriers", "_carrier", "weights")
+_OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit")
 States = list[list[dict[str, Any]]]
 NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
@@ -76,6 +79,16 @@ def resolve_sync_mode(mode: object = "auto", *, finds_unused_parameters: bool = 
 
 
 @final
+@dataclass(eq=False)
+class _OfModule:
+    """What a job needs to average the gradients of one module."""
+
+    weights: WeightAccumulator | None
+    carrier: WeightCarrier | None = None
+    monitor: UnusedParameterMonitor | None = None
+
+
+@final
 class GradientSync:
     """How gradients are averaged; `DDPStrategy` documents the arguments, of which invalid ones raise."""
 
@@ -109,11 +122,10 @@ class GradientSync:
     def _clear(self) -> None:
         self._states: list[Any] = []
         self._averaging: ModelAveraging | None = None
-        self._monitors: dict[int, UnusedParameterMonitor] = {}
-        self._carriers: dict[int, WeightCarrier] = {}
-        self._carrier: WeightCarrier | None = None  # of the module whose block started last
+        self._modules: weakref.WeakKeyDictionary[nn.Module, _OfModule] = weakref.WeakKeyDictionary()
+        self._counting: list[tuple[WeightAccumulator, WeightCarrier | None]] = []
         is_compressed = self.hook is not None and not self.hook.is_plain
-        self.weights = WeightAccumulator(is_bounded=is_compressed) if self.weighting == "logged" else None
+        self._unit = WeightUnit(is_bounded=is_compressed) if self.weighting == "logged" else None
 
     def _check_combination(self, ddp_kwargs: Mapping[str, Any]) -> None:
         needs_ddp = "static_graph=True" if ddp_kwargs.get("static_graph") else None
@@ -152,28 +164,39 @@ class GradientSync:
     def prepare(self, module: nn.Module) -> None:
         """Bound the weights if the module has float16 parameters, whose weighted gradients would overflow."""
         is_half = any(parameter.dtype is torch.float16 for parameter in trained_parameters(module))
-        if self.weights is not None and is_half:
-            self.weights.is_bounded = True
+        if self._unit is not None and is_half:
+            self._unit.is_bounded = True
 
     def wrap(self, module: nn.Module, wrap: Callable[[], Any]) -> Any:
         """Call `wrap()` while the module has the parameter that carries weights; return its result."""
-        carrier = WeightCarrier.of(module, self.weights) if self._has_carrier else None
+        weights = self.new_weights() if self._has_carrier else None
+        carrier = None if weights is None else WeightCarrier.of(module, weights)
         if carrier is None:
             return wrap()
         with carrier.attached_to(module):
             wrapped = wrap()
             if isinstance(wrapped, DistributedDataParallel) and carrier.is_in(wrapped):
-                self._carriers[id(wrapped)] = carrier
+                self._modules[wrapped] = _OfModule(weights, carrier)
         return wrapped
+
+    def new_weights(self) -> WeightAccumulator | None:
+        """Return an accumulator for the windows of one more module; None without logged weights."""
+        return None if self._unit is None else WeightAccumulator(self._unit)
+
+    def _of(self, module: nn.Module) -> _OfModule:
+        own = self._modules.get(module)
+        if own is None:
+            own = self._modules[module] = _OfModule(self.new_weights())
+        return own
 
     def attach(self, wrapped: DistributedDataParallel, local_world_size: int) -> None:
         """Configure a wrapped module to average its gradients in this way."""
         group = wrapped.process_group
         place = HookPlace(group, min(local_world_size, dist.get_world_size(group)))
         if wrapped.find_unused_parameters and self.mode is not GradientSyncMode.FORCED_SYNC:
-            self._monitors[id(wrapped)] = UnusedParameterMonitor(wrapped)
-        if self.weights is not None:
-            self.weights.group = group
+            self._of(wrapped).monitor = UnusedParameterMonitor(wrapped)
+        if self._unit is not None:
+            self._unit.group = group
         weighted_hook = self._weighted_hook(wrapped)
         if weighted_hook is not None:
             weighted_hook.attach(wrapped, place)
@@ -188,10 +211,11 @@ class GradientSync:
 
     def _weighted_hook(self, wrapped: DistributedDataParallel) -> CommHook | None:
         """Return the hook that averages weights with gradients; None without weights, or with a carrier."""
-        if self.weights is None or self.mode is GradientSyncMode.FORCED_SYNC or id(wrapped) in self._carriers:
+        own = self._of(wrapped)
+        if own.weights is None or own.carrier is not None or self.mode is GradientSyncMode.FORCED_SYNC:
             return None
         others = allreduce_hook if self.hook is None else self.hook.function
-        return CommHook.checked(WeightedReduction(self.weights, wrapped.process_group, others))
+        return CommHook.checked(WeightedReduction(own.weights, wrapped.process_group, others))
 
     def detach(self) -> None:
         """End a job; keep the states of the hooks for the next one."""
@@ -214,12 +238,11 @@ class GradientSync:
         `no_sync(module, enabled)` returns a block in which DDP does not average gradients if enabled.
         `parameters_of(optimizer)` returns the model's parameters that it updates, directly or as copies.
         """
-        is_reducing, weights = self._is_reducing(module, is_final_microbatch), self.weights
-        self._carrier = carrier = self._carriers.get(id(module))
-        if weights is not None:
-            weights.is_weighted = False
+        is_reducing, own = self._is_reducing(module, is_final_microbatch), self._of(module)
+        weights, carrier = own.weights, own.carrier
         before = None if carrier is None else carrier.before()
-        with no_sync(module, not is_reducing):
+        counting = nullcontext() if weights is None else self.counting(weights, carrier)
+        with counting, no_sync(module, not is_reducing):
             yield
         if isinstance(module, DistributedDataParallel) and is_reducing:
             if carrier is not None:
@@ -228,9 +251,9 @@ class GradientSync:
             if carrier is not None:
                 carrier.check_after(before)
             if is_final_microbatch:
-                self._divide(module)
-            if monitor := self._monitors.get(id(module)):
-                monitor.record(is_final_microbatch)
+                _divide(module, own)
+            if own.monitor is not None:
+                own.monitor.record(is_final_microbatch)
         elif is_final_microbatch and (weights is not None or _is_distributed(None)):
             self._reduce_now(module, trained_parameters(module, optimizers, parameters_of), group)
         if is_final_microbatch and weights is not None:
@@ -248,15 +271,6 @@ class GradientSync:
             _recorded_graphs.add(module)
         return is_first
 
-    def _divide(self, module: DistributedDataParallel) -> None:
-        """Divide the gradients that DDP has averaged by the averaged weights."""
-        if self._carrier is not None:
-            self._carrier.divide()
-        elif self.weights is not None and self.weights.is_used:
-            if self.weights.num_reductions == 0:
-                raise missing_gradient_error()
-            divide(trained_parameters(module), self.weights.averaged)
-
     def _reduce_now(
         self, module: nn.Module, parameters: list[Tensor], group: dist.ProcessGroup | None
     ) -> None:
@@ -270,7 +284,7 @@ class GradientSync:
                 expected="the module that setup_module() returned, wrapped with DDP",
                 remedy='module = strategy.setup_module(module), or mode="forced_sync".',
             )
-        self.average(parameters, group)
+        self.average(parameters, group, weights=self._of(module).weights)
         share_buffers_next(module)
 
     def average(
@@ -278,9 +292,9 @@ class GradientSync:
         parameters: Sequence[Tensor],
         group: dist.ProcessGroup | None,
         hook: Callable[[Any], Any] | None = None,
+        weights: WeightAccumulator | None = None,
     ) -> None:
         """Average gradients without DDP, with the window's weights, or with a hook, on every rank."""
-        weights = self.weights
         weight = None if weights is None or not weights.is_used else weights.take()
         if parameters and _is_distributed(group):
             if hook is not None:
@@ -291,24 +305,42 @@ class GradientSync:
             weights.store_mean(weight)
             divide(parameters, weight)
 
+    @contextmanager
+    def counting(self, weights: WeightAccumulator, carrier: WeightCarrier | None = None) -> Iterator[None]:
+        """Count the weights of the losses in the block in a module's window, too."""
+        weights.is_weighted = False
+        entry = weights, carrier
+        self._counting.append(entry)
+        try:
+            yield
+        finally:
+            self._counting.remove(entry)
+
     def weight_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """Return the loss times its weight, and add the weight to the window's."""
-        if self.weights is None:
+        """Return the loss times its weight, and count the weight for every module whose block is open."""
+        if self._unit is None:
             raise ConfigurationError(
                 message="A loss was given a weight, but nothing asks for weights.",
                 facts=f"gradient_weighting={self.weighting!r}.",
                 remedy='DDPStrategy(gradient_weighting="logged").',
             )
-        is_first = not self.weights.is_used
-        number = self.weights.add(weight)
-        if self._carrier is None:
-            return loss * number
-        return self._carrier.weighted(loss, number, is_first=is_first)
+        number, zeros = self._unit.counted(weight), []
+        if not self._counting:
+            raise ConfigurationError(
+                message="A loss was given a weight outside of the block that averages its gradients.",
+                remedy="with strategy.gradient_sync_context(module): strategy.weighted_loss(loss, weight)"
+                ".backward(), for every microbatch.",
+            )
+        for weights, carrier in self._counting:
+            if carrier is not None:
+                zeros.append(carrier.add(number, is_first=not weights.is_used))
+            weights.add(number)
+        return weighted(loss, number, zeros)
 
     def reach_carrier(self, wrapped: nn.Module, loss: Tensor) -> Tensor:
         """Return a loss of zero whose backward pass also reaches the module's `WeightCarrier`."""
-        carrier = self._carriers.get(id(wrapped))
-        return loss if carrier is None else carrier.weighted(loss, 0.0, is_first=True)
+        carrier = self._of(wrapped).carrier
+        return loss if carrier is None else weighted(loss, 0.0, [carrier.add(0.0, is_first=True)])
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Raise for optimizers that do not work with model averaging, where it is used."""
@@ -363,6 +395,16 @@ class GradientSync:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._clear()
+
+
+def _divide(module: DistributedDataParallel, own: _OfModule) -> None:
+    """Divide the gradients that DDP has averaged by the averaged weights."""
+    if own.carrier is not None:
+        own.carrier.divide()
+    elif own.weights is not None and own.weights.is_used:
+        if own.weights.num_reductions == 0:
+            raise missing_gradient_error()
+        divide(trained_parameters(module), own.weights.averaged)
 
 
 def _check_period(period: Any, hook: CommHook | None) -> int | None:

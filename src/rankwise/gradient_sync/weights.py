@@ -1,13 +1,13 @@
 """Average gradients with weights that are known only at run time (`gradient_weighting="logged"`).
 
-`WeightAccumulator` sums a rank's weights. They are averaged together with the gradients, either by a
-`WeightCarrier` in DDP's own buckets, or by the communication hook `WeightedReduction`.
+`WeightAccumulator` sums a rank's weights, for one module. They are averaged together with the gradients,
+either by a `WeightCarrier` in DDP's own buckets, or by the communication hook `WeightedReduction`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -30,44 +30,68 @@ _CARRIER = "_rankwise_weight"
 
 
 @final
-class WeightAccumulator:
-    """Accumulates this rank's weights over a window of microbatches.
+class WeightUnit:
+    """The unit in which all modules of a strategy count weights.
 
-    Every loss is multiplied by its weight. The averaged gradients, divided by the mean of the ranks' weights,
-    are then the weighted average over all microbatches of all ranks. Bounded weights keep weighted gradients
-    about as large as gradients: they are divided by a unit, the same on all ranks: about the mean of the last
-    window, rounded to a power of two so that dividing by it is exact.
+    Bounded weights keep weighted gradients about as large as gradients: they are divided by a unit, the same
+    on all ranks: about the mean of the last window, rounded to a power of two so that dividing by it is
+    exact. It changes only where no window has begun.
 
     Attributes:
         is_bounded: whether weights are divided by a unit; set it before the first weight.
         group: the ranks that agree on the first unit.
+        num_windows: how many windows have begun, over all modules.
+    """
+
+    def __init__(self, is_bounded: bool = False) -> None:
+        self.is_bounded = is_bounded
+        self.group: dist.ProcessGroup | None = None
+        self.num_windows = 0
+        self._size: float | None = None  # None until the first bounded weight that is not 0
+
+    def counted(self, weight: Any) -> float:
+        """Return a weight in units; collective for the first of bounded weights."""
+        number = float(weight)
+        if not math.isfinite(number) or number < 0:
+            raise InvalidArgumentError(argument="weight", value=number, expected="a finite number from 0 on")
+        if self.is_bounded and self._size is None:
+            mean = mean_over_ranks(number, self.group)
+            self._size = _power_of_two(mean) if mean else None
+        return number / (self._size or 1.0)
+
+    def follow(self, mean: float) -> None:
+        """Change the unit after a window, the mean of whose weights was `mean` units."""
+        if self._size is not None and mean and not self.num_windows:
+            self._size *= _power_of_two(mean)
+
+
+@final
+class WeightAccumulator:
+    """Accumulates this rank's weights over a window of microbatches of one module.
+
+    Every loss is multiplied by its weight. The averaged gradients, divided by the mean of the ranks' weights,
+    are then the weighted average over all microbatches of all ranks.
+
+    Attributes:
         is_weighted: whether a loss got a weight in this microbatch.
         is_used: whether a loss got a weight in this window.
         averaged: the mean over the ranks of the weights that a hook has sent in this window.
         num_reductions: how many buckets the hook has reduced in this window.
     """
 
+    is_used: bool
     averaged: float | Tensor
     _pending: float
 
-    def __init__(self, is_bounded: bool = False) -> None:
-        self.is_bounded = is_bounded
-        self.group: dist.ProcessGroup | None = None
-        self._unit: float | None = None  # None until the first bounded weight that is not 0
+    def __init__(self, unit: WeightUnit) -> None:
+        self._unit = unit
         self._start_window()
 
-    def add(self, weight: Any) -> float:
-        """Add a microbatch's weight, and return it in units; collective for the first of bounded weights."""
-        number = float(weight)
-        if not math.isfinite(number) or number < 0:
-            raise InvalidArgumentError(argument="weight", value=number, expected="a finite number from 0 on")
-        if self.is_bounded and self._unit is None:
-            mean = mean_over_ranks(number, self.group)
-            self._unit = _power_of_two(mean) if mean else None
-        number /= self._unit or 1.0
+    def add(self, number: float) -> None:
+        """Add a microbatch's weight, in units."""
+        self._unit.num_windows += not self.is_used
         self._pending += number
         self.is_weighted = self.is_used = True
-        return number
 
     def take(self) -> float:
         """Return the sum of the weights since the last call."""
@@ -76,13 +100,15 @@ class WeightAccumulator:
 
     def store_mean(self, mean: float | Tensor) -> None:
         """Store the mean of the window's weights, when they were averaged without a hook."""
-        if self.is_bounded:
+        if self._unit.is_bounded:
             self.averaged = mean.clone() if isinstance(mean, Tensor) else mean
 
     def close(self) -> None:
         """End the window and start the next one."""
-        if self._unit is not None and (mean := float(self.averaged)):
-            self._unit *= _power_of_two(mean)
+        if self.is_used:
+            self._unit.num_windows -= 1
+        if self._unit.is_bounded:
+            self._unit.follow(float(self.averaged))
         self._start_window()
 
     def _start_window(self) -> None:
@@ -115,11 +141,11 @@ class WeightCarrier:
         self._zero = torch.zeros_like(self.total)
 
     @classmethod
-    def of(cls, module: nn.Module, weights: WeightAccumulator | None) -> WeightCarrier | None:
-        """Return a carrier for a module; None without weights, or if it has 16-bit parameters only."""
+    def of(cls, module: nn.Module, weights: WeightAccumulator) -> WeightCarrier | None:
+        """Return a carrier for a module; None if it has 16-bit parameters only."""
         averaged = trained_parameters(module)
         like = next((parameter for parameter in averaged if parameter.dtype in FULL_PRECISION), None)
-        return None if weights is None or like is None else cls(weights, averaged, like)
+        return None if like is None else cls(weights, averaged, like)
 
     @contextmanager
     def attached_to(self, module: nn.Module) -> Iterator[None]:
@@ -137,16 +163,14 @@ class WeightCarrier:
         is_there = any(parameter is self.total for parameter in wrapped.module.parameters())
         return is_there and not wrapped.find_unused_parameters
 
-    def weighted(self, loss: Tensor, weight: float, *, is_first: bool) -> Tensor:
-        """Return the loss times its weight; add the weight to the window's, which starts with the first."""
+    def add(self, weight: float, *, is_first: bool) -> Tensor:
+        """Add a weight to the window's, which starts with the first; return the zero to add to its loss."""
         weights: Any = self.total.grad
         if is_first:
             weights.fill_(weight)
         else:
             weights.add_(weight)
-        # The last operation before the loss, so that the backward pass reaches it first: DDP's first bucket.
-        zero = torch.add(self._zero, self.total, alpha=0)
-        return torch.add(zero if zero.device == loss.device else zero.to(loss.device), loss, alpha=weight)
+        return torch.add(self._zero, self.total, alpha=0)
 
     def before(self) -> Any:
         """Return the state that `check_after` compares with."""
@@ -213,6 +237,17 @@ class WeightedReduction:
             return buffer.copy_(sent[:length])
 
         return averaged(self.group, sent).then(finish)
+
+
+def weighted(loss: Tensor, weight: float, zeros: Sequence[Tensor]) -> Tensor:
+    """Return a loss times its weight, plus the zeros of the carriers that its backward pass must reach.
+
+    They are added last, so that the backward pass reaches them first: they are in DDP's first bucket.
+    """
+    if not zeros:
+        return loss * weight
+    zero = sum(zeros[1:], zeros[0])
+    return torch.add(zero if zero.device == loss.device else zero.to(loss.device), loss, alpha=weight)
 
 
 def divide(parameters: Iterable[Tensor], mean: float | Tensor) -> None:

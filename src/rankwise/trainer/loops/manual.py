@@ -78,6 +78,7 @@ class ManualOptimization:
         hook, weighting = hook_of(wrapped), self._strategy.gradient_weighting
         self._hook = None if weighting == "logged" else hook  # a hook would not average the weights
         self._weight = 1.0
+        self._weights = self._strategy.gradients.new_weights()
         self._guard = NonFiniteGuard(context)
         ignored: set[str] = getattr(wrapped, "parameters_to_ignore", set())
         self._parameters = [parameter for name, parameter in module.named_parameters() if name not in ignored]
@@ -103,7 +104,9 @@ class ManualOptimization:
         self._module.on_before_backward(loss)
         factor = self._factor(weight)
         is_left_out = float(factor) == 0
-        weighted = self.weighting.scaled(loss if is_left_out else self._guard.mark(loss), factor)
+        weights, sync = self._weights, self._strategy.gradients
+        with nullcontext() if weights is None else sync.counting(weights):
+            weighted = self.weighting.scaled(loss if is_left_out else self._guard.mark(loss), factor)
         parameters = self._parameters
         with self._separate_gradients() if weight is not None else nullcontext():
             with (
@@ -141,10 +144,10 @@ class ManualOptimization:
 
     def _average(self) -> None:
         self._has_local_gradients = False
-        sync = self._strategy.gradients
-        sync.average(self._parameters, self._strategy.data_parallel_group, self._hook)
-        if sync.weights is not None:
-            sync.weights.close()
+        weights, sync = self._weights, self._strategy.gradients
+        sync.average(self._parameters, self._strategy.data_parallel_group, self._hook, weights)
+        if weights is not None:
+            weights.close()
 
     @contextmanager
     def blocked(self, enabled: bool = True) -> Iterator[None]:
