@@ -18,6 +18,7 @@ __all__ = [
     "given_seed",
     "isolated_random_state",
     "mixed_seed",
+    "restore_seed",
     "seed_everything",
     "seed_process",
     "set_random_state",
@@ -66,6 +67,13 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 def given_seed() -> int | None:
     """Return the last argument of `seed_everything` in this process, or None."""
     return _given
+
+
+def restore_seed(torch_seed: int, given: int | None) -> None:
+    """Seed torch on all devices, with a seed of another process, and make `given` its `given_seed`."""
+    global _given
+    _given = given
+    torch.manual_seed(torch_seed)
 
 
 def mixed_seed(*numbers: int) -> int:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any, final
@@ -23,6 +24,7 @@ import torch
 
 from rankwise.errors import LaunchRefusedError
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
+from rankwise.launchers.process_state import ProcessState
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks, WorkerStarter
 from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
@@ -83,11 +85,13 @@ def create_job(
     start_method: str, entry: Entry, described: Mapping[str, object], cleanup: ExitStack
 ) -> JobSpec:
     """Return what workers of a start method receive; prepare this process for starting them."""
-    is_fork = start_method == "fork"
-    packed: Entry | Descriptor = entry
-    if is_fork:
+    flags = {}
+    if start_method == "fork":
         import_dynamo()  # once here is less than once in every rank
-    else:
+        flags = {} if pause_openmp() else {"threads": 1}
+    entry = partial(ProcessState.of_this_process(**flags).run, entry)
+    packed: Entry | Descriptor = entry
+    if start_method != "fork":
         packed = owned_descriptor(cleanup)
         pack_or_explain(entry, packed.number, start_method, described)
         _refuse_what_cannot_be_imported(packed.number, start_method)
@@ -98,7 +102,6 @@ def create_job(
         entry=packed,
         start_method=default or multiprocessing.get_all_start_methods()[0],
         environ=dict(os.environ) if start_method == "forkserver" else None,
-        openmp_threads=None if not is_fork or pause_openmp() else 1,
     )
 
 

@@ -45,7 +45,6 @@ class JobSpec:
     entry: Entry | Descriptor  # the function, or a memory file with the pickled function
     start_method: str  # multiprocessing's default in the launching process
     environ: dict[str, str] | None = None  # of the launching process, where the worker does not inherit it
-    openmp_threads: int | None = None  # None for as many as torch uses
 
     def set_up_process(self, own_variables: Mapping[str, str]) -> None:
         """Give this process what it does not inherit; `own_variables` of its environment have precedence."""
@@ -53,10 +52,6 @@ class JobSpec:
         if self.environ is not None:
             os.environ.clear()
             os.environ.update({**self.environ, **own_variables})
-        if self.openmp_threads is not None:
-            import torch
-
-            torch.set_num_threads(self.openmp_threads)
 
     def run(self, worker: WorkerContext) -> Any:
         """Run the function as the rank that `worker` describes."""

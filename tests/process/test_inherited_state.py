@@ -1,0 +1,80 @@
+"""Workers begin with the random state and torch's flags of the process that launches them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rankwise import DDPElasticStrategy, seed_everything
+from rankwise.launchers.process_state import ProcessState
+from rankwise.seed import given_seed
+from rankwise.strategies import Strategy
+from tests.process.helpers import METHODS, ddp
+
+Facts = dict[str, Any]
+MEMORY: Any = torch.utils.deterministic  # typed without its attribute
+
+
+def facts(strategy: Strategy | None = None) -> Facts:
+    """Return this process's flags and its next random numbers."""
+    return {
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warns only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "new tensor": torch.ones(1).dtype,
+        "cuDNN": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        "TF32": torch.backends.cudnn.allow_tf32,
+        "attention": torch.backends.cuda.flash_sdp_enabled(),
+        "anomalies": torch.is_anomaly_enabled(),
+        "memory": MEMORY.fill_uninitialized_memory,
+        "sharing": torch.multiprocessing.get_sharing_strategy(),
+        "seeds": (given_seed(), torch.initial_seed()),
+        "drawn": (float(torch.rand(())), random.random(), float(np.random.rand())),
+    }
+
+
+@pytest.fixture
+def caller() -> Iterator[Facts]:
+    """What this process has seeded and set, and the numbers that it would draw next."""
+    before = ProcessState.of_this_process()
+    seed_everything(42)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_dtype(torch.float64)
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.autograd.set_detect_anomaly(True)
+    MEMORY.fill_uninitialized_memory = False
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    random.random()  # the state is not that of a seed
+    expected, state = {}, ProcessState.of_this_process()
+    try:
+        expected = facts()
+        state.take_over()
+        yield expected
+    finally:
+        before.take_over()
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
+    """Each rank has the caller's flags, and draws what the caller would draw; so do those of a second job."""
+    strategy = ddp(start_method)
+    for _ in range(2):
+        strategy.launch(facts)
+        assert strategy.results == {0: caller, 1: caller}
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_elastic_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
+    """Ranks that torch's agent starts do, too."""
+    strategy = DDPElasticStrategy(accelerator="cpu", devices=2, start_method=start_method)
+    strategy.launch(facts)
+    assert strategy.results == {0: caller, 1: caller}
