@@ -192,6 +192,12 @@ def test_validation_on_some_ranks(samples: int, limit: float) -> None:
     assert found[0] == found[1]
 
 
+def test_a_fraction_that_leaves_no_rank_a_batch() -> None:
+    """A fraction of less than one batch is an error on all ranks, not a fit without validation."""
+    with pytest.raises(WorkerRaisedError, match=r"A limit of 0\.1 leaves no batch of validation loader 0"):
+        trainer_on(2, max_epochs=1, limit_val_batches=0.1).fit(Regression(), loader(8, 4), loader(8, 1))
+
+
 class Numbers(IterableDataset[Any]):
     """Iterable data that splits itself, with workers too."""
 

@@ -15,13 +15,13 @@ from torch.nn.parameter import UninitializedParameter
 from rankwise.data.sampler import length_of
 from rankwise.data.sharding import is_shardable, is_split, order_seed
 from rankwise.errors import RankMismatchError
+from rankwise.trainer.data_loaders import PHASE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rankwise.strategies import Strategy
 
-_PHASES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 _ORDER = "the order of the parameters"
 
 
@@ -71,7 +71,7 @@ def fingerprint_of_checkpoint(checkpoint: Mapping[str, Any] | None) -> dict[str,
 
 def fingerprint_of_loaders(phase: str, loaders: list[Any], is_split_here: bool) -> dict[str, str]:
     """Return what must be the same of a phase's loaders: their number, and their lengths unless split."""
-    words = _PHASES[phase]
+    words = PHASE_NAMES[phase]
     facts = {f"the number of {words} loaders": str(len(loaders))}
     for number, loader in enumerate(loaders if is_split_here else []):
         if is_shardable(loader) and not is_split(loader):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
@@ -23,14 +23,16 @@ from rankwise.data.sharding import (
     shard_for_prediction,
     shard_for_training,
 )
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.seed import isolated_random_state, mixed_seed
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.state import Progress
+    from rankwise.trainer.state import Progress, StageName
 
+PHASE_NAMES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+_ONE_TO_TRAIN = "train with one, over a data set that reads several, such as torch.utils.data.ConcatDataset."
 _SHARDERS: dict[str, Callable[..., Any]] = {
     "train": shard_for_training,
     "validate": shard_for_evaluation,
@@ -62,26 +64,46 @@ def _first(count: float, batches: Iterable[Any]) -> Iterator[Any]:
     return islice(batches, None if math.isinf(count) else max(0, int(count)))
 
 
-def as_list(loaders: Any) -> list[Any]:
-    """Return a list of loaders as it is, or a single loader as a list of one."""
-    is_several = isinstance(loaders, (list, tuple)) and all(isinstance(item, DataLoader) for item in loaders)
-    return list(loaders) if is_several else [loaders]
+def as_list(given: Any) -> list[Any]:
+    """Return the loaders that a user gave: a list of them, one alone (or a list of batches), or None.
+
+    Raises:
+        ConfigurationError: for a dictionary of loaders.
+        InvalidTypeError: for what cannot be iterated over.
+    """
+    is_list = isinstance(given, (list, tuple))
+    is_several = is_list and (not given or any(isinstance(item, DataLoader) for item in given))
+    loaders = [] if given is None else list(given) if is_several else [given]
+    for loader in loaders:
+        if isinstance(loader, Mapping):
+            raise ConfigurationError(
+                message=f"A dictionary of loaders is not supported: its keys are {list(loader)}.",
+                remedy=f"evaluate with a list of its values; {_ONE_TO_TRAIN}",
+            )
+        if not isinstance(loader, Iterable) and not callable(getattr(loader, "__getitem__", None)):
+            expected = "a DataLoader, an iterable over batches, or a list of DataLoaders"
+            raise InvalidTypeError(argument="dataloaders", value=loader, expected=expected)
+    return loaders
 
 
-def check_is_one(loaders: list[Any]) -> None:
-    """Raise ConfigurationError unless there is one training loader."""
-    if len(loaders) != 1:
+def check_number(stage: StageName, phase: str, loaders: list[Any]) -> None:
+    """Raise ConfigurationError unless there is one loader to train with, or any to evaluate."""
+    is_train = phase == "train"
+    if len(loaders) != 1 if is_train else not loaders and stage == phase:
         raise ConfigurationError(
-            message=f"fit() has {len(loaders)} training loaders.",
-            remedy="give it one, over a data set that reads several, such as torch.utils.data.ConcatDataset.",
+            message=f"{stage}() has {len(loaders)} {PHASE_NAMES[phase]} loaders.",
+            remedy=_ONE_TO_TRAIN if is_train else "pass one, or a list of them.",
         )
 
 
-def check_loaders(phase: str, loaders: Any, options: TrainerOptions, world_size: int) -> None:
-    """Make sure, before any process starts, that the loaders of a phase can be split over the ranks."""
-    if loaders is not None and options.use_distributed_sampler and world_size > 1:
-        for loader in as_list(loaders):
-            check_shardable(loader, by_index=phase == "predict")
+def check_loaders(stage: StageName, phase: str, given: Any, options: TrainerOptions, world_size: int) -> None:
+    """Check, before any process starts, the number of loaders and that the ranks can split them."""
+    if given is None:
+        return
+    loaders = as_list(given)
+    check_number(stage, phase, loaders)
+    for loader in loaders if options.use_distributed_sampler and world_size > 1 else ():
+        check_shardable(loader, by_index=phase == "predict")
 
 
 def shard_for_phase(
@@ -110,6 +132,22 @@ def _is_split_for_one_rank(phase: str, loader: Any) -> bool:
     """Return whether a loader is split even for one rank: to check it, or to continue on more ranks."""
     is_countable_train = phase == "train" and not math.isinf(length_of(loader))
     return is_shardable(loader) and (is_split(loader) or is_countable_train)
+
+
+def check_limit(strategy: Strategy, phase: str, shards: list[LoaderShard], options: TrainerOptions) -> None:
+    """Raise ConfigurationError if a fraction leaves no batch of a loader. Collective if there is one."""
+    limit = options.limit(phase)
+    if phase == "train" or isinstance(limit, int) or limit in (0.0, 1.0):
+        return
+    own = [(length_of(shard.loader), shard.num_batches) for shard in shards]
+    for number, by_rank in enumerate(zip(*strategy.all_gather_object(own), strict=True)):
+        lengths, counts = zip(*by_rank, strict=True)
+        if any(lengths) and not any(counts):
+            raise ConfigurationError(
+                message=f"A limit of {limit} leaves no batch of {PHASE_NAMES[phase]} loader {number}.",
+                facts=f"the ranks' parts of it have {list(lengths)} batches.",
+                remedy="a larger fraction, or a number of batches (int); 0 for none.",
+            )
 
 
 def check_can_be_gathered(shards: list[LoaderShard], world_size: int) -> None:

@@ -410,8 +410,9 @@ def _one_or_all(items: list[Any]) -> Any:
 
 
 def is_defined(module: TrainingModule, method: str) -> bool:
-    """Return whether a subclass defines a method of `TrainingModule`."""
-    return getattr(type(module), method) is not getattr(TrainingModule, method)
+    """Return whether a module has a method of its own in place of `TrainingModule`'s; None is none."""
+    found = getattr(module, method)
+    return found is not None and getattr(found, "__func__", found) is not getattr(TrainingModule, method)
 
 
 def undefined(module: TrainingModule, method: str) -> ConfigurationError:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from rankwise.errors import InvalidTypeError
 from rankwise.gradient_sync.parameters import share_module
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import get_random_state, given_seed, set_random_state
@@ -26,7 +27,8 @@ from rankwise.trainer.data_loaders import (
     TrainDataShard,
     as_list,
     check_can_be_gathered,
-    check_is_one,
+    check_limit,
+    check_number,
     shard_for_phase,
 )
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
@@ -91,14 +93,25 @@ class Stage:
 
     def check_module(self, module: TrainingModule) -> None:
         """Raise ConfigurationError unless the module has the step and a loader for this stage."""
+        has_loader = {phase: self._has_loader(module, phase) for phase in self.loaders}
         phase, step = "train" if self.name == "fit" else self.name, _STEPS.get(self.name)
         if step is not None and not is_defined(module, step):
             raise undefined(module, step)
-        if not self._has_loader(module, phase):
+        if not has_loader[phase]:
             raise undefined(module, _LOADER_HOOKS[phase])
+        if as_list(self.loaders.get("validate")) and not is_defined(module, "validation_step"):
+            raise undefined(module, "validation_step")  # of fit: its loaders would be ignored
 
     def _has_loader(self, module: TrainingModule, phase: str) -> bool:
-        return self.loaders[phase] is not None or is_defined(module, _LOADER_HOOKS[phase])
+        """Return whether there are loaders for a phase: arguments, or a method of the module."""
+        hook = _LOADER_HOOKS[phase]
+        if self.loaders[phase] is not None or not is_defined(module, hook):
+            return self.loaders[phase] is not None
+        name, method = f"{type(module).__name__}.{hook}", getattr(module, hook)
+        if not callable(method):
+            expected = "a method that returns loaders, or None"
+            raise InvalidTypeError(argument=name, value=method, expected=expected)
+        return True
 
     def run(self, context: LoopContext) -> Any:
         """Run the stage on this rank; return its value. Collective: every rank must call this."""
@@ -233,12 +246,13 @@ class Stage:
         is_split_here = context.options.use_distributed_sampler
         check_ranks_agree(strategy, fingerprint_of_loaders(phase, loaders, is_split_here))
         seeds = agreed_order_seeds(strategy, loaders, default=state.seed, is_split_here=is_split_here)
+        check_number(self.name, phase, loaders)
         if phase == "train":
-            check_is_one(loaders)
             state.order_seed = seeds[0] = seeds[0] if order_seed is None else order_seed
         shards = [
             shard_for_phase(phase, loader, seed, context.options, strategy)
             for loader, seed in zip(loaders, seeds, strict=True)
         ]
+        check_limit(strategy, phase, shards, context.options)
         state.num_batches[phase] = [shard.num_batches for shard in shards]
         return shards

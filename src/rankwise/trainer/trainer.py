@@ -95,8 +95,8 @@ class Trainer:
         limit_predict_batches: the same for prediction, but of the whole loader, for all ranks together; with
             `use_distributed_sampler=False` of each rank's.
         fast_dev_run: run that many batches (True: one) of each loader once, save and log nothing.
-        val_check_interval: validate after that many batches (int) or that fraction of an epoch (float), where
-            their accumulation window ends.
+        val_check_interval: validate after that many batches (int), at most the epoch's, or that fraction of
+            an epoch (float), where their accumulation window ends.
         check_val_every_n_epoch: validate only in every n-th epoch.
         num_sanity_val_steps: only 0 is accepted: no validation runs before training.
         accumulate_grad_batches: how many batches there are in an optimizer step.
@@ -229,7 +229,7 @@ class Trainer:
         Args:
             model: the module.
             train_dataloaders: the training loader; by default the module's own.
-            val_dataloaders: one or several validation loaders; by default the module's own, if it has any.
+            val_dataloaders: a validation loader or a list, [] for none; by default the module's own, if any.
             ckpt_path: a checkpoint to continue from: a path, `"best"`, or `"last"` (which may not exist yet).
 
         Raises:
@@ -290,7 +290,7 @@ class Trainer:
 
         Args:
             model: the module.
-            dataloaders: one or several loaders; by default the module's own.
+            dataloaders: a loader or a list of them; by default the module's own.
             ckpt_path: a checkpoint whose weights to use.
             gather: which ranks get the outputs: `"all"`, or `"rank_zero"` alone (others get an empty list);
                 with None each rank gets its own.
@@ -363,7 +363,7 @@ class Trainer:
             check_hook(self.strategy, self.on_nonfinite)
             check_hyper_parameters(self.context(model))
         for phase, given in stage.loaders.items():
-            check_loaders(phase, given, self.options, self.world_size)
+            check_loaders(stage.name, phase, given, self.options, self.world_size)
 
     def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> LoopContext:
         """Use this rank's strategy and module, and start a stage."""

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from rankwise.data import shard_for_prediction
-from rankwise.errors import ConfigurationError, UnshardableLoaderError
+from rankwise.errors import ConfigurationError, InvalidTypeError, UnshardableLoaderError
 from rankwise.trainer import Trainer
 from rankwise.trainer.data_loaders import (
     LoaderShard,
@@ -18,7 +18,7 @@ from rankwise.trainer.data_loaders import (
     check_loaders,
     shard_for_phase,
 )
-from tests.unit.trainer.helpers import loader, samples, trainer, with_second_rank
+from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
 
 
 def on_two_ranks(folder: Path, **options: Any) -> Trainer:
@@ -51,7 +51,7 @@ def test_not_split_if_not_wanted(tmp_path: Path) -> None:
     train = on_two_ranks(tmp_path, use_distributed_sampler=False)
     mine = [1, 2, 3]
     assert shard(train, "train", mine).loader is mine
-    check_loaders("train", mine, train.options, 2)
+    check_loaders("fit", "train", mine, train.options, 2)
 
 
 def predicted(train: Trainer, mine: Any) -> list[int]:
@@ -110,7 +110,7 @@ def test_limit_of_predictions_that_are_not_split_is_each_ranks(tmp_path: Path) -
 def test_checked_before_anything_starts(tmp_path: Path) -> None:
     """A loader that cannot be split is refused beforehand."""
     with pytest.raises(UnshardableLoaderError):
-        check_loaders("train", [1, 2], trainer(tmp_path).options, 2)
+        check_loaders("fit", "train", [1, 2], trainer(tmp_path).options, 2)
 
 
 def test_fraction_of_unknown_length(tmp_path: Path) -> None:
@@ -135,3 +135,51 @@ def test_several_loaders() -> None:
     assert as_list([mine, mine]) == [mine, mine]
     assert as_list(mine) == [mine]
     assert as_list([1, 2]) == [[1, 2]]
+    assert as_list(None) == as_list([]) == []
+    assert as_list([mine, [1, 2]]) == [mine, [1, 2]]
+
+
+@pytest.mark.parametrize("given", [{"a": loader(), "b": loader()}, {}, [loader(), {"a": loader()}]])
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("is_of_module", [False, True])
+def test_a_dictionary_of_loaders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, given: Any, is_of_module: bool
+) -> None:
+    """A dictionary is refused, and not read as a loader whose batches are its keys."""
+    hook = "train_dataloader" if stage == "fit" else f"{stage.removesuffix('idate')}_dataloader"
+    monkeypatch.setattr(Line, hook, lambda _: given)
+    with pytest.raises(ConfigurationError, match="A dictionary of loaders is not supported"):
+        getattr(trainer(tmp_path), stage)(Line(), None if is_of_module else given)
+
+
+@pytest.mark.parametrize("given", [5, object(), [loader(), 5]])
+def test_what_is_no_loader(tmp_path: Path, given: Any) -> None:
+    """What cannot be iterated over is refused before anything starts."""
+    with pytest.raises(InvalidTypeError, match="expected a DataLoader, an iterable over batches"):
+        trainer(tmp_path).test(Line(), given)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("given", [[], None])
+def test_nothing_to_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, given: Any) -> None:
+    """An evaluation without any loader is refused, whether the list is empty or a hook returns None."""
+    monkeypatch.setattr(Line, f"{stage.removesuffix('idate')}_dataloader", lambda _: None)
+    with pytest.raises(ConfigurationError, match=rf"{stage}\(\) has 0 \w+ loaders"):
+        getattr(trainer(tmp_path), stage)(Line(), given)
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.24])
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_a_fraction_that_leaves_nothing(tmp_path: Path, stage: str, limit: float) -> None:
+    """A fraction of less than one batch is refused for each loader; several ranks count together."""
+    limits = {f"limit_{name}_batches": limit for name in ("val", "test", "predict")}
+    train, few = trainer(tmp_path, **limits), [loader(40), loader()]
+    with pytest.raises(ConfigurationError, match=rf"A limit of {limit} leaves no batch of \w+ loader 1"):
+        train.fit(Line(), loader(), few) if stage == "fit" else getattr(train, stage)(Line(), few)
+
+
+def test_an_empty_loader_is_evaluated(tmp_path: Path) -> None:
+    """Data without samples have no metrics and no predictions, whatever the limit."""
+    train = trainer(tmp_path, limit_predict_batches=0.5)
+    assert train.test(Line(), loader(0)) == [{}]
+    assert train.predict(Line(), loader(0)) == []

@@ -59,6 +59,7 @@ class FitLoop:
         self._optimization = kind(context, schedule)
         self._stage.manual_optimization = None if is_automatic else self._optimization
         self._stopping = Stopping(context)
+        self._has_begun = False
 
     def run(self) -> None:
         """Train; exit on every rank when a signal has stopped training. Collective."""
@@ -85,6 +86,9 @@ class FitLoop:
         if not number and self._share.limit:
             length = length_of(self._share.loader)
             raise no_batch_error(f"its length is {length}, and limit_train_batches={self._share.limit!r}.")
+        if self._validation is not None and number and not self._has_begun:
+            _check_interval(self._settings.val_check_interval, number)
+        self._has_begun = True
         return number
 
     def _run_epoch(self) -> None:
@@ -105,6 +109,8 @@ class FitLoop:
             report_phase("data loading", step=progress.global_step)
         report_phase("end of the epoch")
         self._hooks.call("on_train_epoch_end", before_monitoring=self._end_metrics)
+        if self._validation is not None and progress.is_epoch_done and math.isinf(self._schedule.num_batches):
+            _warn_of_no_validation(self._context)
         progress.end_epoch()
 
     def _remaining_batches(self) -> Iterator[tuple[int, tuple[Any, bool]]]:
@@ -181,6 +187,31 @@ class FitLoop:
         if interval == 1.0 or math.isinf(self._schedule.num_batches):
             return math.inf
         return max(1, int(self._schedule.num_batches * interval))
+
+
+def _check_interval(interval: float, num_batches: float) -> None:
+    """Raise ConfigurationError unless an epoch's first validation falls due."""
+    if isinstance(interval, int):
+        is_possible, instead = interval <= num_batches, "fewer batches"
+    else:
+        is_possible, instead = interval == 1.0 or not math.isinf(num_batches), "a number of batches (int)"
+    if not is_possible:
+        how_many = "an unknown number of" if math.isinf(num_batches) else int(num_batches)
+        raise ConfigurationError(
+            message=f"val_check_interval={interval} does not fit an epoch of {how_many} batches.",
+            remedy=f"{instead}, or 1.0 for the end of the epoch; for no validation limit_val_batches=0.",
+        )
+
+
+def _warn_of_no_validation(context: LoopContext) -> None:
+    """Warn on rank 0 of an epoch, of unknown length until now, in which no validation fell due."""
+    interval, batches = context.options.val_check_interval, context.state.progress.batches_done
+    if isinstance(interval, int) and batches < interval and context.strategy.is_global_zero:
+        warnings.warn(
+            f"An epoch has ended without validation: it had {batches} batches, and val_check_interval="
+            f"{interval}. Choose fewer, or 1.0 for the end of each epoch.",
+            stacklevel=2,
+        )
 
 
 def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool) -> None:

@@ -158,6 +158,106 @@ def test_when_to_validate(tmp_path: Path, options: dict[str, Any], expected: str
     assert "".join(step[0] for step in model.seen) == expected.replace(" ", "")
 
 
+class Unsized:
+    """Eight samples in four batches; their number is unknown."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(loader()))
+
+
+@pytest.mark.parametrize("epochs", [1, -1])
+def test_an_interval_beyond_the_epoch(tmp_path: Path, epochs: int) -> None:
+    """A `val_check_interval` that never comes is an error before the first step, which says how to go on."""
+    model, train = Line(), trainer(tmp_path, val_check_interval=5, max_epochs=epochs, max_steps=20)
+    with pytest.raises(ConfigurationError, match="val_check_interval=5 does not fit an epoch of 4 batches"):
+        train.fit(model, loader(), loader(2))
+    assert model.seen == []
+    train.limit_val_batches = 0
+    train.max_epochs = 1
+    train.fit(model, loader(), loader(2))
+    assert model.seen == [f"train {number}" for number in range(4)]
+
+
+def test_an_interval_beyond_the_limit(tmp_path: Path) -> None:
+    """The number of batches is the one that `limit_train_batches` leaves."""
+    train = trainer(tmp_path, val_check_interval=3, limit_train_batches=2)
+    with pytest.raises(ConfigurationError, match="val_check_interval=3 does not fit an epoch of 2 batches"):
+        train.fit(Line(), loader(), loader(2))
+
+
+def test_a_fraction_of_an_unknown_epoch(tmp_path: Path) -> None:
+    """A fraction of an epoch of unknown length is refused; it is not the end of the epoch."""
+    train = trainer(tmp_path, val_check_interval=0.5)
+    with pytest.raises(ConfigurationError, match=r"val_check_interval=0.5 .* an unknown number of batches"):
+        train.fit(Line(), Unsized(), loader(2))
+
+
+def test_an_unknown_epoch_without_validation(tmp_path: Path) -> None:
+    """If an epoch of unknown length has ended before the interval, a warning says so."""
+    model = Line()
+    with pytest.warns(UserWarning, match="without validation: it had 4 batches, and val_check_interval=5"):
+        trainer(tmp_path, val_check_interval=5).fit(model, Unsized(), loader(2))
+    trainer(tmp_path, val_check_interval=4).fit(model, Unsized(), loader(2))
+    assert model.seen[-1] == "validate 0"
+
+
+def test_validation_data_without_a_step(tmp_path: Path) -> None:
+    """Validation data that no step would read are refused."""
+
+    class WithoutStep(Line):
+        validation_step: Any = TrainingModule.validation_step
+
+    with pytest.raises(ConfigurationError, match=r"WithoutStep does not define validation_step\(\)"):
+        trainer(tmp_path).fit(WithoutStep(), loader(), loader(2))
+    trainer(tmp_path).fit(WithoutStep(), loader(), [])
+
+
+class WithLoaders(Line):
+    """Has loaders of its own."""
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def val_dataloader(self) -> Any:
+        return loader(2)
+
+
+@pytest.mark.parametrize("of", ["object", "class", "hook", "argument"])
+def test_a_hook_that_is_switched_off(tmp_path: Path, of: str) -> None:
+    """Without validation loaders there is no validation: the method is or returns None, or [] is given."""
+    model: Any = WithLoaders()
+    if of == "object":
+        model.val_dataloader = None
+    elif of == "class":
+        model = type("Without", (WithLoaders,), {"val_dataloader": None})()
+    elif of == "hook":
+        model.val_dataloader = lambda: None
+    trainer(tmp_path, limit_train_batches=1).fit(model, val_dataloaders=[] if of == "argument" else None)
+    assert model.seen == ["train 0"]
+
+
+def test_training_hooks_of_the_object(tmp_path: Path) -> None:
+    """A method may be set on the object; None in its place is none."""
+    model: Any = Line()
+    model.train_dataloader = loader
+    trainer(tmp_path, limit_train_batches=1).fit(model)
+    assert model.seen == ["train 0"]
+    model.train_dataloader = None
+    with pytest.raises(ConfigurationError, match=r"Line does not define train_dataloader\(\)"):
+        trainer(tmp_path).fit(model)
+    model.training_step = None
+    with pytest.raises(ConfigurationError, match=r"Line does not define training_step\(\)"):
+        trainer(tmp_path).fit(model, loader())
+
+
+def test_a_loader_in_place_of_a_hook(tmp_path: Path) -> None:
+    """A loader where a method belongs is refused before anything starts, in words."""
+    model: Any = Line()
+    model.val_dataloader = loader()
+    with pytest.raises(InvalidTypeError, match=r"Line\.val_dataloader=.*expected a method that returns"):
+        trainer(tmp_path).fit(model, loader())
+
+
 def test_modes_are_put_back(tmp_path: Path) -> None:
     """Validation runs in evaluation mode without gradients; training goes on in the modes there were."""
 
