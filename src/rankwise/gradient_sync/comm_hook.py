@@ -160,7 +160,14 @@ def _check_wrapper(wrapper: object) -> Wrapper | None:
 
 
 def register_ddp_comm_hook(
-    model: nn.Module, state: Any = None, hook: Hook | str | None = None, wrapper: Wrapper | str | None = None
+    model: nn.Module,
+    state: Any = None,
+    hook: Hook | str | None = None,
+    wrapper: Wrapper | str | None = None,
+    *,
+    ddp_comm_state: Any = None,
+    ddp_comm_hook: Any = None,
+    ddp_comm_wrapper: Any = None,
 ) -> None:
     """Make DDP average gradients with a communication hook.
 
@@ -173,9 +180,13 @@ def register_ddp_comm_hook(
         hook: a name with options, such as `"powersgd:matrix_approximation_rank=2"`, or a function
             `hook(state, bucket)`. None registers nothing.
         wrapper: `"fp16"`, `"bf16"`, or a function from a hook to a hook.
+        ddp_comm_state: Lightning's name for `state`.
+        ddp_comm_hook: Lightning's name for `hook`.
+        ddp_comm_wrapper: Lightning's name for `wrapper`.
 
     Raises:
         InvalidTypeError: when the model is not wrapped.
+        ConfigurationError: when an argument is given by both names.
         UnknownNameError, UnknownArgumentError, InvalidArgumentError, ConfigurationError: for invalid
             arguments.
     """
@@ -186,6 +197,18 @@ def register_ddp_comm_hook(
             expected="a DistributedDataParallel",
             remedy="module = strategy.setup_module(module)",
         )
+    names: tuple[tuple[Any, Any], ...] = (
+        (state, ddp_comm_state),
+        (hook, ddp_comm_hook),
+        (wrapper, ddp_comm_wrapper),
+    )
+    if any(own is not None and other is not None for own, other in names):
+        raise ConfigurationError(
+            message="register_ddp_comm_hook() got one argument by two names.",
+            facts="ddp_comm_state, ddp_comm_hook and ddp_comm_wrapper are state, hook and wrapper.",
+            remedy="leave out one of the two.",
+        )
+    state, hook, wrapper = (own if other is None else other for own, other in names)
     found = CommHook.checked(hook, state, wrapper)
     if found is not None:
         size = model.process_group.size()

@@ -50,7 +50,13 @@ def trained_parameters(
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Raise for parameters that are sharded over several ranks, which DDP cannot average."""
+    """Raise for a wrapper, and for parameters that are sharded over several ranks; DDP averages neither."""
+    if isinstance(module, DistributedDataParallel):
+        raise ConfigurationError(
+            message=f"setup_module() got a {type(module).__name__} that it did not return in this job.",
+            facts="it averages gradients already, without the strategy's options.",
+            remedy="pass the module within it; for a wrapper of your own override configure_ddp().",
+        )
     tensors = sys.modules.get("torch.distributed.tensor")  # without it no such parameter exists
     if tensors is None:
         return

@@ -253,10 +253,16 @@ class DDPStrategy(Strategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and wrap it; one with nothing to train is not wrapped.
 
-        A module that `torch.compile` returned is compiled within the wrapper, until the job ends.
+        A module that is wrapped already, or its wrapper, gives the same wrapper again. A module that
+        `torch.compile` returned is compiled within the wrapper, until the job ends.
+
+        Raises:
+            ConfigurationError: for sharded parameters, and for a wrapper that is not this strategy's.
         """
         given, module = module, uncompiled(module)
         is_compiled = given is not module
+        if (existing := self._current_job.modules.wrapper_of(module)) is not None:
+            return existing
         check_parameters(module)
         if self.sync_batchnorm and self.world_size > 1:
             self._current_job.modules.sync_batchnorms(module, self.data_parallel_group)
@@ -278,7 +284,7 @@ class DDPStrategy(Strategy):
 
     def _attach_wrapper(self, wrapped: DistributedDataParallel) -> None:
         job = self._current_job
-        job.modules.wrappers.add(wrapped)
+        job.modules.wrappers[wrapped] = trained_parameters(wrapped.module)
         self.gradients.attach(wrapped, self.local_world_size)
         if job.check is not None:
             check_collectives_of(wrapped, job.check)
@@ -309,12 +315,12 @@ class DDPStrategy(Strategy):
         """Return a context in which backward passes average nothing, for accumulating gradients.
 
         Raises:
-            InvalidTypeError: when the module is not what `setup_module` returned.
+            InvalidTypeError: when enabled, and the module is not what `setup_module` returned.
         """
-        if isinstance(module, DistributedDataParallel):
-            return module.no_sync() if enabled else nullcontext()
-        if self._job is not None and module in self._job.modules.plain:
+        if not enabled or (self._job is not None and module in self._job.modules.plain):
             return nullcontext()
+        if isinstance(module, DistributedDataParallel):
+            return module.no_sync()
         raise InvalidTypeError(
             argument="module",
             value=type(module).__name__,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from operator import is_
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.comm_hook import is_averaging, register_ddp_comm_hook
+from rankwise.gradient_sync.parameters import trained_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,12 +32,13 @@ class WrappedModules:
     """The modules that `setup_module` has prepared in a job.
 
     Attributes:
-        wrappers: the wrapped ones.
+        wrappers: the wrappers, with the parameters whose gradients they average.
         plain: those that need no wrapper, as nothing in them is trained.
     """
 
     def __init__(self) -> None:
-        self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.wrappers: weakref.WeakKeyDictionary[DistributedDataParallel, list[Tensor]]
+        self.wrappers = weakref.WeakKeyDictionary()
         self.plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._batchnorms: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
 
@@ -58,14 +61,27 @@ class WrappedModules:
                 setattr(owner, name, layer)
         self._batchnorms.clear()
 
+    def wrapper_of(self, module: nn.Module) -> DistributedDataParallel | None:
+        """Return the wrapper that `module` has or is; release one whose parameters are no longer trained."""
+        for wrapper, averaged in list(self.wrappers.items()):
+            if module is wrapper or module is wrapper.module:
+                trained = trained_parameters(wrapper.module)
+                if len(trained) == len(averaged) and all(map(is_, trained, averaged)):
+                    return wrapper
+                self._release(wrapper)
+        return None
+
     def close(self) -> None:
         """Restore batch normalisation, and separate the wrappers from their process group."""
         self.restore_batchnorms()
-        # torch sometimes aborts when a group is destroyed before the reducer of a wrapper.
         for wrapper in list(self.wrappers):
-            for part in ("reducer", "logger"):
-                wrapper.__dict__.pop(part, None)
-        self.wrappers.clear()
+            self._release(wrapper)
+
+    def _release(self, wrapper: DistributedDataParallel) -> None:
+        """Stop averaging gradients; torch sometimes aborts when a group ends before a wrapper's reducer."""
+        for part in ("reducer", "logger"):
+            wrapper.__dict__.pop(part, None)
+        del self.wrappers[wrapper]
 
 
 def checked_wrapper(wrapped: object, strategy: str, group: ProcessGroup | None) -> DistributedDataParallel:

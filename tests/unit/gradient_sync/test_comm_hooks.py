@@ -125,6 +125,33 @@ def test_register_ddp_comm_hook() -> None:
         register_ddp_comm_hook(net(), None, "noop")
 
 
+def test_register_ddp_comm_hook_by_lightnings_keywords() -> None:
+    """`ddp_comm_state`, `ddp_comm_hook` and `ddp_comm_wrapper` are the same arguments; both names are not."""
+    models, seen = [net(), net()], list[int]()
+
+    def counting(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        state.append(bucket.buffer().itemsize)
+        future: torch.futures.Future[Tensor] = TORCHS.allreduce_hook(None, bucket)
+        return future
+
+    def train(rank: int) -> list[Tensor | None]:
+        wrapped = bare(models[rank])
+        register_ddp_comm_hook(
+            wrapped,
+            ddp_comm_state=seen,
+            ddp_comm_hook=counting,
+            ddp_comm_wrapper=TORCHS.fp16_compress_wrapper,
+        )
+        loss_of(wrapped, batch(rank)).backward()
+        with pytest.raises(ConfigurationError, match="two names"):
+            register_ddp_comm_hook(wrapped, hook="noop", ddp_comm_hook="noop")
+        return gradients(models[rank])
+
+    for result in run_ranks(2, train):
+        assert_close(result, expected(), 1e-2)
+    assert seen == [2, 2]
+
+
 def test_registered_hook_uses_the_local_world_size(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`LOCAL_WORLD_SIZE` is the size of post-local SGD's default subgroup."""
     found: list[int] = []
@@ -290,6 +317,7 @@ def test_powersgd_resumes_from_its_state() -> None:
             box = [gathered]
             dist.broadcast_object_list(box)
             strategy.gradients.detach()
+            strategy.job.modules.close()
             strategy.load_comm_hook_states(box[0] if remembers else [])
             again = strategy.setup_module(strategy.unwrap_module(wrapped))
             train_steps(strategy, again, range(stop_at, 8), torch.optim.SGD(again.parameters(), lr=0.1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
 from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context
 from rankwise.gradient_sync.sync import resolve_sync_mode
-from rankwise.strategies import DDPStrategy
+from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.unit.gradient_sync.helpers import (
     accumulate,
@@ -132,3 +134,69 @@ def test_prepare_ddp_module() -> None:
     strategy = ThreadedStrategy(0, 1)
     with pytest.raises(LifecycleError, match="a process group"):
         strategy.launch(lambda s: s.setup_module(net()))
+
+
+@pytest.mark.parametrize("hook", [None, "fp16_compress"])
+def test_a_module_is_wrapped_once(hook: str | None) -> None:
+    """Another call for the same module, or for its wrapper, returns the wrapper that exists."""
+
+    def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[torch.Tensor | None]:
+        assert strategy.setup_module(wrapped) is wrapped
+        assert strategy.setup_module(strategy.unwrap_module(wrapped)) is wrapped
+        assert len(strategy.job.modules.wrappers) == 1
+        return accumulate(strategy, wrapped)
+
+    with counted_reductions() as sizes:
+        results = on_ranks(2, work, net(), comm_hook=hook)
+    expected = alone(net(), [batch(rank, number) for rank in range(2) for number in range(2)])
+    for rank, result in enumerate(results):
+        assert_close(result, expected, 1e-2 if hook else 1e-12)
+        assert sizes[rank].count(21) == 1
+
+
+def test_a_module_is_wrapped_again_for_other_parameters() -> None:
+    """A module of which other parameters are trained gets another wrapper, which averages them."""
+    model: Any = net()
+    model[0].requires_grad_(False)
+
+    def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[torch.Tensor | None]:
+        again = strategy.setup_module(strategy.unwrap_module(wrapped).requires_grad_(True))
+        assert again is not wrapped
+        return accumulate(strategy, again)
+
+    for result in on_ranks(2, work, model):
+        assert_close(result, alone(net(), [batch(rank, number) for rank in range(2) for number in range(2)]))
+
+
+def test_a_compiled_module_is_wrapped_once() -> None:
+    """What `torch.compile` returned stands for its module."""
+
+    def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> bool:
+        compiled: Any = torch.compile(strategy.unwrap_module(wrapped), backend="eager")
+        return strategy.setup_module(compiled) is wrapped
+
+    assert on_ranks(1, work, net()) == [True]
+
+
+def test_a_module_that_torch_has_wrapped_is_refused() -> None:
+    """A wrapper that the strategy has not made averages in its own way."""
+
+    def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
+        with pytest.raises(ConfigurationError, match="configure_ddp"):
+            strategy.setup_module(bare(net()))
+
+    on_ranks(1, work, net())
+
+
+def test_nothing_to_block() -> None:
+    """`no_backward_sync(enabled=False)` does nothing, so the module may be a plain one."""
+
+    def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
+        with strategy.no_backward_sync(net(), enabled=False):
+            pass
+        with pytest.raises(InvalidTypeError, match="setup_module"):
+            strategy.no_backward_sync(net())
+
+    on_ranks(1, work, net())
+    with SingleDeviceStrategy().no_backward_sync(net(), enabled=False):
+        pass
