@@ -46,6 +46,8 @@ class AutomaticOptimization:
         if self._is_window_start:
             self._clear_gradients()
         self._is_window_start = is_window_end
+        if (factor := self.weighting.begin_batch(batch_idx, is_window_end)) != 1:
+            self._scale_gradients(factor)
         outputs = self._forward_backward(batch, batch_idx, is_window_end)
         if is_window_end:
             self._padding.end_window()
@@ -97,6 +99,12 @@ class AutomaticOptimization:
         for optimizer in self._context.optimizers:
             self._module.on_before_zero_grad(optimizer)
             self._strategy.precision.zero_grad(optimizer)
+
+    def _scale_gradients(self, factor: float) -> None:
+        parameters_of = self._strategy.precision.model_parameters
+        for parameter in trained_parameters(self._context.wrapped, self._context.optimizers, parameters_of):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def _step(self) -> None:
         strategy = self._strategy

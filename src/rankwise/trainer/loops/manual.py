@@ -91,6 +91,7 @@ class ManualOptimization:
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Run `training_step`, and return its outputs. Collective: every rank must call this."""
         share_buffers_next(self._wrapped)
+        self.weighting.begin_batch(batch_idx, is_window_end)
         self._weight = self.weighting.factor(batch_idx)
         strategy = self._strategy
         blocked = strategy.no_backward_sync(self._wrapped)

@@ -43,6 +43,8 @@ class BatchSchedule:
     Attributes:
         loader: this rank's part of the loader.
         num_batches: the number of batches of the epoch on every rank, padding included; `inf` if unknown.
+        is_counted: whether the ranks count before each step how many have a batch left.
+        num_real: how many ranks have the last batch, where they are counted.
         is_padding: whether the last batch is a zero-weight padding step on this rank.
         has_padding: whether the last batch is a zero-weight padding step on any rank.
     """
@@ -53,12 +55,17 @@ class BatchSchedule:
         self._module = module
         self._share = share
         self._lengths: tuple[float, ...] = (share.num_batches,)
-        self._is_known = True
-        self._num_real = 1
+        self.is_counted = False
+        self.num_real = 1
         self._counter: StoreCounter | None = None
         self.loader = share.loader
         self.num_batches = share.num_batches
         self.is_padding = self.has_padding = False
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share the data."""
+        return len(self._lengths)
 
     def ends_by_rank(self, end: int, num_replicas: int) -> list[int]:
         """Return for each rank the number after its last batch before batch `end`."""
@@ -75,7 +82,7 @@ class BatchSchedule:
         is_uneven = len(set(self._lengths)) > 1 and (self._policy == "error" or 0 in self._lengths)
         if is_uneven if all(certain) else any(certain):
             raise UnevenInputsError(_LOADER, tuple(_shown(*number) for number in numbers))
-        self._is_known = all(certain) if len(numbers) > 1 else self._share.is_exact
+        self.is_counted = not (all(certain) if len(numbers) > 1 else self._share.is_exact)
         if not all(certain) and len(numbers) > 1:
             self._counter = StoreCounter(self._strategy.data_parallel_group, self._strategy.timeout)
         self.num_batches = (min if self._policy == "truncate" else max)(self._lengths)
@@ -87,21 +94,17 @@ class BatchSchedule:
         `own` are this rank's batches that are left, after the `done` batches of the epoch that it has run.
         """
         self.is_padding = self.has_padding = False
-        return self._known(own, done) if self._is_known else self._counted(own, done)
+        return self._counted(own, done) if self.is_counted else self._known(own, done)
 
     def weight(self, first: int, end: int) -> float:
         """Return the factor that makes the ranks' average the mean over all real batches of a window.
 
-        The window is from batch `first` to before `end`. Where the numbers of batches are not known, the
-        number of ranks that have the current batch is taken for the whole window.
+        The window is from batch `first` to before `end`. The ranks' numbers of batches must be known.
         """
         if self.is_padding:
             return 0.0
-        world_size = len(self._lengths)
-        if not self._is_known:
-            return world_size / (self._num_real * (end - first))
         real = sum(max(0.0, min(length, end) - first) for length in self._lengths)
-        return world_size / real if real else 1.0
+        return self.num_ranks / real if real else 1.0
 
     def preserve_state(self) -> AbstractContextManager[None]:
         """Return a context that restores buffers and random state after the passes of a padding step."""
@@ -136,7 +139,7 @@ class BatchSchedule:
             raise no_batch_error(f"it gave no batch{f' after the {done} of an earlier run' * (done > 0)}.")
         batch, number, is_last = _END, done, False
         while not is_last:
-            self.is_padding, self._num_real = upcoming is _END, num_real
+            self.is_padding, self.num_real = upcoming is _END, num_real
             self.has_padding = num_real < len(self._lengths)
             batch = batch if self.is_padding else upcoming
             number += 1

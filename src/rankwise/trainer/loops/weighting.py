@@ -43,6 +43,8 @@ class BatchWeighting:
         self._schedule = schedule
         self._sizes: BatchSizes | None = None
         self._begin = 0
+        self._num_real = 0  # batches of all ranks so far in this window, where they are counted
+        self._counted_weight = 1.0
 
     def begin_epoch(self) -> None:
         """Read the number of the epoch's first batch, and the batch sizes of all ranks if they are needed."""
@@ -69,6 +71,21 @@ class BatchWeighting:
     def _has_effect(self) -> bool:
         """Whether a window has more than one batch."""
         return self._strategy.world_size > 1 or self._settings.accumulate_grad_batches > 1
+
+    def begin_batch(self, batch_idx: int, is_window_end: bool) -> float:
+        """Return what to multiply the gradients of the window's earlier batches by.
+
+        Where the ranks count their batches one by one, a window counts as full until its last batch. Only
+        then it is known how many batches of how many ranks it has.
+        """
+        if not self._schedule.is_counted or self._strategy.gradient_weighting == "logged":
+            return 1.0
+        first, end = self._window(batch_idx)
+        self._num_real = self._schedule.num_real + (0 if batch_idx == first else self._num_real)
+        self._counted_weight = expected = 1 / (end - first)
+        if is_window_end:
+            self._counted_weight = self._schedule.num_ranks / self._num_real
+        return self._counted_weight / expected
 
     def weight(self, outputs: Any, batch_idx: int) -> float | Tensor:
         """Return the weight of a batch for which `training_step` returned `outputs`."""
@@ -115,11 +132,10 @@ class BatchWeighting:
 
         DDP divides the sum of the ranks' gradients by the number of ranks afterwards.
         """
-        length = self._settings.accumulate_grad_batches
-        start = batch_idx - batch_idx % length
-        first = max(start, self._begin)  # it may be later after a checkpoint from a run with other windows
-        end = int(min(start + length, self._schedule.num_batches))
+        first, end = self._window(batch_idx)
         sizes = self._sizes
+        if sizes is None and self._schedule.is_counted:
+            return 0.0 if self._schedule.is_padding else self._counted_weight
         if sizes is None:
             return self._schedule.weight(first, end)
         ends = self._schedule.ends_by_rank(end, sizes.num_replicas)
@@ -127,3 +143,10 @@ class BatchWeighting:
         total = sum(sizes.size_of(rank, batch) for rank, batch in batches)
         own = 0 if self._schedule.is_padding else sizes.size_of(sizes.rank, batch_idx)
         return own * sizes.num_replicas / total
+
+    def _window(self, batch_idx: int) -> tuple[int, int]:
+        """Return the first batch of a batch's window, and the one after its last, unless data end before."""
+        length = self._settings.accumulate_grad_batches
+        start = batch_idx - batch_idx % length
+        first = max(start, self._begin)  # it may be later after a checkpoint from a run with other windows
+        return first, int(min(start + length, self._schedule.num_batches))
