@@ -1,0 +1,71 @@
+"""Run a program on ranks and by hand, and compare all that both give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tests.helpers.threaded import ThreadedStrategy
+from tests.programs import on_ranks, reference
+from tests.programs.program import Job, Program
+from tests.programs.ranks import Ranks
+
+TOLERANCE = 1e-12
+
+
+def differences(found: Any, expected: Any, place: str = "") -> list[str]:
+    """Return where two values differ by more than 1e-12, relative to the larger of 1 and the value."""
+    if isinstance(expected, Mapping):
+        missing = [f"{place}: no {key!r} in {list(found)}" for key in expected if key not in found]
+        return missing + [
+            text
+            for key in expected
+            if key in found
+            for text in differences(found[key], expected[key], f"{place}.{key}")
+        ]
+    if isinstance(expected, (list, tuple)):
+        if len(found) != len(expected):
+            return [f"{place}: {len(found)} items instead of {len(expected)}"]
+        pairs = zip(found, expected, strict=True)
+        return [
+            text for n, (one, other) in enumerate(pairs) for text in differences(one, other, f"{place}[{n}]")
+        ]
+    if isinstance(expected, Tensor):
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            return [f"{place}: {found.shape} {found.dtype} instead of {expected.shape} {expected.dtype}"]
+        error = (found.double() - expected.double()).abs() / expected.double().abs().clamp(min=1)
+        largest = float(error.max()) if error.numel() else 0.0
+        return [] if largest <= TOLERANCE else [f"{place}: differs by {largest:.2g}"]
+    if isinstance(expected, float):
+        is_close = abs(found - expected) <= TOLERANCE * max(1.0, abs(expected))
+        return [] if is_close else [f"{place}: {found!r} instead of {expected!r}"]
+    return [] if found == expected else [f"{place}: {found!r} instead of {expected!r}"]
+
+
+def run_on_rank(rank: int, world_size: int, program: Program, job: Job, folder: Path) -> list[dict[str, Any]]:
+    """Run a job in a process that has a process group."""
+
+    def strategy(**options: Any) -> ThreadedStrategy:
+        return ThreadedStrategy(rank, world_size, **options)
+
+    return on_ranks.run_job(program, job, folder, strategy)
+
+
+def check(program: Program, ranks_of: Callable[[int], Ranks], folder: Path) -> None:
+    """Every rank has what one process has, after every action."""
+    saved = None
+    for number, job in enumerate(program.jobs):
+        by_rank = ranks_of(job.world_size).run(run_on_rank, program, job, folder)
+        fits = [[outcome["seen"] for outcome in outcomes if "seen" in outcome] for outcomes in by_rank]
+        expected, saved = reference.run_job(
+            program, job, saved, [list(fit) for fit in zip(*fits, strict=True)]
+        )
+        actions = [action for run in job.runs for action in run.actions]
+        for rank, outcomes in enumerate(by_rank):
+            for place, (action, one, other) in enumerate(zip(actions, outcomes, expected, strict=True)):
+                found = differences(one, other)
+                where = f"job {number} on {job.world_size} ranks, rank {rank}, action {place} ({action.name})"
+                assert not found, f"{where}:\n  " + "\n  ".join(found[:8])

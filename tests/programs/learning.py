@@ -1,0 +1,312 @@
+"""What both sides of the comparison train with, in plain torch and float64: networks, samples, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from tests.programs.program import Data, Learning
+
+FEATURES = 3
+WIDTH = 4
+PARTS = ("body", "side", "head")
+
+
+class Centering(nn.Module):
+    """Subtract the mean of the batch in training, a running mean in evaluation; counts samples."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training:
+            return hidden - self.mean
+        mean = hidden.mean(dim=0)
+        self.mean.mul_(0.5).add_(mean.detach(), alpha=0.5)
+        self.count.add_(len(hidden))
+        return hidden - mean
+
+
+class Net(nn.Module):
+    """Predict one number for each sample.
+
+    `kind`: `"mlp"`; `"running"` has buffers that every batch changes; `"branching"` uses its side for some
+    samples only, and for some batches not at all.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.body = nn.Linear(FEATURES, WIDTH, dtype=torch.float64)
+        self.side = nn.Linear(FEATURES, WIDTH, dtype=torch.float64)
+        self.head = nn.Linear(WIDTH, 1, dtype=torch.float64)
+        self.centering = Centering() if kind == "running" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        uses_side = x[:, :1] > 0.5
+        if self.kind != "branching":
+            hidden = hidden + self.side(x)
+        elif bool(uses_side.any()):
+            hidden = hidden + self.side(x) * uses_side
+        predicted: Tensor = self.head(torch.tanh(self.centering(hidden))).squeeze(1)
+        return predicted
+
+
+@dataclass
+class Samples:
+    """A batch: numbers in the data set, features and targets, and a weight of each sample."""
+
+    numbers: Tensor  # (N,)
+    x: Tensor  # (N, FEATURES)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def y(self) -> Tensor:
+        """The targets, of shape (N,)."""
+        return torch.sin(self.x.sum(dim=1)) + self.x[:, 0]
+
+    @property
+    def tokens(self) -> Tensor:
+        """How much each sample counts where weights are logged, of shape (N,)."""
+        return self.numbers % 3 + 1.0
+
+    def pick(self, positions: list[int]) -> Samples:
+        """Return some of the samples."""
+        return Samples(self.numbers[positions], self.x[positions])
+
+
+def samples(data: Data) -> Samples:
+    """Return all samples: the same every time."""
+    generator = torch.Generator().manual_seed(data.seed)
+    x = torch.randn(data.num_samples, FEATURES, dtype=torch.float64, generator=generator)
+    return Samples(torch.arange(data.num_samples), x)
+
+
+def loss_of(net: Net, batch: Samples, *, is_by_token: bool = False) -> Tensor:
+    """Return the mean squared error over samples, or over tokens."""
+    errors = (net(batch.x) - batch.y).square()
+    mean: Tensor = (errors * batch.tokens).sum() / batch.tokens.sum() if is_by_token else errors.mean()
+    return mean
+
+
+def order_of(data: Data, count: int, epoch: int) -> list[int]:
+    """Return the order of `count` samples in an epoch, unless torch shuffles."""
+    if data.order != "sampler":
+        return list(range(count))
+    generator = torch.Generator().manual_seed(1000 * data.seed + epoch)
+    order: list[int] = torch.randperm(count, generator=generator).tolist()
+    return order
+
+
+# ------------------------------------------------------------------------------------- batches
+
+
+@dataclass
+class Record:
+    """A batch of an own class."""
+
+    names: list[str]
+    x: Tensor
+    numbers: Tensor
+
+
+def _collate(shape: str, items: list[tuple[int, Tensor]]) -> Any:
+    numbers, x = torch.tensor([number for number, _ in items]), torch.stack([x for _, x in items])
+    names = [f"sample {number}" for number in numbers.tolist()]
+    shapes = {
+        "tuple": (x, numbers),
+        "dict": {"names": names, "x": x, "numbers": numbers},
+        "nested": [{"a": {"names": names}}, (numbers, [x])],
+        "record": Record(names, x, numbers),
+        "images": {"x": list(x), "numbers": numbers.tolist()},
+        "time first": (x.T.contiguous(), numbers),
+        "scalar first": (torch.tensor(0.5), numbers, x),
+    }
+    return shapes[shape]
+
+
+def read_batch(shape: str, batch: Any) -> Samples:
+    """Return the samples of a batch of the given shape."""
+    match shape, batch:
+        case "tuple", (x, numbers):
+            return Samples(numbers, x)
+        case "dict", {"x": x, "numbers": numbers}:
+            return Samples(numbers, x)
+        case "nested", [_, (numbers, [x])]:
+            return Samples(numbers, x)
+        case "record", Record(_, x, numbers):
+            return Samples(numbers, x)
+        case "images", {"x": images, "numbers": numbers}:
+            return Samples(torch.tensor(numbers), torch.stack(images))
+        case "time first", (x, numbers):
+            return Samples(numbers, x.T)
+        case "scalar first", (_, numbers, x):
+            return Samples(numbers, x)
+    raise ValueError(shape)
+
+
+@dataclass
+class Collate:
+    """Makes batches of a shape; can be pickled."""
+
+    shape: str
+
+    def __call__(self, items: list[tuple[int, Tensor]]) -> Any:
+        return _collate(self.shape, items)
+
+
+class Rows(Dataset[Any]):
+    """Samples by number; those of a fold are numbered from 0 again."""
+
+    def __init__(self, data: Data, subset: list[int] | None) -> None:
+        self.samples = samples(data) if subset is None else samples(data).pick(subset)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, position: int) -> tuple[int, Tensor]:
+        return int(self.samples.numbers[position]), self.samples.x[position]
+
+
+class Stream(IterableDataset[Any]):
+    """Samples one after another, which splits itself."""
+
+    def __init__(self, data: Data, rows: Rows) -> None:
+        self.data = data
+        self.rows = rows
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def shard(self, num_shards: int, index: int) -> Iterator[tuple[int, Tensor]]:
+        order = order_of(self.data, len(self.rows), self.epoch)
+        return (self.rows[position] for position in order[index::num_shards])
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        return self.shard(1, 0)
+
+
+class SizedStream(Stream):
+    """The same with a length."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Order(Sampler[int]):
+    """The program's own order of each epoch."""
+
+    def __init__(self, data: Data, count: int) -> None:
+        self.data = data
+        self.count = count
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(order_of(self.data, self.count, self.epoch))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Batches(Sampler[list[int]]):
+    """Batches whose sizes repeat those of the program."""
+
+    def __init__(self, data: Data, count: int) -> None:
+        self.order = Order(data, count)
+        self.sizes = data.sizes
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(cut(list(self.order), self.sizes))
+
+    def __len__(self) -> int:
+        return len(cut(list(range(len(self.order))), self.sizes))
+
+
+def cut(items: list[int], sizes: tuple[int, ...]) -> list[list[int]]:
+    """Return batches of `sizes`, from the first size again where they end."""
+    batches: list[list[int]] = []
+    while items:
+        size = sizes[len(batches) % len(sizes)]
+        batches.append(items[:size])
+        items = items[size:]
+    return batches
+
+
+def make_loader(data: Data, subset: list[int] | None = None) -> DataLoader[Any]:
+    """Return the loader that a script gives to the Trainer."""
+    rows = Rows(data, subset)
+    collate = Collate(data.shape)
+    if data.sizes:
+        return DataLoader(rows, batch_sampler=Batches(data, len(rows)), collate_fn=collate)
+    size, drop_last = data.batch_size, data.drop_last
+    if data.kind != "map":
+        stream = SizedStream(data, rows) if data.kind == "iterable" else Stream(data, rows)
+        return DataLoader(stream, size, drop_last=drop_last, collate_fn=collate)
+    sampler = Order(data, len(rows)) if data.order == "sampler" else None
+    is_shuffled = data.order == "shuffle"
+    return DataLoader(
+        rows, size, shuffle=is_shuffled, sampler=sampler, drop_last=drop_last, collate_fn=collate
+    )
+
+
+# ------------------------------------------------------------------------------------- optimizers
+
+
+def part_of(net: Net, part: str) -> list[nn.Parameter]:
+    """Return the parameters of a part."""
+    return list(net.get_submodule(part).parameters())
+
+
+def set_trainable(net: Net, part: str, *, is_trainable: bool) -> None:
+    """Freeze or unfreeze a part."""
+    for parameter in part_of(net, part):
+        parameter.requires_grad_(is_trainable)
+
+
+_OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.5, nesterov=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.02, eps=1e-3),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.02, eps=1e-3, weight_decay=0.1),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, eps=1e-3),
+}
+
+
+def make_optimizer(net: Net, learning: Learning) -> torch.optim.Optimizer:
+    """Return an optimizer with a group for each part, but for those that come later."""
+    parts = [part for part in PARTS if part not in learning.late]
+    groups = [{"params": part_of(net, part), "name": part} for part in parts]
+    optimizer: torch.optim.Optimizer = _OPTIMIZERS[learning.optimizer](groups)
+    return optimizer
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, learning: Learning) -> Any:
+    """Return a learning rate scheduler; None for none."""
+    match learning.schedule:
+        case "epoch":
+            return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+        case "step":
+            return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
+        case "plateau":
+            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    return None

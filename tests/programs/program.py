@@ -1,0 +1,133 @@
+"""What a random training program is: the data, the model, the options, and what the script does in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set of `num_samples` samples, and how a loader reads it.
+
+    Attributes:
+        kind: `"map"`; `"iterable"` and `"unsized"` split themselves by shards, with and without a length.
+        order: `"given"`, `"sampler"` (the program's own permutation of each epoch) or `"shuffle"` (torch's).
+        shape: what a batch looks like; see `learning.SHAPES`.
+        sizes: batch sizes of a batch sampler of the program's own; empty for none.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int = 0
+    kind: str = "map"
+    order: str = "given"
+    shape: str = "tuple"
+    drop_last: bool = False
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The model and how it is optimized.
+
+    Attributes:
+        net: see `learning.Net`.
+        frozen: parts whose parameters do not require gradients at first.
+        optimizer: see `learning.make_optimizer`.
+        schedule: `""`, `"epoch"`, `"step"` or `"plateau"`.
+        late: parts whose parameters the optimizer does not have at first.
+    """
+
+    net: str = "mlp"
+    optimizer: str = "sgd"
+    schedule: str = ""
+    frozen: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of the Trainer and of the strategy."""
+
+    accumulate: int = 1
+    clip: float = 0.0
+    clip_algorithm: str = "norm"
+    uneven_inputs: str = "error"
+    weighting: str | None = "samples"
+    sync_mode: str = "auto"
+    bucket_cap_mb: float = 25
+    val_check_interval: int = 0  # 0: at the end of an epoch
+    check_val_every_n_epoch: int = 1
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the script does within a fit: `action` on `part`, before batch `batch` of epoch `epoch`.
+
+    Attributes:
+        action: `"freeze"`, `"unfreeze"`, or `"add"` (a parameter group of the optimizer).
+    """
+
+    epoch: int
+    batch: int
+    action: str
+    part: str
+
+
+@dataclass(frozen=True)
+class Action:
+    """One call of the Trainer.
+
+    Attributes:
+        name: `"fit"`, `"validate"`, `"test"` or `"predict"`.
+        epochs: a fit's `max_epochs`.
+        steps: a fit's `max_steps`, -1 for none.
+    """
+
+    name: str
+    epochs: int = 0
+    steps: int = -1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A Trainer and a module, and what the script does with them.
+
+    Attributes:
+        resumes: whether its first fit continues from the checkpoint that the run before has saved.
+        is_fold: whether it trains on a random subset of the data, drawn from the global random state.
+        trains_with_validation: whether `fit` gets a validation loader.
+    """
+
+    actions: tuple[Action, ...]
+    resumes: bool = False
+    is_fold: bool = False
+    has_validation: bool = True
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one script does on `world_size` ranks."""
+
+    world_size: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A random training program: jobs, one after another; a checkpoint may go from one to the next.
+
+    Attributes:
+        is_seeded: whether all ranks build the same module; otherwise rank 0's counts.
+        metric: the metric object that is logged in validation and training; `""` for none.
+    """
+
+    seed: int
+    train: Data
+    evaluation: Data
+    learning: Learning
+    options: Options
+    jobs: tuple[Job, ...]
+    changes: tuple[Change, ...] = ()
+    is_seeded: bool = True
+    metric: str = ""

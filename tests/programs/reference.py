@@ -1,0 +1,314 @@
+"""The hand-written loop of one process: what a program gives, worked out without rankwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.programs import learning
+from tests.programs.learning import Net, Samples
+from tests.programs.program import Action, Data, Job, Program, Run
+
+Outcome = dict[str, Any]
+Seen = list[list[tuple[int, list[int]]]]  # of each rank: epoch and sample numbers of each training batch
+
+
+def run_job(program: Program, job: Job, saved: Learner | None, seen: list[Seen]) -> tuple[list[Outcome], Any]:
+    """Return what each action of a job gives, and the learner that its last run saves.
+
+    `saved` is the learner that the job before has saved; `seen`, for each fit of the job, the batches of the
+    ranks, from which the order is taken where torch shuffles.
+    """
+    outcomes: list[Outcome] = []
+    seen = list(seen)
+    torch.manual_seed(program.seed)
+    for number, run in enumerate(job.runs):
+        if job.world_size == 1:
+            torch.manual_seed(program.seed + number)  # on one process, stages draw from the global state
+        learner = Learner(program, job.world_size, run, saved if run.resumes else None)
+        for action in run.actions:
+            if action.name == "fit":
+                result = learner.fit(action, seen.pop(0) if seen else [])
+            else:
+                result = learner.evaluate(action)
+            random = {"random": torch.rand(2)} if job.world_size > 1 else {}
+            outcomes.append({**learner.state(), **result, **random})
+        saved = saved if learner.optimizer is None else learner
+    return outcomes, saved
+
+
+class Learner:
+    """A model in training: what a Trainer, its module and its optimizer hold."""
+
+    def __init__(self, program: Program, world_size: int, run: Run, saved: Learner | None) -> None:
+        self.program, self.world_size, self.run = program, world_size, run
+        self.net = new_net(program)
+        self.subset = new_fold(program, run)
+        self.data = learning.Rows(program.train, self.subset).samples
+        self.evaluation_data = learning.samples(program.evaluation)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: Any = None
+        self.epoch = self.step = self.batches_done = self.items_done = 0
+        self.saved = saved
+
+    def state(self) -> Outcome:
+        """Return the state that is compared after every action."""
+        state: Outcome = {f"net.{name}": tensor.clone() for name, tensor in self.net.state_dict().items()}
+        state["position"] = [self.epoch, self.step]
+        if self.optimizer is not None:
+            state["optimizer"] = copy.deepcopy(self.optimizer.state_dict())
+        return state
+
+    # --------------------------------------------------------------------------------- fit
+
+    def fit(self, action: Action, seen: Seen) -> Outcome:
+        """Train up to the action's limits."""
+        self._begin_fit()
+        fit: Outcome = {"metrics": {}, "validations": []}
+        while self.epoch < action.epochs and not self._is_at(action.steps):
+            self._run_epoch(action, self._stream(seen), fit)
+        return fit
+
+    def _begin_fit(self) -> None:
+        if self.optimizer is None:
+            self.optimizer = learning.make_optimizer(self.net, self.program.learning)
+            self.scheduler = learning.make_scheduler(self.optimizer, self.program.learning)
+        if self.saved is not None:
+            self._resume(self.saved)
+            self.saved = None
+
+    def _resume(self, saved: Learner) -> None:
+        assert saved.optimizer is not None
+        assert self.optimizer is not None
+        self.net.load_state_dict(saved.net.state_dict())
+        self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(saved.scheduler.state_dict())
+        self.epoch, self.step = saved.epoch, saved.step
+        self.batches_done, self.items_done = saved.batches_done, saved.items_done
+
+    def _is_at(self, steps: int) -> bool:
+        return 0 <= steps <= self.step
+
+    def _run_epoch(self, action: Action, stream: list[int] | None, fit: Outcome) -> None:
+        first, batches = self.batches_done, self._batches(stream)
+        logged = Logged()
+        window: list[Samples] = []
+        total = first + max(map(len, batches))
+        for number in range(first, total):
+            self._change(number)
+            if not window:
+                self._optimizer.zero_grad()
+            mine = [rank_batches[number - first : number - first + 1] for rank_batches in batches]
+            window += self._backward(mine, logged)
+            is_last = number + 1 == total
+            if self._end_batch(window, number, is_last, fit):
+                window = []
+                if not is_last and self._is_at(action.steps):
+                    fit["metrics"].update(logged.values())
+                    return
+        fit["metrics"].update(logged.values())
+        if self.program.learning.schedule == "plateau":
+            self.scheduler.step(fit["metrics"]["val"])
+        self.epoch += 1
+        self.batches_done = self.items_done = 0
+
+    def _end_batch(self, window: list[Samples], number: int, is_last: bool, fit: Outcome) -> bool:
+        """Step and validate after a batch where that is due; return whether its window ends."""
+        data = self.program.train
+        is_window_end = is_last or (number + 1) % self.program.options.accumulate == 0
+        self.batches_done += 1
+        self.items_done += self.world_size * (1 if data.sizes else data.batch_size)
+        if is_window_end:
+            self._step(window)
+        if is_last:
+            self._schedule("epoch")
+        if is_window_end:
+            self._validate_if_due(number, is_last, fit)
+        return is_window_end
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        assert self.optimizer is not None
+        return self.optimizer
+
+    def _change(self, number: int) -> None:
+        """Do what the script does before this batch."""
+        for change in self.program.changes:
+            if (change.epoch, change.batch) != (self.epoch, number):
+                continue
+            if change.action == "add":
+                group = {"params": learning.part_of(self.net, change.part), "name": change.part}
+                self._optimizer.add_param_group(group)
+            else:
+                learning.set_trainable(self.net, change.part, is_trainable=change.action == "unfreeze")
+
+    def _backward(self, batches: list[list[Samples]], logged: Logged) -> list[Samples]:
+        """Add the gradients of the ranks' batches, each times its weight; return those that are there.
+
+        A rank has one batch or none. Buffers become those of rank 0.
+        """
+        for rank, batch in ((rank, batch) for rank, mine in enumerate(batches) for batch in mine):
+            before = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
+            loss = learning.loss_of(self.net, batch, is_by_token=self.program.options.weighting == "logged")
+            (loss * self._weight(batch)).backward()
+            if rank:
+                for name, buffer in self.net.named_buffers():
+                    buffer.copy_(before[name])
+            logged.add(batch, float(loss.detach()))
+        return [batch for mine in batches for batch in mine]
+
+    def _weight(self, batch: Samples) -> float:
+        weights = {"samples": float(len(batch)), "logged": float(batch.tokens.sum()), None: 1.0}
+        return weights[self.program.options.weighting]
+
+    def _step(self, window: list[Samples]) -> None:
+        options, total = self.program.options, sum(map(self._weight, window))
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad /= total
+        if options.clip and options.clip_algorithm == "norm":
+            nn.utils.clip_grad_norm_(parameters, options.clip)
+        elif options.clip:
+            nn.utils.clip_grad_value_(parameters, options.clip)
+        self._optimizer.step()
+        self.step += 1
+        self._schedule("step")
+
+    def _schedule(self, moment: str) -> None:
+        if self.program.learning.schedule == moment:
+            self.scheduler.step()
+
+    def _validate_if_due(self, number: int, is_last: bool, fit: Outcome) -> None:
+        options = self.program.options
+        interval = options.val_check_interval
+        first = number - number % options.accumulate
+        is_due = is_last if not interval else (number + 1) // interval > first // interval
+        if self.run.has_validation and is_due and (self.epoch + 1) % options.check_val_every_n_epoch == 0:
+            found = self._measure("val")
+            fit["metrics"].update(found)
+            fit["validations"].append(found["val"])
+
+    # --------------------------------------------------------------------------------- data
+
+    def _batches(self, stream: list[int] | None) -> list[list[Samples]]:
+        """Return each rank's batches that are left of the epoch."""
+        data = self.program.train
+        if data.kind != "map":
+            return [mine[self.batches_done :] for mine in self._iterated(data)]
+        items: list[list[int]]
+        if stream is not None:
+            items = [[self._position(number)] for number in stream]
+        else:
+            order = learning.order_of(data, len(self.data), self.epoch)
+            whole = learning.cut(order, data.sizes) if data.sizes else [[number] for number in order]
+            items = list(islice(cycle(whole), self.items_done, self.items_done + self._count(len(whole))))
+        size = 1 if data.sizes else data.batch_size
+        shares = [items[rank :: self.world_size] for rank in range(self.world_size)]
+        cuts = [[share[start : start + size] for start in range(0, len(share), size)] for share in shares]
+        if data.drop_last:
+            cuts = [[batch for batch in mine if len(batch) == size] for mine in cuts]
+        return [[self.data.pick([n for item in batch for n in item]) for batch in mine] for mine in cuts]
+
+    def _stream(self, seen: Seen) -> list[int] | None:
+        """Return what is left of the epoch in the order that the ranks have shown; None if they do not."""
+        if self.program.train.order != "shuffle":
+            return None
+        count = self._count(len(self.data))
+        shares = [[n for epoch, batch in mine if epoch == self.epoch for n in batch] for mine in seen]
+        shares = [share[: len(range(rank, count, self.world_size))] for rank, share in enumerate(shares)]
+        return [share[n] for n in range(max(map(len, shares))) for share in shares if n < len(share)]
+
+    def _position(self, number: int) -> int:
+        return int((self.data.numbers == number).nonzero())
+
+    def _count(self, length: int) -> int:
+        """Return how many items all ranks take of the epoch that has `length`."""
+        left = max(0, length - self.items_done)
+        rest = left % self.world_size
+        if rest == 0 or self.program.options.uneven_inputs == "join":
+            return left
+        return left - rest if self.program.train.drop_last else left + self.world_size - rest
+
+    def _iterated(self, data: Data) -> list[list[Samples]]:
+        order = learning.order_of(data, len(self.data), self.epoch)
+        shares = [order[rank :: self.world_size] for rank in range(self.world_size)]
+        cuts = [_chunks(share, data.batch_size, drop_last=data.drop_last) for share in shares]
+        if self.program.options.uneven_inputs == "truncate":
+            cuts = [mine[: min(map(len, cuts))] for mine in cuts]
+        return [[self.data.pick(batch) for batch in mine] for mine in cuts]
+
+    # --------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, action: Action) -> Outcome:
+        """Validate, test or predict."""
+        if action.name != "predict":
+            return {"metrics": self._measure({"validate": "val", "test": "test"}[action.name])}
+        data = self.program.evaluation
+        order = learning.order_of(data, data.num_samples, 0)
+        chunks = _chunks(order, data.batch_size, drop_last=data.drop_last)
+        return {"predictions": [self._predict(self.evaluation_data.pick(chunk)) for chunk in chunks]}
+
+    def _predict(self, batch: Samples) -> Tensor:
+        self.net.eval()
+        with torch.no_grad():
+            predicted: Tensor = self.net(batch.x)
+        self.net.train()
+        return predicted
+
+    def _measure(self, prefix: str) -> dict[str, float]:
+        data, batch = self.program.evaluation, self.evaluation_data
+        order = learning.order_of(data, data.num_samples, self.epoch)
+        if data.drop_last:
+            order = order[: len(order) - len(order) % data.batch_size]
+        batch = batch.pick(order)
+        errors = (self._predict(batch) - batch.y).square()
+        mean, largest = float(errors.mean()), float(errors.max())
+        return {prefix: mean, f"{prefix}_max": largest, f"{prefix}_sum": len(batch)}
+
+
+@dataclass
+class Logged:
+    """The training metrics of an epoch."""
+
+    losses: list[tuple[float, int]] = field(default_factory=list)
+    largest: float = float("-inf")
+
+    def add(self, batch: Samples, loss: float) -> None:
+        """Add a batch."""
+        self.losses.append((loss, len(batch)))
+        self.largest = max(self.largest, float(batch.x.max()))
+
+    def values(self) -> dict[str, float]:
+        """Return the mean loss over samples, the largest feature, and the number of samples."""
+        count = sum(size for _, size in self.losses)
+        mean = sum(loss * size for loss, size in self.losses) / count
+        return {"train": mean, "train_max": self.largest, "train_sum": count}
+
+
+def new_net(program: Program) -> Net:
+    """Build the network as the script does, from the global random state."""
+    net = Net(program.learning.net)
+    for part in program.learning.frozen:
+        learning.set_trainable(net, part, is_trainable=False)
+    return net
+
+
+def new_fold(program: Program, run: Run) -> list[int] | None:
+    """Draw a random half of the data from the global random state; None for all data."""
+    if not run.is_fold:
+        return None
+    order: list[int] = torch.randperm(program.train.num_samples).tolist()
+    return order[: (len(order) + 1) // 2]
+
+
+def _chunks(items: Sequence[int], size: int, *, drop_last: bool) -> list[list[int]]:
+    chunks = [list(items[start : start + size]) for start in range(0, len(items), size)]
+    return [chunk for chunk in chunks if len(chunk) == size or not drop_last]
