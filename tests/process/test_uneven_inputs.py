@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from rankwise import DDPForkStrategy
+from rankwise.callbacks import ModelCheckpoint
 from rankwise.errors import WorkerRaisedError
 from rankwise.trainer import Trainer
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
@@ -55,12 +57,14 @@ class Lengths(IterableDataset[Any]):
                 yield self.data[numbers[before]]
 
 
-def fitted(devices: int, loader: Any, **options: Any) -> tuple[dict[str, Tensor], Trainer]:
+def fitted(
+    devices: int, loader: Any, ckpt_path: Path | None = None, **options: Any
+) -> tuple[dict[str, Tensor], Trainer]:
     """Return the weights after a fit."""
     strategy = "ddp_fork" if devices > 1 else "single_device"
     trainer = quiet_trainer(strategy, devices, max_epochs=EPOCHS, **options)
     module = Watched()
-    trainer.fit(module, loader)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
     weights = {name: value.detach().clone() for name, value in module.named_parameters()}
     return weights, trainer
 
@@ -176,6 +180,26 @@ class SizedOnRankZero:
         if torch.distributed.is_initialized() and torch.distributed.get_rank():
             raise TypeError
         return 1
+
+
+@pytest.mark.parametrize(("accumulate", "num_workers", "steps"), [(1, 0, (3, 4, 5)), (2, 1, (2,))])
+def test_a_tail_without_lengths_is_resumed(
+    accumulate: int, num_workers: int, steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    """A run goes on from where a rank has run out of batches, as if it had not been interrupted."""
+    loader = DataLoader(Lengths((6, 3)), batch_size=1, num_workers=num_workers)
+    options: dict[str, Any] = {
+        "uneven_inputs": "join",
+        "accumulate_grad_batches": accumulate,
+        "use_distributed_sampler": False,
+    }
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    expected, _ = fitted(2, loader, enable_checkpointing=True, callbacks=saving, **options)
+    for step in steps:
+        weights, trainer = fitted(2, loader, ckpt_path=tmp_path / f"step={step}.ckpt", **options)
+        assert trainer.global_step == len(range(0, 6, accumulate)) * EPOCHS
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value)
 
 
 def test_length_on_some_ranks() -> None:

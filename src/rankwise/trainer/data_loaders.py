@@ -183,7 +183,10 @@ class TrainDataShard:
         is_certain: whether that number is exact; otherwise it is an upper limit.
         limit: the Trainer's `limit_train_batches`.
         samples_per_batch: how many items of the index stream all ranks together use for a batch.
+        replayed: the last batch that was read again to continue from where an earlier run stopped; or None.
     """
+
+    replayed: Any = None
 
     def __init__(self, shard: LoaderShard, seed: int, limit: float, strategy: Strategy) -> None:
         self.limit = limit
@@ -221,8 +224,9 @@ class TrainDataShard:
         generator = getattr(self.loader, "generator", None)
         with isolated_random_state(seed, *([] if generator is None else [generator])):
             batches = iter(self.loader)
+        self.replayed = None
         for _ in range(self._replayed):
-            next(batches, None)
+            self.replayed = next(batches, self.replayed)
         return _first(self.num_batches - progress.batches_done, batches)
 
     @property

@@ -134,20 +134,23 @@ class BatchSchedule:
         """Yield the batches where the ranks count before each step how many have one; loads one ahead."""
         upcoming = next(own, _END)
         num_real = self._count(done, upcoming)
-        if num_real < len(self._lengths):
+        if not num_real or (num_real < self.num_ranks and not (done and self._policy == "join")):
             self._check_none_left(num_real, done, upcoming)
             raise no_batch_error(f"it gave no batch{f' after the {done} of an earlier run' * (done > 0)}.")
         batch, number, is_last = _END, done, False
         while not is_last:
             self.is_padding, self.num_real = upcoming is _END, num_real
-            self.has_padding = num_real < len(self._lengths)
-            batch = batch if self.is_padding else upcoming
+            self.has_padding = num_real < self.num_ranks
+            if not self.is_padding:
+                batch = upcoming
+            elif batch is _END:
+                batch = self._any_batch()
             number += 1
             upcoming = next(own, _END)
             num_real = self._count(number, upcoming)
             if self._policy == "error":
                 self._check_none_left(num_real, number, upcoming)
-            is_last = num_real < (len(self._lengths) if self._policy != "join" else 1)
+            is_last = num_real < (self.num_ranks if self._policy != "join" else 1)
             yield batch, is_last
         self.is_padding = self.has_padding = False
 
@@ -157,18 +160,22 @@ class BatchSchedule:
         return int(has_one) if self._counter is None else self._counter.count(number, is_for=has_one)
 
     def _check_none_left(self, num_real: int, number: int, upcoming: Any) -> None:
-        if 0 < num_real < len(self._lengths):
+        if 0 < num_real < self.num_ranks:
             found = str(number) if upcoming is _END else f"more than {number}"
             raise UnevenInputsError(_LOADER, tuple(self._strategy.all_gather_object(found)))
 
     def _any_batch(self) -> Any:
         """Return a batch for a rank that continues from a checkpoint written during its padding steps."""
+        if self._share.replayed is not None:
+            return self._share.replayed
         sampler = sharded_sampler_of(self.loader)
         with preserve_state(self._module, self._strategy.root_device), ExitStack() as stack:
             if sampler is not None:  # its position is the end
                 stack.callback(setattr, sampler, "skip", sampler.skip)
                 sampler.skip = 0
-            return next(iter(self.loader))
+            for batch in self.loader:
+                return batch
+        raise no_batch_error(f"global_rank={self._strategy.global_rank} has none, not even to repeat it.")
 
 
 def no_batch_error(facts: str) -> ConfigurationError:
