@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from rankwise import Trainer
 from rankwise.errors import ConfigurationError, UnusedParametersError, WorkerRaisedError
@@ -75,6 +76,32 @@ def test_hook_memory_comes_back_to_the_caller() -> None:
     states = trainer.strategy.comm_hook_states()
     assert [[entry["iter"] for entry in entries] for entries in states] == [[8], [8]]
     assert float(states[0][0]["errors"]["net.0.weight"].abs().max()) > 0
+
+
+def trained_in_many_buckets(strategy: DDPStrategy) -> list[Tensor]:
+    """Return the weights of a model whose compressed gradients fill nine buckets, after some steps."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    wrapped = strategy.setup_module(nn.Sequential(*layers).double())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(12):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + strategy.global_rank)
+        with strategy.gradient_sync_context(wrapped):
+            wrapped(torch.randn(4, 64, generator=generator).double()).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in wrapped.parameters()]
+
+
+@pytest.mark.parametrize("by", ["name", "function"])
+def test_powersgd_in_many_buckets_on_gloo(by: str) -> None:
+    """The hook's later all-reduces of several buckets have the same order on all ranks."""
+    hook: dict[str, Any] = {"comm_hook": "powersgd:start_powerSGD_iter=2,min_compression_rate=0.5"}
+    if by == "function":
+        hook = {"comm_hook": powerSGD_hook, "comm_state": PowerSGDState(None, 1, 2, min_compression_rate=0.5)}
+    strategy = ddp("fork", timeout=10, bucket_cap_mb=0.03, **hook)
+    strategy.launch(trained_in_many_buckets)
+    for first, second in zip(strategy.results[0], strategy.results[1], strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
 
 
 class Sharded(Regression):

@@ -62,6 +62,7 @@ class CommHook:
         wrap = _check_wrapper(wrapper)
         if not isinstance(hook, str):
             function = check_hook(hook)
+            _refuse_batched_powersgd(function)
             # torch's PowerSGD hook stores its memory by bucket, so ours replaces it.
             is_powersgd = _name_of(hook) == "powerSGD_hook" and function.__module__.startswith("torch.")
             named = NamedHook(powersgd_hook if is_powersgd else function, averages=is_averaging(function))
@@ -145,6 +146,15 @@ class CommHook:
             self.state = kind.__new__(kind)
             for name, value in slots.items():
                 object.__setattr__(self.state, name, value)
+
+
+def _refuse_batched_powersgd(hook: Hook) -> None:
+    if _name_of(hook) == "batched_powerSGD_hook" and hook.__module__.startswith(_TORCH_HOOKS):
+        raise ConfigurationError(
+            message="torch's batched_powerSGD_hook cannot be used.",
+            facts="it fails in its own code when it begins to compress, after start_powerSGD_iter steps.",
+            remedy='comm_hook="powersgd:batch_tensors_with_same_shape=true".',
+        )
 
 
 def _check_wrapper(wrapper: object) -> Wrapper | None:

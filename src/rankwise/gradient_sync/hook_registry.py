@@ -170,11 +170,18 @@ def _noop_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def powersgd_hook(memory: PowerSGDMemory, bucket: Any) -> Any:
-    """Call torch's `powerSGD_hook`."""
+    """Call torch's `powerSGD_hook`, which starts its second and third all-reduce in callbacks.
+
+    gloo runs callbacks in its own threads, so those of two buckets would start their all-reduces in an order
+    that differs between ranks. So each bucket is finished before the next; NCCL orders them itself.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
     memory.fit(bucket)
-    return powerSGD_hook(memory.state, bucket)
+    future = powerSGD_hook(memory.state, bucket)
+    if dist.get_backend(memory.state.process_group) != "nccl":
+        future.wait()
+    return future
 
 
 @final

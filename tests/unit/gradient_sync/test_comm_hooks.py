@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+)
 
 from rankwise.errors import (
     ConfigurationError,
@@ -219,6 +223,7 @@ def test_hooks_can_be_registered(names: Any) -> None:
         ({"comm_hook": 3}, InvalidTypeError, "a name, or a function"),
         ({"comm_hook": lambda bucket: bucket}, InvalidTypeError, "two arguments"),
         ({"comm_hook": nn.Module}, InvalidTypeError, "two arguments"),
+        ({"comm_hook": batched_powerSGD_hook}, ConfigurationError, "batched_powerSGD_hook cannot be used"),
         ({"comm_state": 1}, ConfigurationError, "comm_state is given without"),
         ({"comm_wrapper": "fp16"}, ConfigurationError, "comm_wrapper is given without"),
         ({"comm_hook": "noop", "comm_wrapper": "fp61"}, UnknownNameError, "Did you mean 'fp16'"),
