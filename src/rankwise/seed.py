@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from rankwise.errors import InvalidArgumentError, InvalidTypeError
 __all__ = [
     "get_random_state",
     "given_seed",
+    "is_random_generator",
     "isolated_random_state",
     "mixed_seed",
     "restore_seed",
     "seed_everything",
+    "seed_of",
     "seed_process",
     "set_random_state",
 ]
@@ -91,15 +95,53 @@ def seed_process(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def isolated_random_state(seed: int, *generators: torch.Generator) -> Iterator[None]:
+def isolated_random_state(seed: int, *generators: Any) -> Iterator[None]:
     """Seed Python, NumPy (if loaded), torch's CPU generator and `generators`; restore all after it."""
     with contextlib.ExitStack() as stack:
         stack.callback(set_random_state, get_random_state(_CPU), _CPU)
         seed_process(seed)
         for generator in generators:
-            stack.callback(generator.set_state, generator.get_state())
-            generator.manual_seed(seed)
+            stack.callback(_reseeded(generator, seed))
         yield
+
+
+def is_random_generator(value: object) -> bool:
+    """Return whether `value` is a random generator of torch, Python or NumPy that can be seeded."""
+    kinds: list[type] = [torch.Generator, random.Random]
+    if numpy := sys.modules.get("numpy"):
+        kinds += [numpy.random.Generator, numpy.random.RandomState]
+    return isinstance(value, tuple(kinds)) and not isinstance(value, random.SystemRandom)
+
+
+def seed_of(generator: Any) -> int:
+    """Return a number that depends on a generator's seed or, except for torch's, on its state."""
+    if isinstance(generator, torch.Generator):
+        return generator.initial_seed()
+    copied = copy.deepcopy(generator)
+    return (
+        copied.getrandbits(63)
+        if isinstance(copied, random.Random)
+        else int.from_bytes(copied.bytes(7), "big")
+    )
+
+
+def _reseeded(generator: Any, seed: int) -> Callable[[], object]:
+    """Seed a generator; return a function that restores its state."""
+    restore: Callable[[], object]
+    if isinstance(generator, torch.Generator):
+        restore = partial(generator.set_state, generator.get_state())
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        restore = partial(generator.setstate, generator.getstate())
+        generator.seed(seed)
+    elif isinstance(generator, sys.modules["numpy"].random.RandomState):
+        restore = partial(generator.set_state, generator.get_state())
+        generator.seed(seed % 2**32)
+    else:
+        bits = generator.bit_generator
+        restore = partial(setattr, bits, "state", bits.state)
+        bits.state = type(bits)(seed).state
+    return restore
 
 
 def get_random_state(device: torch.device) -> dict[str, Any]:

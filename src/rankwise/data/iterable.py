@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, final
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
+from rankwise.errors import InvalidArgumentError
+
 
 class ShardInfo(NamedTuple):
     """The part of iterable data that this process reads: number `shard_index` of `num_shards`."""
@@ -18,6 +20,15 @@ class ShardInfo(NamedTuple):
 
 # This rank's part, while this process reads a `ShardedIterable`.
 _current: ShardInfo | None = None
+
+
+def check_part(num_replicas: int, rank: int) -> None:
+    """Raise InvalidArgumentError unless `rank` is one of `num_replicas` parts of the data."""
+    if num_replicas < 1:
+        raise InvalidArgumentError(argument="num_replicas", value=num_replicas, expected="1 or more")
+    if not 0 <= rank < num_replicas:
+        expected = f"a part from 0 to {num_replicas - 1}: there are num_replicas={num_replicas}"
+        raise InvalidArgumentError(argument="rank", value=rank, expected=expected)
 
 
 def shard_info() -> ShardInfo:
@@ -65,9 +76,13 @@ class ShardedIterable(IterableDataset[Any]):
             `__iter__`, with `shard_info()` or in its own way.
         num_replicas: the number of ranks.
         rank: the rank that reads this part.
+
+    Raises:
+        InvalidArgumentError: when there is no such part.
     """
 
     def __init__(self, dataset: Any, num_replicas: int, rank: int) -> None:
+        check_part(num_replicas, rank)
         self.dataset = dataset
         self._shard_info = ShardInfo(num_replicas, rank)
 

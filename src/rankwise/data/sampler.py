@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from itertools import count, cycle, islice
 from typing import Any, Literal, final
 
-import torch
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from rankwise.seed import isolated_random_state, mixed_seed
+from rankwise.data.iterable import check_part
+from rankwise.seed import is_random_generator, isolated_random_state, mixed_seed, seed_of
 
 Uneven = Literal["pad", "drop", "keep"]
 _CHUNK = 1024  # number of items of an endless stream that are drawn at a time
@@ -21,8 +22,9 @@ class ShardedSampler(Sampler[Any]):
     """Yield every `num_replicas`-th item of `sampler`, starting at item `rank`.
 
     Every rank draws all items with the same seed, in an isolated random state. So all ranks get the same
-    shuffled order without communication, and other random numbers do not change. A `generator` of the base
-    sampler is seeded in the same way while drawing; see `own_seed` for the user's seed.
+    shuffled order without communication, and other random numbers do not change. Generators of torch, NumPy
+    and Python that are attributes of the base sampler are seeded in the same way while drawing. `own_seed` is
+    the user's seed.
 
     Args:
         sampler: any sampler or batch sampler; its items are yielded unchanged.
@@ -34,11 +36,15 @@ class ShardedSampler(Sampler[Any]):
 
     Attributes:
         skip: the number of items that all ranks of an earlier run have taken together.
+
+    Raises:
+        InvalidArgumentError: when there is no part `rank` of `num_replicas`.
     """
 
     def __init__(
         self, sampler: Any, num_replicas: int, rank: int, *, seed: int = 0, uneven: Uneven = "keep"
     ) -> None:
+        check_part(num_replicas, rank)
         self.sampler = sampler
         self.num_replicas = num_replicas
         self.rank = rank
@@ -46,19 +52,19 @@ class ShardedSampler(Sampler[Any]):
         self.uneven = uneven
         self.epoch = 0
         self.skip = 0
-        self._drawn: list[Any] | None = None  # by `items_by_rank`, for the next pass
+        self._drawn: list[Any] | None = None  # before the next pass
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which changes the order; also in a base sampler that has `set_epoch`."""
+        if epoch != self.epoch:
+            self._drawn = None
         self.epoch = epoch
-        self._drawn = None
         set_epoch_of(epoch, self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         if self._drawn is None and math.isinf(length_of(self.sampler)):
             return self._part_of_stream()
-        items = self._draw() if self._drawn is None else self._drawn
-        self._drawn = None
+        items, self._drawn = self._drawn_ahead(), None
         return self._part_of(items, self.rank)
 
     def __len__(self) -> int:
@@ -75,16 +81,37 @@ class ShardedSampler(Sampler[Any]):
 
     def items_by_rank(self) -> list[list[Any]]:
         """Return each rank's items in the next pass, which then yields exactly these."""
-        self._drawn = self._draw()
-        return [list(self._part_of(self._drawn, rank)) for rank in range(self.num_replicas)]
+        items = self._drawn_ahead()
+        return [list(self._part_of(items, rank)) for rank in range(self.num_replicas)]
+
+    def order_digest(self) -> str | None:
+        """Return a digest of all items of the next pass, which must be the same on every rank.
+
+        None if the order cannot differ, as with torch's random and sequential samplers, or has no end.
+        """
+        is_fixed = type(self._innermost) in (RandomSampler, SequentialSampler)
+        if is_fixed or math.isinf(length_of(self.sampler)):
+            return None
+        return hashlib.blake2b(repr(self._drawn_ahead()).encode(), digest_size=8).hexdigest()
+
+    @property
+    def _innermost(self) -> Any:
+        """The sampler, or that in a batch sampler or limit of torch's and rankwise's."""
+        inner = self.sampler
+        while type(inner) in (BatchSampler, LimitedSampler):
+            inner = inner.sampler
+        return inner
+
+    def _drawn_ahead(self) -> list[Any]:
+        """Draw the items of the next pass, unless that is done."""
+        if self._drawn is None:
+            with isolated_random_state((self.seed + self.epoch) % 2**63, *own_generators(self.sampler)):
+                self._drawn = list(self.sampler)
+        return self._drawn
 
     def _part_of(self, items: list[Any], rank: int) -> Iterator[Any]:
         padded = islice(cycle(items), self.skip, self.skip + self._total_length(len(items)))
         return islice(padded, rank, None, self.num_replicas)
-
-    def _draw(self) -> list[Any]:
-        with isolated_random_state((self.seed + self.epoch) % 2**63, *own_generators(self.sampler)):
-            return list(self.sampler)
 
     def _part_of_stream(self) -> Iterator[Any]:
         """Yield this rank's items of a sampler without length, which may be endless."""
@@ -145,16 +172,18 @@ def with_wrapped(sampler: Any) -> Iterator[Any]:
         sampler = getattr(sampler, "sampler", None)
 
 
-def own_generators(sampler: Any) -> Iterator[torch.Generator]:
-    """Yield the random generators of a sampler and of the samplers in it."""
+def own_generators(sampler: Any) -> list[Any]:
+    """Return the random generators among the attributes of a sampler, its class and the samplers in it."""
+    found: dict[int, Any] = {}
     for inner in with_wrapped(sampler):
-        if isinstance(generator := getattr(inner, "generator", None), torch.Generator):
-            yield generator
+        for owner in (inner, *type(inner).__mro__):
+            found |= {id(value): value for value in getattr(owner, "__dict__", {}).values()}
+    return [value for value in found.values() if is_random_generator(value)]
 
 
 def own_seed(sampler: Any) -> int | None:
     """Return a seed made of those of a sampler's generators; None if it has none."""
-    seeds = [generator.initial_seed() for generator in own_generators(sampler)]
+    seeds = [seed_of(generator) for generator in own_generators(sampler)]
     return mixed_seed(*seeds) if seeds else None
 
 

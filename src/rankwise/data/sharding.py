@@ -149,6 +149,11 @@ def in_dataset_order(loader: Loader) -> Loader:
     return _resampled(loader, SequentialSampler(dataset))
 
 
+def is_in_dataset_order(loader: DataLoader[Any]) -> bool:
+    """Return whether torch's own samplers read the data in its order."""
+    return type(_sampler_of(loader)) is SequentialSampler
+
+
 def order_seed(loader: Any) -> int | None:
     """Return the seed of a loader's order if the user's own `generator` determines it; otherwise None."""
     if not is_shardable(loader) or is_split(loader):

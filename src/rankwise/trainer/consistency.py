@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from rankwise.data.batches import sharded_sampler_of
 from rankwise.data.sampler import length_of
 from rankwise.data.sharding import is_shardable, is_split, order_seed
 from rankwise.errors import RankMismatchError
@@ -90,6 +91,17 @@ def agreed_order_seeds(
     if any(seed is not None for seed in own):
         own = strategy.all_gather_object(own)[0]  # the first rank of the data-parallel group
     return [default if seed is None else seed for seed in own]
+
+
+def check_same_order(strategy: Strategy, phase: str, loaders: list[Any]) -> None:
+    """Make sure that all ranks draw the same from samplers of the user's own. Collective if there are any."""
+    facts = {}
+    for number, loader in enumerate(loaders if strategy.world_size > 1 else []):
+        sampler = sharded_sampler_of(loader)
+        if sampler is not None and (digest := sampler.order_digest()) is not None:
+            facts[f"what the sampler of {PHASE_NAMES[phase]} loader {number} draws"] = digest
+    if facts:
+        check_ranks_agree(strategy, facts)
 
 
 def _described(parameter: nn.Parameter) -> str:

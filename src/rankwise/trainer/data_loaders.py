@@ -17,6 +17,7 @@ from rankwise.data.sharding import (
     check_interleaved_by_batches,
     check_shardable,
     in_dataset_order,
+    is_in_dataset_order,
     is_shardable,
     is_split,
     shard_for_evaluation,
@@ -129,9 +130,11 @@ def shard_for_phase(
 
 
 def _is_split_for_one_rank(phase: str, loader: Any) -> bool:
-    """Return whether a loader is split even for one rank: to check it, or to continue on more ranks."""
-    is_countable_train = phase == "train" and not math.isinf(length_of(loader))
-    return is_shardable(loader) and (is_split(loader) or is_countable_train)
+    """Return whether a loader is split even for one rank: to check it, or for the order of several ranks."""
+    if not is_shardable(loader):
+        return False
+    is_in_order = phase != "train" and is_in_dataset_order(loader)
+    return is_split(loader) or not (is_in_order or math.isinf(length_of(loader)))
 
 
 def check_limit(strategy: Strategy, phase: str, shards: list[LoaderShard], options: TrainerOptions) -> None:

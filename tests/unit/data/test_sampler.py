@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from rankwise.data import ShardedSampler
-from rankwise.data.sampler import Uneven
+from rankwise.data import ShardedIterable, ShardedSampler
+from rankwise.data.sampler import Uneven, own_seed
+from rankwise.errors import InvalidArgumentError
 
 
 def shards(sampler: Any, world_size: int, uneven: Uneven, **options: Any) -> list[list[Any]]:
@@ -78,6 +80,102 @@ def test_own_generators_agree(is_nested: bool) -> None:
         sampler = BatchSampler(random_sampler, 1, drop_last=False) if is_nested else random_sampler
         parts += list(ShardedSampler(sampler, 3, rank))
     assert sorted(torch.tensor(parts).flatten().tolist()) == list(range(12))
+
+
+class Drawing(Sampler[int]):
+    """Shuffles eight numbers with a generator of its own."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.rng, torch.Generator):
+            order = torch.randperm(8, generator=self.rng).tolist()
+        else:
+            order = list(range(8))
+            self.rng.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 8
+
+
+GENERATORS: dict[str, Any] = {
+    "numpy": np.random.default_rng,
+    "numpy philox": lambda seed: np.random.Generator(np.random.Philox(seed)),
+    "numpy legacy": np.random.RandomState,
+    "python": random.Random,
+    "torch": lambda seed: torch.Generator().manual_seed(seed),
+}
+
+
+def state_of(generator: Any) -> str:
+    """Return the state of a generator of any kind."""
+    is_torch = isinstance(generator, torch.Generator)
+    return str(generator.get_state().tolist() if is_torch else pickle.dumps(generator))
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("is_of_class", [False, True])
+def test_generators_of_any_kind_agree(kind: str, is_of_class: bool) -> None:
+    """A sampler's own generator, whatever its name and kind, is seeded for drawing and put back after it."""
+    parts: list[int] = []
+    for rank in range(2):
+        generator = GENERATORS[kind](rank)
+        sampler: Any = Drawing(generator)
+        if is_of_class:
+            del sampler.rng
+            sampler = type(
+                "WithClassAttribute", (Drawing,), {"rng": generator, "__init__": object.__init__}
+            )()
+        before = state_of(generator)
+        parts += ShardedSampler(sampler, 2, rank)
+        assert state_of(generator) == before
+    assert sorted(parts) == list(range(8))
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generators_seed_is_its_own(kind: str) -> None:
+    """The seed of a generator of any kind can be told from it, and telling it changes nothing."""
+    first, other = (Drawing(GENERATORS[kind](seed)) for seed in (5, 6))
+    before = state_of(first.rng)
+    assert own_seed(first) == own_seed(first) == own_seed(Drawing(GENERATORS[kind](5))) != own_seed(other)
+    assert state_of(first.rng) == before
+
+
+def test_what_is_no_generator_of_the_samplers() -> None:
+    """Without a generator that can be seeded, there is no seed."""
+    assert own_seed(Drawing(random.SystemRandom())) is None
+    assert own_seed(Drawing(np.random)) is None
+    assert own_seed(RandomSampler(range(3))) is None
+
+
+def test_digest_of_the_order() -> None:
+    """A sampler of the user's own has a digest of what it draws next, which it then yields."""
+    orders = [Drawing(GENERATORS["numpy"](seed)) for seed in (1, 2)]
+    digests = [ShardedSampler(sampler, 1, 0).order_digest() for sampler in orders]
+    assert digests[0] == digests[1] is not None  # seeded by the ShardedSampler
+
+    ahead = ShardedSampler(Drawing(random.SystemRandom()), 1, 0)
+    digest, order = ahead.order_digest(), list(ahead)
+    assert digest == ShardedSampler(order, 1, 0).order_digest()
+
+
+@pytest.mark.parametrize(
+    "sampler", [RandomSampler(range(8)), BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)]
+)
+def test_no_digest_of_torchs_orders(sampler: Any) -> None:
+    """Orders of torch's cannot differ, so nothing is drawn or compared; nor are those without an end."""
+    assert ShardedSampler(sampler, 2, 0).order_digest() is None
+    assert ShardedSampler(Unsized(lambda: range(7)), 2, 0).order_digest() is None
+
+
+@pytest.mark.parametrize(("num_replicas", "rank"), [(2, 5), (2, 2), (2, -1), (0, 0), (-2, 0)])
+@pytest.mark.parametrize("make", [ShardedSampler, ShardedIterable])
+def test_a_part_that_does_not_exist(make: Any, num_replicas: int, rank: int) -> None:
+    """A rank out of range is refused: it would skip samples, and read others twice."""
+    with pytest.raises(InvalidArgumentError, match="num_replicas=" if num_replicas > 0 else "1 or more"):
+        make(SequentialSampler(range(7)), num_replicas, rank)
 
 
 def test_random_states_do_not_change() -> None:

@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.trainer.consistency import check_same_order
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
@@ -105,10 +106,11 @@ class EvaluationLoop:
 
     def _batches(self, results: Results) -> Iterator[tuple[int, int, Any]]:
         """Yield the number of the loader, the number of the batch in it, and the batch."""
+        for share in self.shares if self.stage != "predict" else []:  # which keeps the order of the data set
+            share.set_epoch(self.context.state.progress.current_epoch)
+        check_same_order(self.context.strategy, self.stage, [share.loader for share in self.shares])
         for dataloader_idx, share in enumerate(self.shares):
             results.suffix = self._suffixes[dataloader_idx]
-            if self.stage != "predict":  # prediction keeps the order of the data set
-                share.set_epoch(self.context.state.progress.current_epoch)
             for batch_idx, batch in enumerate(share):
                 yield dataloader_idx, batch_idx, batch
 

@@ -12,6 +12,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import get_random_state, set_random_state
+from rankwise.trainer.consistency import check_same_order
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
@@ -98,8 +99,9 @@ class FitLoop:
         continued = self._rank_state if progress.is_within_epoch else None
         results = continued.results() if continued is not None else Results(is_evaluation=False)
         self._results = self._stage.results = self._stage.epoch_results = results
+        self._hooks.call("on_train_epoch_start")  # may change a sampler
+        check_same_order(self._strategy, "train", [self._share.loader])
         self._optimization.weighting.begin_epoch()
-        self._hooks.call("on_train_epoch_start")
         report_phase("data loading", step=progress.global_step)
         for batch_idx, (batch, is_last) in self._remaining_batches():
             is_window_end = is_last or (batch_idx + 1) % self._settings.accumulate_grad_batches == 0

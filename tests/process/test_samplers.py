@@ -1,0 +1,188 @@
+"""Samplers that draw random numbers give two ranks one process's samples, in every stage; or an error."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
+
+from rankwise import DDPForkStrategy, TrainingModule, seed_everything
+from rankwise.callbacks import Callback
+from rankwise.errors import WorkerRaisedError
+from tests.process.training_tasks import quiet_trainer
+
+SAMPLES = 24
+_UNREACHABLE = random.Random()  # no attribute of a sampler
+
+
+class Shuffled(Sampler[int]):
+    """Shuffles with a generator of its own, which nobody has seeded."""
+
+    def __init__(self) -> None:
+        self.random_source: Any = np.random.default_rng()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random_source.permutation(SAMPLES).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Unseeded(Shuffled):
+    """Shuffles with a generator that is not found."""
+
+    def __iter__(self) -> Iterator[int]:
+        _UNREACHABLE.seed()
+        return iter(_UNREACHABLE.sample(range(SAMPLES), SAMPLES))
+
+
+class Follower(Shuffled):
+    """Yields what a callback has set, which each rank may do in another way."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+class Reversing(Callback):
+    """Reverses the order in the second epoch, on all ranks or on one."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.global_rank in self.ranks:
+            module.sampler.order.reverse()
+
+
+class Reader(TrainingModule):
+    """Notes the samples of each stage, which it makes on each rank."""
+
+    def __init__(self, sampler: Any = Shuffled, *arguments: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.make = sampler, arguments
+        self.read: list[list[float]] = []
+
+    def setup(self, stage: str) -> None:
+        make, arguments = self.make
+        self.sampler, self.splits_batches = make(*arguments), stage == "predict"
+
+    def loader(self) -> DataLoader[Any]:
+        size = 4 if self.trainer.world_size == 1 or self.splits_batches else 2
+        return DataLoader(torch.arange(24.0), size, sampler=self.sampler)  # type: ignore[arg-type]  # a tensor has samples
+
+    train_dataloader = test_dataloader = predict_dataloader = loader
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.read.append(batch.tolist())
+        loss: Tensor = self.layer(batch[:, None]).mean()
+        return loss
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("sum", (2 ** batch.double()).sum(), reduce_fx="sum")
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch
+
+    def on_train_end(self) -> None:
+        self.hparams["read"] = self.trainer.strategy.all_gather_object(self.read)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def trainer_on(devices: int, **options: Any) -> Any:
+    """Return a trainer on that many forked ranks, or in this process; both from the same seed."""
+    seed_everything(4)
+    return quiet_trainer("ddp_fork" if devices > 1 else "single_device", devices, max_epochs=2, **options)
+
+
+def steps(module: Reader) -> list[list[float]]:
+    """Return the samples that all ranks together have read in each step of a fit."""
+    return [sorted(chain.from_iterable(parts)) for parts in zip(*module.hparams["read"], strict=True)]
+
+
+def test_an_unseeded_generator_of_numpy() -> None:
+    """Two ranks whose sampler has a NumPy generator see each sample once in each epoch, in a new order."""
+    module = Reader()
+    trainer_on(2).fit(module)
+    epochs = steps(module)[:6], steps(module)[6:]
+    assert all(sorted(chain.from_iterable(epoch)) == list(range(SAMPLES)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def weighted(seed: int | None) -> WeightedRandomSampler:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return WeightedRandomSampler([1.0 + n % 3 for n in range(SAMPLES)], SAMPLES, generator=generator)
+
+
+def repeated(seed: int | None) -> RandomSampler:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return RandomSampler(range(SAMPLES), replacement=True, generator=generator)
+
+
+def legacy(seed: int | None) -> Shuffled:
+    sampler = Shuffled()
+    sampler.random_source = np.random if seed is None else np.random.RandomState(seed)
+    return sampler
+
+
+@pytest.mark.parametrize("make", [weighted, repeated, legacy])
+@pytest.mark.parametrize("seed", [5, None])
+def test_two_ranks_sample_as_one_process(make: Any, seed: int | None) -> None:
+    """Training, test and prediction of a part of the data use one process's samples, again and again."""
+    found = []
+    for devices in (1, 2):
+        module = Reader(make, seed)
+        limits = {f"limit_{stage}_batches": 4 for stage in ("train", "test", "predict")}
+        trainer = trainer_on(devices, **limits)
+        trainer.fit(module)
+        tested = [trainer.test(module)[0]["sum"] for _ in range(2)]
+        predicted = [torch.cat(trainer.predict(module)).tolist() for _ in range(2)]
+        found.append([steps(module), tested, predicted])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("stage", ["fit", "test", "predict"])
+def test_orders_that_differ(stage: str) -> None:
+    """Where ranks draw different orders nevertheless, all raise, and none trains on a part of the data."""
+    with pytest.raises(WorkerRaisedError, match=r"what the sampler of \w+ loader 0 draws"):
+        getattr(trainer_on(2), stage)(Reader(Unseeded))
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_orders_that_a_callback_changes(ranks: tuple[int, ...]) -> None:
+    """A callback may change a sampler before an epoch, on all ranks alike."""
+    module = Reader(Follower, list(range(SAMPLES)))
+    trainer = trainer_on(2, callbacks=Reversing(*ranks))
+    if len(ranks) == 1:
+        with pytest.raises(WorkerRaisedError, match="what the sampler of training loader 0 draws"):
+            trainer.fit(module)
+    else:
+        trainer.fit(module)
+        assert steps(module)[6:] == steps(module)[:6][::-1]
+
+
+class Fifth(DDPForkStrategy):
+    """Says that this rank has the fifth part of two."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": 2, "rank": 5}
+
+
+@pytest.mark.parametrize("stage", ["fit", "test", "predict"])
+def test_a_part_that_does_not_exist(stage: str) -> None:
+    """A strategy that gives a rank a part out of range is refused."""
+    with pytest.raises(WorkerRaisedError, match="rank=5"):
+        getattr(quiet_trainer(Fifth(), 2, max_epochs=1), stage)(Reader())
