@@ -204,3 +204,31 @@ def test_outside_a_loop(start_method: str, number: signal.Signals, run_script: S
     assert time.monotonic() - sent < 30  # nobody was waited for until the grace was over
     assert result.returncode == 128 + number, result
     assert result.stdout.count("cleaned") == 2, result
+
+
+HANGING = """
+    import sys
+    import torch
+    from rankwise import DDPStrategy
+    from rankwise.processes.fork_safety import import_dynamo
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+    def never(state, bucket):
+        print("hanging", flush=True)
+        return torch.futures.Future()
+
+    if __name__ == "__main__":
+        import_dynamo()  # it takes longer than the timeout on a busy machine
+        strategy = DDPStrategy(start_method=sys.argv[1], devices=2, timeout=4, comm_hook=never)
+        quiet_trainer(strategy, 2, max_steps=3).fit(Regression(), loader(64, 4))
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("popen", marks=pytest.mark.soak)])
+def test_sigterm_where_no_step_ends(start_method: str, run_script: ScriptRunner) -> None:
+    """One SIGTERM ends ranks that wait in native code for ever, also a rank 0 in the main process."""
+    running = run_script.start(HANGING, start_method, env=with_tests())
+    running.wait_for("hanging", count=2, timeout=60)
+    running.send_signal(signal.SIGTERM)
+    result = running.finish(timeout=40)
+    assert result.returncode == CODE, result

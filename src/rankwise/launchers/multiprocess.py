@@ -115,8 +115,7 @@ def _ended_with_the_program(supervisor: Supervisor) -> Iterator[None]:
 
     def end() -> None:
         if os.getpid() == launching:
-            supervisor.ended_by = signal.SIGTERM  # the thread raises SystemExit
-            supervisor.end_all()
+            supervisor.end_all(by=signal.SIGTERM)
 
     atexit.register(end)
     try:

@@ -22,10 +22,10 @@ from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
-from rankwise.monitoring.stragglers import LocalStragglerMonitor, TeardownTimeout
+from rankwise.monitoring.stragglers import LocalStragglerMonitor, StopTimeout, TeardownTimeout
 from rankwise.processes import fork_safety
 from rankwise.processes.event_loop import WRITE, EventLoop
-from rankwise.processes.exit_codes import write_stderr
+from rankwise.processes.exit_codes import exit_now, write_stderr
 from rankwise.processes.signals import ROUTER, SignalRequest
 from rankwise.processes.started_process import StartedProcess, is_suspended
 from rankwise.ranks import RankInfo
@@ -100,6 +100,7 @@ class ShutdownSequence:
     send: Callable[[WorkerState, Kind, bytes], None]
     options: SupervisionOptions
     has_begun: bool = False  # a rank that ends afterwards has not failed
+    ended_by: int | None = None  # the signal that ended the job at once
     _began_s: float = 0.0
     _has_reported_saving: bool = False
 
@@ -152,8 +153,11 @@ class ShutdownSequence:
 
     def _report_busy_main(self) -> None:
         # Only rank 0 in the main process itself can still be at work, in a C call that nothing interrupts.
+        # After a signal it is not waited for longer than for other ranks' teardown.
         if error := self.failures.error():
             write_stderr(f"rankwise: {error}\n  (raised when rank 0's present call returns)\n")
+        if self.ended_by is not None and self.options.teardown_timeout_s is not None:
+            self.loop.call_later(self.options.teardown_timeout_s, partial(exit_now, 128 + self.ended_by))
 
 
 @final
@@ -168,7 +172,6 @@ class Supervisor:
         self, options: SupervisionOptions, on_failure: Callable[[FailureRecord], None] | None = None
     ) -> None:
         self.was_interrupted = False  # whether Ctrl-C ended the job
-        self.ended_by: int | None = None  # the signal that ended the job at once
         self._stop_signals = frozenset(options.stop_signals)
         self._ending_signals = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
         self._workers: list[WorkerState] = []
@@ -177,9 +180,9 @@ class Supervisor:
         self._stalls = LocalStragglerMonitor(self._workers, options.stall_warning_s)
         self._loop = EventLoop()
         self._shutdown = ShutdownSequence(self._workers, self._failures, self._loop, self._send, options)
+        self._stop_request = StopTimeout(self._workers, options.teardown_timeout_s, self._end_by)
         self._stopped_by: int | None = None  # the signal for which training has stopped
         self._last_signal: int | None = None
-        self._has_asked = False
         self._crash: BaseException | None = None
         self._is_closed = False
         self._job = 0
@@ -201,6 +204,7 @@ class Supervisor:
         if (timeout_s := self._shutdown.options.teardown_timeout_s) is not None:
             teardown = TeardownTimeout(self._workers, timeout_s, self._on_teardown_timeout)
             self._loop.call_every(teardown.interval_s, teardown.look)
+            self._loop.call_every(teardown.interval_s, self._stop_request.look)
         for worker in self._workers:
             self._loop.register(worker.sock, partial(self._on_channel, worker))
             if worker.process is not None:
@@ -251,8 +255,17 @@ class Supervisor:
         for worker in self._workers:
             self._loop.call_soon(partial(self._send, worker, Kind.OVER, b""))
 
-    def end_all(self) -> None:
-        """Send STOP, wait the grace period, then SIGKILL; wait for the ends. Ctrl-C kills at once."""
+    @property
+    def ended_by(self) -> int | None:
+        """The signal that ended the job at once."""
+        return self._shutdown.ended_by
+
+    def end_all(self, by: int | None = None) -> None:
+        """Send STOP, wait the grace period, then SIGKILL; wait for the ends. Ctrl-C kills at once.
+
+        `by` is a signal that ended the program, for which `wait_job` in another thread raises `SystemExit`.
+        """
+        self._shutdown.ended_by = self.ended_by if by is None else by
         if self._crash is not None:
             return
         if not self._thread.is_alive():
@@ -314,11 +327,15 @@ class Supervisor:
         self._loop.call_now(self._on_interrupt if is_interrupt else stacks)
 
     def _on_stop_signal(self, number: int) -> None:
-        if number in self._stop_signals and not self._has_asked and self._ask_to_stop(number):
-            self._has_asked = True
+        has_asked = self._stop_request.number is not None
+        if number in self._stop_signals and not has_asked and self._ask_to_stop(number):
+            self._stop_request.begin(number)
         else:
-            self.ended_by = number
-            self._stop_or_kill()
+            self._end_by(number)
+
+    def _end_by(self, number: int) -> None:
+        self._shutdown.ended_by = number
+        self._stop_or_kill()
 
     def _on_interrupt(self) -> None:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -198,3 +199,41 @@ class TeardownTimeout:
         limits = {TEARDOWN: self._timeout_s, LEAVING: max(self._timeout_s, LEAST_TO_LEAVE_S)}
         limit_s = limits.get(heartbeat.phase)
         return limit_s is not None and not worker.has_ended and heartbeat.seconds_ago() > limit_s
+
+
+@final
+class StopTimeout:
+    """Find ranks that were asked to stop at a boundary of their loop, and come to none.
+
+    That is where no rank has begun another phase for longer than a collective may take. `workers` is the
+    supervisor's list, and grows. `on_timeout` is called with the signal. Call `look` several times within
+    `timeout_s`; None is no limit.
+
+    Attributes:
+        number: the signal for which the ranks were asked to stop; None until then.
+    """
+
+    def __init__(
+        self, workers: Sequence[MonitoredRank], timeout_s: float | None, on_timeout: Callable[[int], None]
+    ) -> None:
+        self.number: int | None = None
+        self._workers = workers
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self._on_timeout = on_timeout
+        self._since_s = self._last_look_s = 0.0
+
+    def begin(self, number: int) -> None:
+        """Note that the ranks are asked now."""
+        self.number = number
+        self._since_s = time.monotonic()
+
+    def look(self) -> None:
+        """Report ranks that are stuck, once."""
+        now_s = time.monotonic()
+        ago_s, self._last_look_s = now_s - self._last_look_s, now_s
+        if ago_s > self._timeout_s:  # this process was suspended, and the ranks perhaps with it
+            self._since_s = now_s
+        begun_s = [worker.heartbeat.read().at_s for worker in self._workers if not worker.has_ended]
+        if self.number is not None and now_s - max(self._since_s, *begun_s) > self._timeout_s:
+            self._since_s = math.inf
+            self._on_timeout(self.number)
