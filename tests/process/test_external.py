@@ -199,12 +199,15 @@ def _free_port() -> int:
 
 
 def _by_hand(
-    run_script: ScriptRunner, variables: Mapping[str, str | None], source: str = SCRIPT
+    run_script: ScriptRunner,
+    variables: Mapping[str, str | None],
+    source: str = SCRIPT,
+    ranks: tuple[str, ...] = ("RANK", "LOCAL_RANK"),
 ) -> list[ScriptResult]:
     path: Path = run_script.write(source)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
     running = [
-        run_script.start(path, env={**common, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        run_script.start(path, env={**common, **variables, **dict.fromkeys(ranks, str(rank))})
         for rank in range(2)
     ]
     return [program.finish(timeout=80) for program in running]
@@ -217,6 +220,37 @@ def test_variables_set_by_hand(run_script: ScriptRunner) -> None:
         for name in NAMES:
             assert f"{name} {rank} 2 (3.0, True, 1) (3.0, True, 2) plain" in result.stdout, result
         assert "(devices=3 x num_nodes=1), but plain started 2." in result.stdout
+
+
+FIT = """
+    import sys
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from tests.process.training_tasks import Regression, dataset
+    from rankwise import Trainer
+    from rankwise.errors import RankwiseError
+
+    try:
+        options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        trainer = Trainer(strategy="ddp", accelerator="cpu", max_epochs=1, **options)
+        trainer.fit(Regression(), DataLoader(dataset(8), batch_size=1))
+        sys.stdout.write(f"{trainer.global_rank} {trainer.world_size} {trainer.global_step}\\n")
+    except RankwiseError as error:
+        sys.stdout.write(f"{type(error).__name__}: {error}\\n")
+"""
+
+
+def test_what_env_needs_is_a_job_on_one_node(run_script: ScriptRunner) -> None:
+    """`RANK`, `WORLD_SIZE` and `MASTER_*` on loopback are one job, not two that train on all data."""
+    results = _by_hand(run_script, with_tests(), FIT, ranks=("RANK",))
+    assert [result.stdout for result in results] == ["0 2 4\n", "1 2 4\n"], results
+
+
+def test_local_ranks_without_ranks_are_refused(run_script: ScriptRunner) -> None:
+    """`LOCAL_RANK` and `MASTER_*` without `RANK` were two whole jobs: an error, in every process."""
+    for result in _by_hand(run_script, with_tests({"WORLD_SIZE": None}), FIT, ranks=("LOCAL_RANK",)):
+        assert result.stdout.startswith("EnvironmentVariableError: The variables of plain"), result
+        assert "RANK, WORLD_SIZE is not set" in result.stdout
 
 
 LATE = """

@@ -57,6 +57,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         job_variables: variables whose values differ between jobs on one node; the main port is computed from
             those that are set if no variable contains it.
         node_file: the variable with the path of a file that names the job's nodes, rank 0's first.
+        remedy: what an error about the variables advises, if that is not to start the job with the launcher.
     """
 
     name: ClassVar[str] = ""
@@ -67,6 +68,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     markers: ClassVar[tuple[str, ...]] = ()
     job_variables: ClassVar[tuple[str, ...]] = ()
     node_file: ClassVar[str] = ""
+    remedy: ClassVar[str] = ""
     requeue_signal: signal.Signals | None = None
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
@@ -276,5 +278,6 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         return EnvironmentVariableError(
             environment=self.name,
             problem=problem.rstrip("."),
+            remedy=self.remedy,
             variables=self.seen() if variables is None else dict(variables),
         )

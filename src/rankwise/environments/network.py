@@ -96,6 +96,11 @@ def is_own_loopback_name(host: str) -> bool:
         return False
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether this is `localhost` or a loopback address."""
+    return not _is_name(host) and (host == "localhost" or _is_loopback(host))
+
+
 def _external_addresses() -> list[str]:
     """Return this host's addresses that are not loopback; on other systems than Linux the default route's."""
     if known := interfaces_by_address():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import warnings
@@ -153,6 +154,19 @@ class SlurmEnvironment(ClusterEnvironment):
             f"{ranks.global_rank} of {ranks.world_size}) both claim this process; name the one that started "
             "it: RANKWISE_ENVIRONMENT=slurm or RANKWISE_ENVIRONMENT=mpi",
             {**self.seen(), **mpi.seen()},
+        )
+
+
+def warn_of_unused_tasks(environ: Mapping[str, str], world_size: int) -> None:
+    """Warn if this job of Slurm has more tasks than processes train, and srun could start them."""
+    counts = [environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")]
+    tasks = max([int(count) for count in counts if count.isdecimal()], default=0)
+    if tasks > world_size and is_set("SLURM_JOB_ID", environ) and shutil.which("srun") is not None:
+        warnings.warn(
+            f"Slurm job {environ['SLURM_JOB_ID']} has {tasks} tasks, but srun has not started this process: "
+            f"the number of processes that train is {world_size}. To train on all tasks, put srun before the "
+            "command. If this is intended, set RANKWISE_ENVIRONMENT=local.",
+            stacklevel=2,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, final
 
 from rankwise.environments.base import ClusterEnvironment, is_set
+from rankwise.environments.network import is_loopback
 from rankwise.errors import ConfigurationError
 
 
@@ -35,7 +36,10 @@ class PlainEnvironment(ClusterEnvironment):
     """One process for each rank, with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`.
 
     `LOCAL_WORLD_SIZE` and `NODE_RANK` (or `GROUP_RANK`) are optional. Without `LOCAL_WORLD_SIZE`,
-    `LOCAL_RANK` must equal `RANK`, which means one node.
+    `LOCAL_RANK` must equal `RANK`, which means one node. `LOCAL_RANK` is optional if the job is on one node:
+    `MASTER_ADDR` is a loopback address, or `LOCAL_WORLD_SIZE` is the world size.
+
+    Several processes without one of the two ranks are an error; a set of one process is ignored.
     """
 
     name = "plain"
@@ -47,6 +51,32 @@ class PlainEnvironment(ClusterEnvironment):
         "main_port": "MASTER_PORT",
     }
     optional = ("LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+    remedy = (
+        "set RANK, WORLD_SIZE, LOCAL_RANK (LOCAL_WORLD_SIZE too on several nodes), MASTER_ADDR and "
+        "MASTER_PORT for each process, as torchrun does; or NODE_RANK and no RANK or LOCAL_RANK for one "
+        "process on each node, which starts the others; or RANKWISE_ENVIRONMENT=local to ignore them."
+    )
+
+    @classmethod
+    def table(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the names; without `LOCAL_RANK` if it is not set and the job is on one node."""
+        if is_set("LOCAL_RANK", environ) or not _is_on_one_node(environ):
+            return cls.variables
+        return {fact: name for fact, name in cls.variables.items() if fact != "local_rank"}
+
+    @classmethod
+    def detected_markers(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the rank that is set, if the other variables are those of one of several processes."""
+        if not (is_set("MASTER_ADDR", environ) and is_set("MASTER_PORT", environ)):
+            return ()
+        markers = ("LOCAL_RANK",) if is_set("LOCAL_RANK", environ) else ()
+        has_rank = is_set("RANK", environ) and _world_size(environ) not in ("", "1")
+        return ("RANK", *markers) if has_rank else markers
+
+    @property
+    def local_rank(self) -> int:
+        """`LOCAL_RANK`; without it the global rank, as the job is on one node."""
+        return super().local_rank if "local_rank" in self._table else self.global_rank
 
     @property
     def local_world_size(self) -> int:
@@ -66,6 +96,17 @@ class PlainEnvironment(ClusterEnvironment):
             if self._has(variable):
                 return self._number(variable)
         return super().node_rank
+
+
+def _world_size(environ: Mapping[str, str]) -> str:
+    return environ.get("WORLD_SIZE", "").strip()
+
+
+def _is_on_one_node(environ: Mapping[str, str]) -> bool:
+    """Return whether these variables say that several processes are all on one node."""
+    world_size, here = _world_size(environ), environ.get("LOCAL_WORLD_SIZE", "").strip()
+    is_one_host = here == world_size if here else is_loopback(environ.get("MASTER_ADDR", "").strip())
+    return is_one_host and world_size not in ("", "1")
 
 
 class NodesEnvironment(ClusterEnvironment):

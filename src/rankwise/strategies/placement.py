@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -12,6 +13,7 @@ import torch
 
 from rankwise.environments import (
     ClusterEnvironment,
+    Detection,
     LocalEnvironment,
     NodesEnvironment,
     TorchElasticEnvironment,
@@ -19,7 +21,13 @@ from rankwise.environments import (
     detect_environment,
 )
 from rankwise.environments.network import interface_toward, listening_address, rendezvous_address
-from rankwise.errors import ConfigurationError, InvalidArgumentError, WorldSizeMismatchError
+from rankwise.environments.slurm import warn_of_unused_tasks
+from rankwise.errors import (
+    ConfigurationError,
+    EnvironmentVariableError,
+    InvalidArgumentError,
+    WorldSizeMismatchError,
+)
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script import script_place
@@ -70,27 +78,50 @@ def find_placement(
     """Return the placement that a config has in this process, without a launcher."""
     kind = device_type(config.accelerator)
     devices, num_nodes = check_devices(config.devices), check_num_nodes(config.num_nodes)
-    environment, reason = _find_environment(config.cluster_environment)
+    detection = _find_environment(config.cluster_environment)
+    environment = detection.environment
     found = local_devices(kind, devices, environment.processes_per_node)
     if environment.creates_processes_externally:
         ranks = environment.ranks
-        _check_world(environment, reason, None if devices is None else len(found), num_nodes)
+        _check_world(environment, str(detection), None if devices is None else len(found), num_nodes)
     else:
+        if script_place() is None:  # else these variables are our own
+            _check_is_alone(environment)
         ranks = place_locally(environment, len(found), num_nodes)
+        if "slurm" in detection.rejected:
+            warn_of_unused_tasks(os.environ, ranks.world_size)
     environment.validate_settings(ranks.local_world_size, ranks.num_nodes)
     return Placement(ranks, tuple(found), environment)
 
 
-def _find_environment(given: ClusterEnvironment | str | None) -> tuple[ClusterEnvironment, str]:
+def _find_environment(given: ClusterEnvironment | str | None) -> Detection:
     """Return the environment and the reason for choosing it."""
     if isinstance(given, ClusterEnvironment):
-        return given, "it was given"
+        return Detection(given, "it was given", {})
     if isinstance(given, str):
-        return create_environment(given), "it was named"
+        return Detection(create_environment(given), "it was named", {})
     if script_place() is not None:
-        return LocalEnvironment(), "this script runs under strategy 'ddp' already"
-    detection = detect_environment()
-    return detection.environment, str(detection)
+        return Detection(LocalEnvironment(), "this script runs under strategy 'ddp' already", {})
+    return detect_environment()
+
+
+def _check_is_alone(environment: ClusterEnvironment) -> None:
+    """Refuse an environment that starts nothing, but describes one of several processes."""
+    names = ["local_rank", "local_world_size", "world_size"]
+    if isinstance(environment, NodesEnvironment):
+        names.remove("world_size")  # the number of nodes
+    facts: dict[str, int] = {}
+    for name in names:
+        with suppress(EnvironmentVariableError):  # it need not know
+            facts[name] = getattr(environment, name)
+    if any(value > (0 if name == "local_rank" else 1) for name, value in facts.items()):
+        seen = ", ".join(f"{name}={value}" for name, value in facts.items())
+        raise ConfigurationError(
+            message=f"The environment {environment.name!r} starts no processes, but this is one of several.",
+            facts=f"creates_processes_externally is False; {seen}.",
+            remedy="creates_processes_externally must be True if each process is a rank; with one process on "
+            "each node, derive it from NodesEnvironment; Trainer(devices=...) says how many to start.",
+        )
 
 
 def _check_world(

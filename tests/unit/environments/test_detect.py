@@ -7,6 +7,7 @@ import pytest
 from rankwise.environments import Detection, detect_environment
 from rankwise.environments.detect import environment_names
 from rankwise.errors import EnvironmentVariableError
+from rankwise.ranks import RankInfo
 from tests.unit.environments.variables import (
     Variables,
     allocation,
@@ -15,6 +16,8 @@ from tests.unit.environments.variables import (
     by_hand,
     hydra,
     jsrun,
+    local_plain,
+    one_node,
     open_mpi,
     pals,
     plain,
@@ -49,6 +52,8 @@ FOUND: list[tuple[str, Variables, str]] = [
     ("a pod of an older operator", without(pod(), *(name for name in pod() if "PET" in name)), "kubeflow"),
     ("plain", plain(), "plain"),
     ("plain, LOCAL_WORLD_SIZE", {**plain(3, 4), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "plain"),
+    ("plain on loopback without LOCAL_RANK", without(local_plain(), "LOCAL_RANK"), "plain"),
+    ("plain on one node without LOCAL_RANK", without(one_node(), "LOCAL_RANK"), "plain"),
     ("by hand", by_hand(), "nodes"),
     ("by hand, number of nodes elsewhere", without(by_hand(), "NNODES"), "nodes"),
     # ---- one within another
@@ -77,6 +82,7 @@ FOUND: list[tuple[str, Variables, str]] = [
     ("WORLD_SIZE preset, meaning nodes", {"WORLD_SIZE": "2"}, "local"),
     ("RANK and WORLD_SIZE", {"RANK": "0", "WORLD_SIZE": "2"}, "local"),
     ("MASTER_* preset", {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "local"),
+    ("env:// of one process", without({**local_plain(0, 1), "RANK": "0"}, "LOCAL_RANK"), "local"),
     ("plain without a port", without(plain(), "MASTER_PORT"), "local"),
     ("plain, a blank port", {**plain(), "MASTER_PORT": "  "}, "local"),
     ("all but RUN_ID of torchrun", without(torchrun(), "TORCHELASTIC_RUN_ID"), "plain"),
@@ -129,6 +135,25 @@ REFUSED: list[tuple[str, Variables, str]] = [
     ("pod, two ranks", {**pod(), "PET_NODE_RANK": "0"}, "not the same"),
     ("pod, sizes disagree", {**pod(), "PET_NNODES": "3"}, "WORLD_SIZE is not"),
     ("pod, size no multiple", {**without(pod(1, 2, "2"), "PET_NNODES"), "WORLD_SIZE": "3"}, "PET_NNODES"),
+    ("plain, LOCAL_RANK unknown", without(plain(), "LOCAL_RANK"), "LOCAL_RANK is not set"),
+    (
+        "plain, LOCAL_RANK unknown, in a batch script",
+        {**batch(), **without(plain(0), "LOCAL_RANK")},
+        "LOCAL_RANK is not set",
+    ),
+    (
+        "plain, LOCAL_RANK unknown, several nodes",
+        without({**plain(3, 4), "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        "LOCAL_RANK is not set",
+    ),
+    ("Lightning's ranks by hand", {**by_hand(), "LOCAL_RANK": "1"}, "RANK, WORLD_SIZE is not set"),
+    ("Lightning's first rank by hand", {**by_hand(0), "LOCAL_RANK": "0"}, "RANK, WORLD_SIZE is not set"),
+    (
+        "Lightning's ranks by hand, with a size",
+        without(local_plain(), "RANK"),
+        "RANK is not set",
+    ),
+    ("a rank of an unknown number", without(local_plain(), "WORLD_SIZE"), "WORLD_SIZE is not set"),
     ("plain, local rank differs", {**plain(), "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is not set"),
     ("plain, rank too high", {**plain(2), "LOCAL_RANK": "2"}, "global_rank=2"),
     ("by hand, node too high", {**by_hand(2)}, "node_rank=2|global_rank=2"),
@@ -185,6 +210,22 @@ def test_the_right_error(variables: Variables, problem: str) -> None:
     """A launcher whose variables are wrong is an error that says so."""
     with pytest.raises(EnvironmentVariableError, match=problem):
         detect_environment(variables)
+
+
+@pytest.mark.parametrize("variables", [local_plain(), one_node()], ids=["loopback", "LOCAL_WORLD_SIZE"])
+def test_local_rank_on_one_node(variables: Variables) -> None:
+    """What `env://` needs is enough on one node: the local rank is the global rank."""
+    found = detect_environment(without(variables, "LOCAL_RANK")).environment
+    assert found.ranks == RankInfo(1, 1, 0, 2, 2, 1)
+
+
+def test_the_error_says_what_to_set() -> None:
+    """A set that lacks one rank is refused with what to set, and how to start nodes instead."""
+    for missing in ("RANK", "LOCAL_RANK"):
+        with pytest.raises(EnvironmentVariableError) as caught:
+            detect_environment(without(plain(), missing))
+        assert "set RANK, WORLD_SIZE, LOCAL_RANK" in caught.value.fix()
+        assert "RANKWISE_ENVIRONMENT=local" in caught.value.fix()
 
 
 def test_every_rejected_environment_has_a_reason() -> None:

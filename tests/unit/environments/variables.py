@@ -182,6 +182,16 @@ def plain(rank: int = 1, size: int = 2) -> Variables:
     }
 
 
+def local_plain(rank: int = 1, size: int = 2) -> Variables:
+    """Torch's own variables, with rank 0 at a loopback address."""
+    return {**plain(rank, size), "MASTER_ADDR": "localhost"}
+
+
+def one_node(rank: int = 1, size: int = 2) -> Variables:
+    """Torch's own variables, with as many processes on this node as in the job."""
+    return {**plain(rank, size), "LOCAL_WORLD_SIZE": str(size)}
+
+
 def by_hand(node: int = 1) -> Variables:
     """One process on each node."""
     return {"NODE_RANK": str(node), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000", "NNODES": "2"}

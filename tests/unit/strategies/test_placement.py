@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 import torch
 
-from rankwise.environments import SlurmEnvironment
-from rankwise.errors import InvalidArgumentError
-from rankwise.ranks import rank_zero_only
-from rankwise.strategies import DDPStrategy
+from rankwise.environments import ClusterEnvironment, NodesEnvironment, SlurmEnvironment
+from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.ranks import RankInfo, rank_zero_only
+from rankwise.strategies import DDPForkStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
 from rankwise.strategies.placement import local_devices
-from tests.unit.environments.variables import step
+from tests.unit.environments.variables import Variables, allocation, batch, step
 
 UUID = "GPU-5a3c7f1e-0d7a-4f0e-9a0b-1c2d3e4f5a6b"
 
@@ -56,3 +60,88 @@ def test_chosen_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         local_devices("cuda", (4,), None)
     with pytest.raises(InvalidArgumentError, match="torch sees 4"):
         local_devices("cuda", 5, None)
+
+
+class StartsNothing(ClusterEnvironment):
+    """A user's environment that says that the strategy starts the processes."""
+
+    name = "mine"
+    variables: ClassVar[Variables] = {
+        "local_rank": "MY_LOCAL_RANK",
+        "local_world_size": "MY_LOCAL_SIZE",
+        "world_size": "MY_SIZE",
+    }
+    creates_processes_externally = False
+
+
+class TwoOnANode(NodesEnvironment):
+    """A user's environment of nodes, which has two processes on each."""
+
+    constants: ClassVar[Mapping[str, int]] = {"local_rank": 0, "local_world_size": 2}
+
+
+NODE = {"NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, DDPForkStrategy, SingleDeviceStrategy])
+@pytest.mark.parametrize(
+    ("environment", "seen"),
+    [
+        (StartsNothing({"MY_LOCAL_RANK": "1"}), "local_rank=1"),
+        (StartsNothing({"MY_LOCAL_RANK": "0", "MY_LOCAL_SIZE": "2"}), "local_world_size=2"),
+        (StartsNothing({"MY_SIZE": "2"}), "world_size=2"),
+        (TwoOnANode(NODE), "local_world_size=2"),
+    ],
+    ids=["local_rank", "local_world_size", "world_size", "nodes"],
+)
+def test_a_rank_is_not_launched_again(
+    strategy: type[Strategy], environment: ClusterEnvironment, seen: str
+) -> None:
+    """An environment that starts nothing and describes one of several processes is refused on each."""
+    with pytest.raises(ConfigurationError, match=seen) as caught:
+        strategy(accelerator="cpu", devices=1, cluster_environment=environment).bind()
+    assert "creates_processes_externally" in caught.value.fix()
+
+
+@pytest.mark.parametrize("variables", [{}, {"MY_LOCAL_RANK": "0", "MY_SIZE": "1"}], ids=["nothing", "one"])
+def test_an_environment_that_starts_nothing(variables: Variables) -> None:
+    """It need not know any rank: the strategy starts the processes."""
+    strategy = DDPForkStrategy(accelerator="cpu", devices=2, cluster_environment=StartsNothing(variables))
+    assert strategy.bind() == RankInfo(0, 0, 0, 2, 2, 1)
+
+
+@pytest.fixture
+def with_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put an `srun` on PATH."""
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+def set_variables(monkeypatch: pytest.MonkeyPatch, variables: Variables) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("with_srun")
+@pytest.mark.parametrize(
+    "variables",
+    [batch(4), allocation(4), {**batch(1), "SLURM_JOB_NUM_NODES": "4"}],
+    ids=["batch", "shell", "nodes"],
+)
+def test_tasks_without_srun_are_said(monkeypatch: pytest.MonkeyPatch, variables: Variables) -> None:
+    """A process of a job of four tasks that srun has not started says that the other tasks do nothing."""
+    set_variables(monkeypatch, variables)
+    with pytest.warns(UserWarning, match="job 1042 has 4 tasks, but srun has not started this process: .* 2"):
+        DDPForkStrategy(accelerator="cpu", devices=2).bind()
+
+
+@pytest.mark.usefixtures("with_srun")
+@pytest.mark.parametrize(
+    "variables",
+    [batch(2), batch(1), {**batch(4), "RANKWISE_ENVIRONMENT": "local"}, {"SLURM_NTASKS": "4"}],
+    ids=["all are used", "one task", "intended", "no job"],
+)
+def test_nothing_is_said_of_srun(monkeypatch: pytest.MonkeyPatch, variables: Variables) -> None:
+    """There is no warning if all tasks have a process, or the environment is chosen."""
+    set_variables(monkeypatch, variables)
+    assert DDPForkStrategy(accelerator="cpu", devices=2).bind().world_size == 2
