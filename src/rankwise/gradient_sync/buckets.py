@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from rankwise.errors import ConfigurationError
+from rankwise.process_group.collectives import is_distributed
 
 BUCKET_BYTES = 32 * 2**20
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -126,7 +127,7 @@ def reduce_with_hook(
 
 def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
     """Return the mean of all ranks' weights, by a collective; without a process group return `weight`."""
-    if not dist.is_initialized():
+    if not is_distributed(group):
         return weight
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     total = torch.tensor([weight], dtype=torch.double, device=device)

@@ -37,6 +37,7 @@ from rankwise.gradient_sync.weights import (
     weighted,
 )
 from rankwise.named_options import check_name
+from rankwise.process_group.collectives import is_distributed
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -161,11 +162,15 @@ class GradientSync:
         """Defaults of DDP's arguments; with bucket views, dividing gradients takes one kernel per bucket."""
         return {"gradient_as_bucket_view": True} if self._has_carrier else {}
 
-    def prepare(self, module: nn.Module) -> None:
-        """Bound the weights if the module has float16 parameters, whose weighted gradients would overflow."""
-        is_half = any(parameter.dtype is torch.float16 for parameter in trained_parameters(module))
-        if self._unit is not None and is_half:
-            self._unit.is_bounded = True
+    def prepare(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        """Bound the weights if the module has float16 parameters, whose weighted gradients would overflow.
+
+        The ranks of `group` agree on the unit.
+        """
+        if self._unit is not None:
+            self._unit.group = group
+            is_half = any(parameter.dtype is torch.float16 for parameter in trained_parameters(module))
+            self._unit.is_bounded |= is_half
 
     def wrap(self, module: nn.Module, wrap: Callable[[], Any]) -> Any:
         """Call `wrap()` while the module has the parameter that carries weights; return its result."""
@@ -254,7 +259,7 @@ class GradientSync:
                 _divide(module, own)
             if own.monitor is not None:
                 own.monitor.record(is_final_microbatch)
-        elif is_final_microbatch and (weights is not None or _is_distributed(None)):
+        elif is_final_microbatch and (weights is not None or _has_others(group)):
             self._reduce_now(module, trained_parameters(module, optimizers, parameters_of), group)
         if is_final_microbatch and weights is not None:
             weights.close()
@@ -277,7 +282,7 @@ class GradientSync:
         """Average the gradients that DDP has not averaged."""
         if isinstance(module, DistributedDataParallel):
             group = module.process_group
-        elif self.mode is not GradientSyncMode.FORCED_SYNC and parameters and _is_distributed(group):
+        elif self.mode is not GradientSyncMode.FORCED_SYNC and parameters and _has_others(group):
             raise InvalidTypeError(
                 argument="module",
                 value=type(module).__name__,
@@ -296,7 +301,7 @@ class GradientSync:
     ) -> None:
         """Average gradients without DDP, with the window's weights, or with a hook, on every rank."""
         weight = None if weights is None or not weights.is_used else weights.take()
-        if parameters and _is_distributed(group):
+        if parameters and _has_others(group):
             if hook is not None:
                 reduce_with_hook(parameters, hook, group)
             else:
@@ -464,5 +469,5 @@ def _no_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
     return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()
 
 
-def _is_distributed(group: dist.ProcessGroup | None) -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+def _has_others(group: dist.ProcessGroup | None) -> bool:
+    return is_distributed(group) and dist.get_world_size(group) > 1

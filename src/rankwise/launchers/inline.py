@@ -54,8 +54,7 @@ class InlineLauncher(Launcher):
             with ExitStack() as stack:
                 stack.enter_context(stacks_on_signal())
                 stack.enter_context(parent_death.children_end_with_parent())
-                if address is not None:
-                    stack.enter_context(heartbeat_written_to(NO_FILE))
+                stack.enter_context(heartbeat_written_to(None if address is None else NO_FILE))
                 return {self.ranks.global_rank: entry(worker)}
         except Exception as error:
             get_error_handler().record_exception(error)  # to TORCHELASTIC_ERROR_FILE, if it is set

@@ -45,13 +45,15 @@ def write_heartbeat_to(descriptor: int | None) -> None:
 
 
 @contextmanager
-def heartbeat_written_to(descriptor: int) -> Iterator[None]:
-    """Write this process's heartbeat into a file in the block."""
+def heartbeat_written_to(descriptor: int | None) -> Iterator[None]:
+    """Write this process's heartbeat into a file in the block, or nowhere; then as before."""
+    global _page, _current
+    before = _page, _current
     write_heartbeat_to(descriptor)
     try:
         yield
     finally:
-        write_heartbeat_to(None)
+        _page, _current = before
 
 
 def report_phase(phase: str, *, step: int | None = None, waits: bool = False) -> None:

@@ -43,9 +43,13 @@ _DTYPES = {
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
-def is_distributed() -> bool:
-    """Whether a default process group exists."""
-    return dist.is_available() and dist.is_initialized()
+ALONE: Any = object()
+"""In place of a group: this process alone, whatever process group exists."""
+
+
+def is_distributed(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a process group exists, and `group` is not `ALONE`: otherwise collectives do nothing."""
+    return group is not ALONE and dist.is_available() and dist.is_initialized()
 
 
 def group_size_of(group: dist.ProcessGroup | None) -> int:
@@ -57,6 +61,14 @@ def group_size_of(group: dist.ProcessGroup | None) -> int:
             expected=f"a group with global_rank {dist.get_rank()} in it: only its members take part",
         )
     return dist.get_world_size(group)
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks of a group, without a process group [0]; raise if this process is no member."""
+    if not is_distributed(group):
+        return [0]
+    group_size_of(group)
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
 def collective_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -96,7 +108,7 @@ def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op: str 
 def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> torch.Tensor:
     result = tensor.detach().to(_exact_dtype(tensor.dtype, name), copy=True)
     size = 1
-    if is_distributed():
+    if is_distributed(group):
         size = group_size_of(group)
         sent = result.contiguous()
         if sent.device.type == "cpu":
@@ -122,12 +134,12 @@ def broadcast(value: T, src: int = 0, group: dist.ProcessGroup | None = None) ->
     Collective: every rank must call this, in the same order.
 
     Raises:
-        InvalidArgumentError: when `src` is not a rank of the job.
+        InvalidArgumentError: when `src` or this rank does not belong to `group`.
     """
-    size = dist.get_world_size() if is_distributed() else 1
-    if not 0 <= src < size:
-        raise InvalidArgumentError(argument="src", value=src, expected=f"a global rank from 0 to {size - 1}")
-    if not is_distributed():
+    ranks = ranks_of(group)
+    if src not in ranks:
+        raise InvalidArgumentError(argument="src", value=src, expected=f"one of the ranks {ranks}")
+    if not is_distributed(group):
         return value
     values = [value]
     dist.broadcast_object_list(values, src=src, group=group)
@@ -138,8 +150,12 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait until every rank has called this.
 
     Collective: every rank must call this, in the same order.
+
+    Raises:
+        InvalidArgumentError: when this rank does not belong to `group`.
     """
-    if is_distributed():
+    if is_distributed(group):
+        group_size_of(group)  # which checks that this rank is a member
         dist.barrier(group=group)
 
 
@@ -161,7 +177,7 @@ def all_gather(tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bo
     Raises:
         InvalidArgumentError: when this rank does not belong to `group`.
     """
-    if not is_distributed():
+    if not is_distributed(group):
         return tensor
     gathered: T = apply_to_collection(tensor, torch.Tensor, _gathered, group, sync_grads, allow_frozen=True)
     return gathered
@@ -227,7 +243,7 @@ def gather_all_tensors(result: torch.Tensor, group: dist.ProcessGroup | None = N
         TensorMismatchError: on every rank, when numbers of dimensions or dtypes differ or one has no tensor.
         InvalidArgumentError: when this rank does not belong to `group`.
     """
-    if not is_distributed():
+    if not is_distributed(group):
         return [result]
     size = group_size_of(group)
     descriptions = [Description(each) for each in _gathered_list(describe(result), size, group)]
@@ -334,7 +350,7 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
     Raises:
         InvalidArgumentError: when this rank does not belong to `group`.
     """
-    if not is_distributed():
+    if not is_distributed(group):
         return [value]
     values: list[Any] = [None] * group_size_of(group)
     dist.all_gather_object(values, value, group=group)
@@ -357,13 +373,10 @@ def gather_object(value: T, dst: int = 0, group: dist.ProcessGroup | None = None
     Raises:
         InvalidArgumentError: when `dst` or this rank does not belong to `group`.
     """
-    ranks = [0]
-    if is_distributed():
-        group_size_of(group)  # which checks that this rank is a member
-        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    ranks = ranks_of(group)
     if dst not in ranks:
         raise InvalidArgumentError(argument="dst", value=dst, expected=f"one of the ranks {ranks}")
-    if not is_distributed():
+    if not is_distributed(group):
         return [value]
     values: list[Any] | None = [None] * len(ranks) if dist.get_rank() == dst else None
     dist.gather_object(value, values, dst=dst, group=group)

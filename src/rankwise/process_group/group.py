@@ -193,14 +193,22 @@ def _check_distributed_available() -> None:
         raise ProcessGroupError("This build of torch has no torch.distributed.", "install one that has.")
 
 
-def _check_existing(ranks: RankInfo, backend: str) -> None:
-    rank, size, existing = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+def check_group_ranks(ranks: RankInfo) -> None:
+    """Raise ProcessGroupError if a process group exists in which this process has other ranks."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (ranks.global_rank, ranks.world_size):
         raise ProcessGroupError(
             f"A process group exists in which this process is rank {rank} of {size}, but in the job it is "
             f"global_rank {ranks.global_rank} of {ranks.world_size}.",
             "destroy it first with torch.distributed.destroy_process_group(), or ask for its world size.",
         )
+
+
+def _check_existing(ranks: RankInfo, backend: str) -> None:
+    check_group_ranks(ranks)
+    existing = dist.get_backend()
     if existing != backend:
         raise ProcessGroupError(
             f"A process group with back end {existing!r} exists, but the strategy asks for {backend!r}.",

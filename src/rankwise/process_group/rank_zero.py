@@ -62,7 +62,7 @@ def rank_zero_first(
         >>> with rank_zero_first():
         ...     path = "a file that is downloaded once"
     """
-    if not is_distributed():
+    if not is_distributed() or (ranks is not None and ranks.world_size == 1):
         yield
         return
     is_first, scope = _order(local, ranks)

@@ -24,17 +24,16 @@ from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError, UnknownArgumentError
 from rankwise.failures.classify import mark_propagated, start_exception_chain
-from rankwise.failures.exchange import resolve_cause
 from rankwise.gradient_sync import GradientSync
-from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
-from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
+from rankwise.monitoring.heartbeat import report_phase
 from rankwise.named_options import check_is_a
 from rankwise.precision import Precision
 from rankwise.process_group import collectives, rank_zero_first
+from rankwise.process_group.group import check_group_ranks
 from rankwise.processes.exit_codes import exit_code_kept
-from rankwise.ranks import RankInfo, job_entry, set_rank_zero_only
+from rankwise.ranks import RankInfo, set_rank_zero_only
 from rankwise.strategies.config import (
     Devices,
     GroupConfig,
@@ -43,7 +42,7 @@ from rankwise.strategies.config import (
     copied_precision,
     take_fields,
 )
-from rankwise.strategies.job import Job, finish_checkpoints, launched_parts, sigterm_deferred, variables_set
+from rankwise.strategies.job import Job, launched_parts, sigterm_deferred, variables_set
 from rankwise.strategies.module_wrapping import averages_everywhere, forward_redirect, uncompiled
 from rankwise.strategies.placement import Placement, find_placement
 
@@ -226,6 +225,8 @@ class Strategy(ABC):
     def _current_job(self) -> Job:
         """The job; without a launch, one for the process group that the user has created, if any."""
         if self._job is None:
+            if self.job_group is not collectives.ALONE:
+                check_group_ranks(self.ranks)
             self._job = Job(WorkerContext(self.ranks), is_launched=False)
         return self._job
 
@@ -279,7 +280,7 @@ class Strategy(ABC):
         """Run the launched function as the rank of `worker`; return its value."""
         self.attach(worker, has_group=has_group)
         with sigterm_deferred(self.checkpoint_io):
-            return self._run_job(run)
+            return self.job.run(run, self.setup_environment, self.teardown, self.checkpoint_io)
 
     def attach(self, worker: WorkerContext, *, has_group: bool = True) -> None:
         """Start a job as the rank of `worker`; `has_group` is False where the function creates the group."""
@@ -287,32 +288,6 @@ class Strategy(ABC):
         before, self._job = self._job, Job(worker, has_group=has_group)
         if before is not None:  # modules that were prepared before the launch
             self._job.modules, self._job.cleanup = before.modules, before.cleanup
-
-    @job_entry
-    def _run_job(self, run: Callable[[], T]) -> T:
-        job, worker = self.job, self.worker
-        try:
-            self.setup_environment()
-            value = run()
-            if job.check is not None:
-                job.check.finish()
-            self.checkpoint_io.teardown()
-            if (exchange := worker.failure_exchange) is not None and not self.ranks.is_one_node:
-                exchange.wait_for_other_ranks()
-            return value
-        except BaseException as error:
-            own = explain_unused(error) or error
-            cause, record = resolve_cause(own, self.ranks, worker.failure_exchange)
-            worker.report_failure(cause, record)  # before the teardown, which may take long
-            finish_checkpoints(self.checkpoint_io)
-            if cause is error:
-                raise
-            raise cause from None
-        finally:
-            report_phase(TEARDOWN)
-            self.teardown()
-            worker.close_monitor()
-            report_phase("finished", waits=True)
 
     def setup_environment(self) -> None:
         """Prepare this process: its variables, `rank_zero_only`. Subclasses connect to the others here.
@@ -324,6 +299,8 @@ class Strategy(ABC):
         job.cleanup.callback(set_rank_zero_only, set_rank_zero_only(self.ranks.global_rank))
         self.precision.device_type = self.root_device.type
         if self.root_device.type == "cuda":
+            if torch.cuda.is_initialized():  # perhaps by a job around this one
+                job.cleanup.callback(torch.cuda.set_device, torch.cuda.current_device())
             torch.cuda.set_device(self.root_device)
 
     def teardown(self) -> None:
@@ -337,7 +314,7 @@ class Strategy(ABC):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and prepare it for training; return the module to call."""
         module = self.module_to_device(self.precision.convert_module(module))
-        self.gradients.prepare(module)
+        self.gradients.prepare(module, self.data_parallel_group)
         return module
 
     def restore_module(self, module: nn.Module) -> None:
@@ -503,6 +480,11 @@ class Strategy(ABC):
         return self.checkpoint_io.load_checkpoint(path, map_location="cpu")
 
     @property
+    def job_group(self) -> dist.ProcessGroup | None:
+        """All ranks of the job, as the `group` of a collective of this strategy."""
+        return dist.group.WORLD
+
+    @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that share the data; None for all. Wrapping, reducing and sampling use it."""
         return None
@@ -511,7 +493,7 @@ class Strategy(ABC):
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """How samplers split the data: `num_replicas` and `rank`. Override it to split it in another way."""
         group = self.data_parallel_group
-        if group is None:
+        if group is None or self.world_size == 1:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         return {"num_replicas": dist.get_world_size(group), "rank": dist.get_rank(group)}
 
@@ -521,8 +503,7 @@ class Strategy(ABC):
         with self._current_job.guard(function.__name__, group):
             return function(value, self.data_parallel_group if group is None else group, *options)
 
-    # Every rank must call each collective, in the same order. A group of None is `data_parallel_group`;
-    # `torch.distributed.group.WORLD` is all ranks.
+    # Every rank must call each collective, in the same order. A group of None is `data_parallel_group`.
 
     def all_reduce(self, tensor: T, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> T:
         """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
@@ -545,23 +526,23 @@ class Strategy(ABC):
     def gather_object(self, obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
         """Gather anything picklable from the group (by default all ranks) on rank `dst`; None elsewhere."""
         with self._current_job.guard("gather_object", group):
-            return collectives.gather_object(obj, dst, group)
+            return collectives.gather_object(obj, dst, self.job_group if group is None else group)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank of the job has called this; `name` is for error messages."""
         with self._current_job.guard(f"barrier {name!r}" if name else "barrier"):
-            collectives.barrier()
+            collectives.barrier(self.job_group)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s value on every rank of the job."""
         with self._current_job.guard("broadcast"):
-            return collectives.broadcast(obj, src)
+            return collectives.broadcast(obj, src, self.job_group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether all ranks (or, with `all=False`, any) of the job decided yes; the same on each."""
         counter = torch.tensor(int(decision), device=self.root_device)
         with self._current_job.guard("reduce_boolean_decision"):
-            count = int(collectives.all_reduce(counter, reduce_op="sum"))
+            count = int(collectives.all_reduce(counter, self.job_group, "sum"))
         return count == self.world_size if all else count > 0
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:

@@ -6,26 +6,29 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 import torch
 
 from rankwise.checkpoint import CheckpointIO
+from rankwise.failures.exchange import resolve_cause
+from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers.context import WorkerContext
-from rankwise.monitoring.heartbeat import blocked_in, report_saving
+from rankwise.monitoring.heartbeat import TEARDOWN, blocked_in, report_phase, report_saving
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
 from rankwise.processes.event_loop import signals_delivered_in_thread
 from rankwise.processes.fork_safety import SET_BY_DYNAMO
 from rankwise.processes.signals import ROUTER, SignalRequest, exit_by_signal
+from rankwise.ranks import job_entry
 from rankwise.strategies.module_wrapping import WrappedModules
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -62,6 +65,39 @@ class Job:
             refuse_in_rank_zero_section(name, None if group is None else group.size())
         return blocked_in(name)
 
+    @job_entry
+    def run(
+        self,
+        function: Callable[[], T],
+        setup: Callable[[], None],
+        teardown: Callable[[], None],
+        checkpoint_io: CheckpointIO,
+    ) -> T:
+        """Run what is launched between `setup` and `teardown`; return its value, or report its failure."""
+        worker = self.worker
+        try:
+            setup()
+            value = function()
+            if self.check is not None:
+                self.check.finish()
+            checkpoint_io.teardown()
+            if (exchange := worker.failure_exchange) is not None and not worker.ranks.is_one_node:
+                exchange.wait_for_other_ranks()
+            return value
+        except BaseException as error:
+            own = explain_unused(error) or error
+            cause, record = resolve_cause(own, worker.ranks, worker.failure_exchange)
+            worker.report_failure(cause, record)  # before the teardown, which may take long
+            _finish_checkpoints(checkpoint_io)
+            if cause is error:
+                raise
+            raise cause from None
+        finally:
+            report_phase(TEARDOWN)
+            teardown()
+            worker.close_monitor()
+            report_phase("finished", waits=True)
+
 
 def launched_parts(
     strategy: object, function: object, args: Sequence[object], kwargs: Mapping[str, object]
@@ -72,7 +108,7 @@ def launched_parts(
     return {"the launched function": function, "the strategy": strategy, **arguments, **named}
 
 
-def finish_checkpoints(checkpoint_io: CheckpointIO) -> None:
+def _finish_checkpoints(checkpoint_io: CheckpointIO) -> None:
     """Finish checkpoints that are being written, after a failure that ended the job; log another failure."""
     try:
         checkpoint_io.teardown()

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, final
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.environments.network import listening_address
@@ -16,6 +17,7 @@ from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.launchers.elastic import ElasticLauncher, Nodes
 from rankwise.launchers.script import can_rerun, script_place
+from rankwise.process_group.collectives import ALONE, is_distributed
 from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.ddp import DDPStrategy
@@ -157,6 +159,9 @@ class AutoStrategy(DDPStrategy):
 class SingleDeviceStrategy(Strategy):
     """Train in the calling process. Refused where an outer launcher has started several processes.
 
+    With `cluster_environment="local"` each process trains by itself there, also within a job of another
+    strategy: its trainer and its collectives do not use the process group.
+
     Args:
         gradient_weighting: how accumulated batches of different sizes are weighted; see `DDPStrategy`.
         arguments: `Strategy`'s.
@@ -164,6 +169,13 @@ class SingleDeviceStrategy(Strategy):
 
     def __init__(self, *, gradient_weighting: str | None = None, **arguments: Any) -> None:
         super().__init__(gradients=GradientSync(gradient_weighting=gradient_weighting), **arguments)
+
+    @property
+    def job_group(self) -> ProcessGroup | None:
+        """No group: this process alone, also if a process group exists."""
+        return ALONE if is_distributed() else None
+
+    data_parallel_group = job_group
 
     def _place_locally(
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
@@ -185,6 +197,7 @@ class SingleDeviceStrategy(Strategy):
                 argument="strategy",
                 value="single_device",
                 expected=f"another: {placement.environment.name} has started {world_size} processes",
-                remedy='use strategy="ddp", or start one process.',
+                remedy='use strategy="ddp", or start one process. To train in each process by itself: '
+                'SingleDeviceStrategy(cluster_environment="local").',
             )
         return inline_launcher(placement)

@@ -25,6 +25,7 @@ from rankwise.data.sharding import (
     shard_for_training,
 )
 from rankwise.errors import ConfigurationError, InvalidTypeError
+from rankwise.process_group.collectives import ALONE
 from rankwise.seed import isolated_random_state, mixed_seed
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def shard_for_phase(
     replica = strategy.distributed_sampler_kwargs
     if options.use_distributed_sampler and phase == "predict":
         loader = in_dataset_order(loader)
+    if strategy.job_group is ALONE and getattr(getattr(loader, "dataset", None), "shards_itself", False):
+        loader = shard_for_evaluation(loader, 1, 0)  # in each phase: else it reads its part of an outer job
     is_split_here = options.use_distributed_sampler and (
         strategy.world_size > 1 or _is_split_for_one_rank(phase, loader)
     )

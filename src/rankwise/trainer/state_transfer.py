@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -142,7 +141,7 @@ def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:
         "results": None if results is None else results.state_dict(),
         "metrics": {key: dict(getattr(context.state, name)) for key, name in _METRICS.items()},
     }
-    return context.strategy.all_gather_object(own, dist.group.WORLD)
+    return context.strategy.all_gather_object(own, context.strategy.job_group)
 
 
 def seed_rank(seed: int, global_step: int, global_rank: int) -> None:

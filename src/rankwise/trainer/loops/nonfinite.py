@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.errors import ConfigurationError, NonFiniteLossError
@@ -75,7 +74,7 @@ class NonFiniteGuard:
         if self._policy is None or self._are_finite(optimizer):
             return True
         is_bad = self._is_bad is not None and bool(self._is_bad)
-        bad_by_rank = self._strategy.all_gather_object(is_bad, dist.group.WORLD)
+        bad_by_rank = self._strategy.all_gather_object(is_bad, self._strategy.job_group)
         ranks = tuple(rank for rank, is_bad in enumerate(bad_by_rank) if is_bad)
         scales_loss = self._strategy.precision.scales_loss
         if scales_loss and not ranks:
