@@ -22,6 +22,8 @@ from rankwise.trainer.state import Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rankwise.trainer.state import LoopContext
 
 _log = logging.getLogger(__name__)
@@ -178,11 +180,19 @@ def _checkpoint(context: LoopContext) -> dict[str, Any]:
         "run_id": current_restart().job,  # all starts of an elastic job share it; empty in other jobs
         "gradient_order": state.gradient_order,
     }
+    if gradients := pending_gradients(context):
+        checkpoint["gradients"] = gradients
     if comm_hooks := strategy.comm_hook_states():
         checkpoint["comm_hooks"] = comm_hooks
     if module.hparams:
         checkpoint["hyper_parameters"] = module.hparams
     return checkpoint
+
+
+def pending_gradients(context: LoopContext) -> dict[str, Tensor]:
+    """Return the gradients that no step of a manual fit has used yet, by parameter name. Collective."""
+    running = context.stage.manual_optimization
+    return context.state.gradients if running is None else running.pending_gradients()
 
 
 def restore_module(context: LoopContext, checkpoint: dict[str, Any], path: str) -> None:
@@ -212,6 +222,8 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any], path: str
     context.state.progress = progress = Progress(**checkpoint["loops"])
     if progress.is_epoch_closed:
         progress.end_epoch()
+    context.module.zero_grad()
+    context.state.gradients = checkpoint.get("gradients", {})
     rank_state = RankState(context.strategy, context.state, checkpoint["ranks"])
     rank_state.restore_metrics()
     try:

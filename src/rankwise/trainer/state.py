@@ -108,6 +108,7 @@ class TrainerState:
     progress_bar_metrics: dict[str, Tensor] = field(default_factory=dict)
     has_validation: bool = False
     num_batches: dict[str, list[float]] = field(default_factory=dict)  # of each loader of a phase
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # that no step of a manual fit has used yet
     random_state: dict[str, Any] | None = None  # where this rank's own stream is after a fit on several ranks
 
 

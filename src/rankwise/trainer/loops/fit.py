@@ -12,6 +12,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import get_random_state, set_random_state
+from rankwise.trainer.checkpointing import pending_gradients
 from rankwise.trainer.consistency import check_same_order
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.bucket_order import record_gradient_order
@@ -79,6 +80,7 @@ class FitLoop:
             share_buffers(context.wrapped)  # every rank goes on with the buffers that rank 0 saves
             self._strategy.end_training()
             self._hooks.call("on_train_end")
+            context.state.gradients = pending_gradients(context)
 
     def _agree_on_num_batches(self) -> float:
         """Return the epoch's number of batches, the same on every rank."""

@@ -7,9 +7,10 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync import reduce_gradients
 from rankwise.gradient_sync.comm_hook import hook_of
 from rankwise.gradient_sync.parameters import share_buffers_next
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
@@ -83,10 +84,15 @@ class ManualOptimization:
         ignored: set[str] = getattr(wrapped, "parameters_to_ignore", set())
         self._parameters = [parameter for name, parameter in module.named_parameters() if name not in ignored]
         self._is_blocked = False
-        self._has_local_gradients = False
+        self._local: set[int] = set()  # ids of parameters whose gradients are not averaged over the ranks
+        self._cleared: set[int] = (
+            set()
+        )  # ids of optimizers whose gradients were cleared since their last step
+        self._spent: set[int] = set()  # ids of optimizers that have used gradients which the next step clears
         self._frozen: list[Tensor] = []
         self.weighting = BatchWeighting(context, schedule)
         self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in context.optimizers]
+        self._restore_gradients()
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Run `training_step`, and return its outputs. Collective: every rank must call this."""
@@ -115,8 +121,9 @@ class ManualOptimization:
                 zero_gradients(parameters) if is_left_out else nullcontext(),
             ):
                 self._strategy.backward(weighted, **options)
+            self._spent.clear()
             if self._is_blocked:
-                self._has_local_gradients = True
+                self._local.update(self._with_gradients())
             else:
                 self._average()
         self._module.on_after_backward()
@@ -143,12 +150,16 @@ class ManualOptimization:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
+    def _with_gradients(self) -> Iterator[int]:
+        return (id(parameter) for parameter in self._parameters if parameter.requires_grad)
+
     def _average(self) -> None:
-        self._has_local_gradients = False
         weights, sync = self._weights, self._strategy.gradients
         sync.average(self._parameters, self._strategy.data_parallel_group, self._hook, weights)
         if weights is not None:
             weights.close()
+        if self._local:
+            self._local.difference_update(self._with_gradients())
 
     @contextmanager
     def blocked(self, enabled: bool = True) -> Iterator[None]:
@@ -168,20 +179,24 @@ class ManualOptimization:
                 remedy="leave out the closure, or on_nonfinite.",
             )
         result = None
-        with self._agree_on_skipping():
+        with self._agree_on_skipping(optimizer):
             if self._guard.allows_step(optimizer):
                 self._strategy.precision.unscale_gradients(optimizer)
                 self._module.on_before_optimizer_step(optimizer)
                 result = self._strategy.optimizer_step(optimizer, closure)
+        key = id(optimizer)
+        (self._spent.add if key in self._cleared else self._spent.discard)(key)
+        self._cleared.discard(key)
         self._context.state.progress.global_step += 1
         return result
 
     @contextmanager
-    def _agree_on_skipping(self) -> Iterator[None]:
+    def _agree_on_skipping(self, optimizer: Optimizer) -> Iterator[None]:
         """Make the ranks agree in the block whether to skip a step, if gradients are not averaged."""
         precision = self._strategy.precision
         before = precision.agree
-        if self._has_local_gradients and self._strategy.world_size > 1:
+        is_local = self._local and not self._local.isdisjoint(map(id, precision.model_parameters(optimizer)))
+        if is_local and self._strategy.world_size > 1:
             precision.agree = partial(self._strategy.reduce_boolean_decision, all=False)
         try:
             yield
@@ -192,6 +207,7 @@ class ManualOptimization:
         """Clear the gradients of an optimizer's parameters."""
         self._module.on_before_zero_grad(optimizer)
         self._guard.clear()
+        self._cleared.add(id(optimizer))
         self._strategy.precision.zero_grad(optimizer)
 
     def toggle(self, optimizer: Optimizer) -> None:
@@ -210,3 +226,37 @@ class ManualOptimization:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._frozen.clear()
+
+    def pending_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that a later step may use, by parameter name; their mean over the ranks.
+
+        Gradients that a step has used are left out, if the optimizer also cleared them before that step.
+        Collective: every rank must call this.
+        """
+        strategy, parameters_of = self._strategy, self._strategy.precision.model_parameters
+        strategy.precision.state_dict()  # scales the gradients by the factor that a checkpoint has
+        spent = {
+            id(parameter)
+            for optimizer in self._context.optimizers
+            if id(optimizer) in self._spent
+            for parameter in parameters_of(optimizer)
+        }
+        found = {name: one for name, one in self._module.named_parameters() if id(one) not in spent}
+        if strategy.world_size > 1 and strategy.reduce_boolean_decision(bool(self._local), all=False):
+            found = {name: _copy_with_gradient(parameter) for name, parameter in found.items()}
+            reduce_gradients(found.values(), strategy.data_parallel_group)
+        return {name: one.grad.detach() for name, one in found.items() if one.grad is not None}
+
+    def _restore_gradients(self) -> None:
+        """Continue with what `pending_gradients` returned in the run before."""
+        gradients, self._context.state.gradients = self._context.state.gradients, {}
+        for name, parameter in self._module.named_parameters() if gradients else ():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device)
+
+
+def _copy_with_gradient(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter that shares its elements with another, and has a copy of its gradient."""
+    copied = nn.Parameter(parameter.detach())
+    copied.grad = None if parameter.grad is None else parameter.grad.clone()
+    return copied

@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
+from rankwise import TrainingModule
 from rankwise.errors import ConfigurationError
+from rankwise.precision import MixedPrecision
 from tests.helpers.exactness import Case, Model, expected_weights, loader, weights
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
@@ -156,3 +159,39 @@ def test_named_hooks(options: dict[str, Any], atol: float) -> None:
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[0], expected, rtol=0, atol=atol)
     assert atol < 1e-9 or not torch.allclose(found[0], expected, rtol=0, atol=1e-9)
+
+
+class Overflowing(TrainingModule):
+    """Steps on gradients that the ranks have not averaged, after a backward pass of another optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        factor = float("inf") if self.global_rank == 1 else 1.0
+        with first.toggled(), self.no_backward_sync():
+            self.manual_backward(self.first(batch[0]).float().mean() * factor)
+        with second.toggled():
+            self.manual_backward(self.second(batch[0]).float().mean())
+        first.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.first, self.second)]
+
+
+def test_a_skipped_step_of_gradients_of_ones_own() -> None:
+    """All ranks skip a step for which one rank's own gradients overflow, whatever was averaged since."""
+    modules = [Overflowing() for _ in range(2)]
+    before = modules[0].first.weight.detach().clone()
+
+    def fit(rank: int) -> None:
+        precision = MixedPrecision("16-mixed", init_scale=2.0**8)
+        trainer = quiet_trainer(ThreadedStrategy(rank, 2), 2, plugins=precision, max_steps=1)
+        trainer.fit(modules[rank], DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=1))
+
+    run_ranks(2, fit)
+    for module in modules:
+        assert torch.equal(module.first.weight, before)

@@ -1,0 +1,104 @@
+"""Manual optimisation that accumulates gradients over batches: they go through checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankwise import Trainer, TrainingModule
+from rankwise.callbacks import ModelCheckpoint
+from tests.process.training_tasks import FEATURES, loader, quiet_trainer
+
+BATCHES = 5  # of an epoch, so that windows of two batches end in the next one
+
+
+class Accumulating(TrainingModule):
+    """One optimizer steps for each batch, the other for every second one."""
+
+    number: Tensor
+
+    def __init__(self, ways: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.ways = ways
+        torch.manual_seed(5)
+        self.often = nn.Linear(FEATURES, 1).double()
+        self.seldom = nn.Linear(FEATURES, 1).double()
+        self.register_buffer("number", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.number += 1
+        if self.ways != "blocked first":
+            self.step_often(*batch)
+        self.step_seldom(*batch)
+        if self.ways == "blocked first":
+            self.step_often(*batch)
+
+    def step_often(self, x: Tensor, y: Tensor) -> None:
+        optimizer = self.optimizers()[0]
+        with optimizer.toggled():
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self.often(x), y))
+            optimizer.step()
+
+    def step_seldom(self, x: Tensor, y: Tensor) -> None:
+        optimizer = self.optimizers()[1]
+        is_last = int(self.number) % 2 == 0
+        if not is_last and self.ways != "never cleared":
+            optimizer.zero_grad()
+        is_blocked = self.ways.startswith("blocked") and not is_last
+        with optimizer.toggled(), self.no_backward_sync(is_blocked):
+            self.manual_backward(nn.functional.mse_loss(self.seldom(x), y) / 2)
+        if is_last:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        layers = (self.often, self.seldom)
+        return [torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9) for layer in layers]
+
+
+WAYS = ("averaged", "blocked", "blocked first", "never cleared")
+
+
+def fitted(ways: str, devices: int, ckpt_path: Path | None = None, **options: Any) -> tuple[Trainer, Tensor]:
+    strategy = "ddp_fork" if devices > 1 else "single_device"
+    trainer, module = quiet_trainer(strategy, devices, **{"max_epochs": 2, **options}), Accumulating(ways)
+    trainer.fit(module, loader(8 * BATCHES, 8 // devices), ckpt_path=ckpt_path)
+    return trainer, nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_checkpoint_has_the_gradients(ways: str, devices: int, tmp_path: Path) -> None:
+    """A run that goes on between the batches of a window ends with the same weights."""
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    trainer, expected = fitted(ways, devices, callbacks=saving, enable_checkpointing=True)
+    assert trainer.global_step == 3 * BATCHES
+    for step in (1, 3, 7):
+        _, weights = fitted(ways, devices, tmp_path / f"step={step}.ckpt")
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+
+
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    """Gradients that two ranks have not averaged yet are averaged for a run on one."""
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    _, expected = fitted("blocked first", 2, callbacks=saving, enable_checkpointing=True)
+    _, weights = fitted("blocked first", 1, tmp_path / "step=4.ckpt")
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ways", ["averaged", "blocked"])
+def test_a_second_fit_goes_on(ways: str) -> None:
+    """Two fits of an epoch end as one of two, also in processes of their own."""
+    _, expected = fitted(ways, 2)
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1)
+    module = Accumulating(ways)
+    for epochs in (1, 2):
+        trainer.max_epochs = epochs
+        trainer.fit(module, loader(8 * BATCHES, 4))
+    weights = nn.utils.parameters_to_vector(module.parameters()).detach()
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
