@@ -35,11 +35,11 @@ from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
 from rankwise.trainer.loops.fit import FitLoop
 from rankwise.trainer.module import is_defined, undefined
+from rankwise.trainer.state_transfer import RankState
 
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.state import LoopContext, StageName
-    from rankwise.trainer.state_transfer import RankState
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
@@ -147,13 +147,9 @@ class Stage:
             return
         device = context.strategy.root_device
         before = get_random_state(device)
-        if self.name == "fit":
-            context.state.random_state = None
         try:
             yield
         finally:
-            if self.name == "fit":
-                context.state.random_state = get_random_state(device)
             set_random_state(before, device)
 
     def _run(self, context: LoopContext) -> Any:
@@ -182,25 +178,38 @@ class Stage:
         return loop.predict(self.gather)
 
     def _find_checkpoint(self, context: LoopContext) -> None:
-        """After a restart, use the job's newest checkpoint; make sure that all ranks have the same."""
+        """After a restart, use the job's newest checkpoint; make sure that all ranks have the same.
+
+        Rank 0 finds it. In a script it may just have written it, so the others load it here.
+        """
+        self.checkpoint_path = context.strategy.broadcast(self.checkpoint_path)
         if self.name == "fit" and (found := CheckpointFiles(context).find_after_restart()):
             self.checkpoint_path, self.checkpoint = found
-            context.state.ckpt_path = self.checkpoint_path
+        elif self.checkpoint_path and self.checkpoint is None:
+            self.checkpoint = context.strategy.load_checkpoint(self.checkpoint_path)
+        context.state.ckpt_path = self.checkpoint_path or None
         check_ranks_agree(context.strategy, fingerprint_of_checkpoint(self.checkpoint))
 
     def _agree_on_seed_and_loggers(self, context: LoopContext) -> None:
-        """Use rank 0's seed, or that of the run that continues, and the state of rank 0's loggers."""
-        saved = self.checkpoint if self.name == "fit" and self.checkpoint else {}
-        context.state.seed = context.strategy.broadcast(saved.get("seed", self.seed))
+        """Use rank 0's seed, or that of the run that continues, and the state of rank 0's loggers.
+
+        A run continues unless this process was seeded anew since it began.
+        """
+        state, own = context.state, context.strategy.broadcast(self.seed)
+        saved = self.checkpoint if self.name == "fit" else None
+        if self.name == "fit" and (saved is not None or own != state.process_seed):
+            state.rank_states = []
+        if not state.rank_states:
+            state.seed, state.process_seed = (saved or {}).get("seed", own), own
         states = context.strategy.broadcast([logger.state_dict() for logger in context.loggers])
-        for logger, state in zip(context.loggers, states, strict=True):
-            logger.load_state_dict(state)
+        for logger, saved_state in zip(context.loggers, states, strict=True):
+            logger.load_state_dict(saved_state)
 
     def _fit(self, context: LoopContext) -> None:
         strategy, module = context.strategy, context.module
         check_ranks_agree(strategy, fingerprint_of(module, given_seed()))
         context.wrapped = strategy.setup_module(module)
-        context.optimizer_set.create(module, strategy.precision)
+        context.optimizer_set.create(module, strategy)
         strategy.on_after_setup_optimizers(context.optimizers)
         rank_state = self._restore_fit(context)
         if module.hparams and strategy.is_global_zero:
@@ -214,14 +223,22 @@ class Stage:
         strategy.restore_module(module)
         context.wrapped = module  # nothing may keep the wrapper when the process group is destroyed
         context.hooks.call("on_fit_end")
+        context.optimizer_set.release_sharded(strategy)
 
     def _restore_fit(self, context: LoopContext) -> RankState | None:
-        """Restore what the checkpoint holds beside the weights; return this rank's part of it."""
-        if self.checkpoint is None:
-            return None
-        order = self.checkpoint.get("gradient_order", [])
-        replay_gradient_order(context.strategy, context.wrapped, order)
-        return restore_training(context, self.checkpoint, self.checkpoint_path)
+        """Restore what the checkpoint holds beside the weights; return this rank's part of it.
+
+        Without a checkpoint, return this rank's part of the fit that continues, if one does.
+        """
+        strategy, state, saved = context.strategy, context.state, self.checkpoint
+        states, state.rank_states = state.rank_states, []  # none until this fit has ended
+        order = state.gradient_order if states else []
+        if saved is not None:
+            order = saved.get("gradient_order", [])
+        replay_gradient_order(strategy, context.wrapped, order)
+        if saved is not None:
+            return restore_training(context, saved, self.checkpoint_path)
+        return RankState(strategy, state, states) if states else None
 
     def _train_data(self, context: LoopContext) -> TrainDataShard:
         order_seed = (self.checkpoint or {}).get("order_seed")  # a run that continues keeps its order

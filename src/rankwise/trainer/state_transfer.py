@@ -42,7 +42,7 @@ class CallerState:
     trainer: TrainerState
     hparams: dict[str, Any]
     comm_hooks: list[list[dict[str, Any]]]  # of each rank
-    is_sharded: bool  # whether the optimizers exist only where a process group does
+    has_optimizers: bool  # whether they can exist without a process group; sharded ones cannot
 
 
 def capture(
@@ -56,7 +56,7 @@ def capture(
     """
     strategy, module = context.strategy, context.module
     module.cpu()
-    states = context.optimizer_set.states(strategy) if context.optimizers else None
+    states = context.optimizer_set.states(strategy) if context.stage.name == "fit" else None
     optimizers, schedulers = states or ([], [])
     comm_hooks = strategy.comm_hook_states()
     if strategy.num_nodes > 1:  # only global rank 0 has the whole state of a sharded optimizer
@@ -81,7 +81,7 @@ def capture(
         trainer=_on_cpu(context.state),
         hparams=module.hparams,
         comm_hooks=_on_cpu(comm_hooks),
-        is_sharded=any(strategy.is_sharded(optimizer) for optimizer in context.optimizers),
+        has_optimizers=bool(context.optimizers),
     )
 
 
@@ -106,11 +106,11 @@ def restore(context: LoopContext, state: CallerState) -> None:
     for logger, saved in zip(context.loggers, state.loggers, strict=True):
         logger.load_state_dict(saved)
     context.strategy.load_comm_hook_states(state.comm_hooks)
-    if state.is_sharded:
-        context.optimizer_set.keep_states(state.optimizers, state.schedulers)
-    elif state.optimizers:
-        context.optimizer_set.create(module, context.strategy.precision)
+    if state.has_optimizers:
+        context.optimizer_set.create(module, context.strategy)
         context.optimizer_set.load(state.optimizers, state.schedulers)
+    elif state.optimizers:
+        context.optimizer_set.keep_states(state.optimizers, state.schedulers)
     context.strategy.precision.load_state_dict(state.precision)
 
 
@@ -134,10 +134,15 @@ def _put(owner: nn.Module, name: str, value: Tensor) -> None:
 
 
 def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:
-    """Return what each rank needs to continue from here. Collective: every rank must call this."""
+    """Return what each rank needs to continue from here; outside of a fit, from the end of the last one.
+
+    Collective: within a fit, every rank must call this.
+    """
+    if context.stage.name != "fit" and context.state.rank_states:
+        return context.state.rank_states
     results = context.stage.epoch_results
     own = {
-        "random": context.state.random_state or get_random_state(context.strategy.root_device),
+        "random": get_random_state(context.strategy.root_device),
         "results": None if results is None else results.state_dict(),
         "metrics": {key: dict(getattr(context.state, name)) for key, name in _METRICS.items()},
     }

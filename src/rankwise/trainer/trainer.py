@@ -331,11 +331,12 @@ class Trainer:
         """Run a stage on every rank, and restore its state here."""
         model = self.module if model is None and stage.name != "fit" else model
         self._check_stage(stage, model)
-        path = CheckpointFiles(self.context(model)).find(ckpt_path)
-        if path is not None:
-            stage.checkpoint, stage.checkpoint_path = self.strategy.load_checkpoint(path), path
+        if not self.strategy.runs_in_caller or self.is_global_zero:  # other ranks of a script wait for it
+            stage.checkpoint_path = CheckpointFiles(self.context(model)).find(ckpt_path) or ""
+            if stage.checkpoint_path:
+                stage.checkpoint = self.strategy.load_checkpoint(stage.checkpoint_path)
         self._set_module(model, stage.name)
-        self.ckpt_path = path
+        self.ckpt_path = stage.checkpoint_path or None
         value, state = self.strategy.launch(
             _run_on_rank,
             model=model,

@@ -20,7 +20,7 @@ from rankwise.trainer.loops.manual import ManualOptimization
 from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, no_batch_error
 from rankwise.trainer.metrics import Results
-from rankwise.trainer.state_transfer import RankState, seed_rank
+from rankwise.trainer.state_transfer import RankState, gather_rank_states, seed_rank
 
 if TYPE_CHECKING:
     from rankwise.trainer.data_loaders import TrainDataShard
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class FitLoop:
     """Train until a limit is reached or a stop is requested.
 
-    `share` are this rank's batches, and `rank_state` is its part of the checkpoint from which training
-    continues. The loop of `validation` runs in between.
+    `share` are this rank's batches, and `rank_state` is its part of the checkpoint, or of the last fit, from
+    which training continues. The loop of `validation` runs in between.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class FitLoop:
             self._stopping.finish()
             share_buffers(context.wrapped)  # every rank goes on with the buffers that rank 0 saves
             self._strategy.end_training()
+            context.state.rank_states = gather_rank_states(context)
             self._hooks.call("on_train_end")
             context.state.gradients = pending_gradients(context)
 
@@ -98,6 +99,7 @@ class FitLoop:
         progress = self._progress
         if not progress.is_within_epoch:
             progress.begin_epoch()
+            self._restore_random()
         continued = self._rank_state if progress.is_within_epoch else None
         results = continued.results() if continued is not None else Results(is_evaluation=False)
         self._results = self._stage.results = self._stage.epoch_results = results
@@ -121,14 +123,18 @@ class FitLoop:
         """Return the epoch's batches that are left; restore the random state of the checkpoint first."""
         progress = self._progress
         batches = self._share.start(progress)
-        if self._rank_state is not None:
-            self._rank_state.restore_random()
-            self._rank_state = None
+        self._restore_random()
         if progress.is_within_epoch and not progress.is_validated:
             self._validate_if_due(progress.batches_done - 1, progress.is_epoch_done)
         if progress.is_epoch_done or (progress.is_epoch_open and not self._stopping.may_continue()):
             return iter(())
         return enumerate(self._schedule.batches(batches, progress.batches_done), progress.batches_done)
+
+    def _restore_random(self) -> None:
+        """Restore the random state of the fit that continues, once."""
+        if self._rank_state is not None:
+            self._rank_state.restore_random()
+            self._rank_state = None
 
     def _end_metrics(self) -> None:
         self._context.publish(self._results.epoch_values(self._strategy), is_logged=True)

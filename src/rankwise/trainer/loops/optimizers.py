@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
 
 if TYPE_CHECKING:
-    from rankwise.precision import Precision
     from rankwise.strategies import Strategy
     from rankwise.trainer.module import TrainingModule
 
@@ -128,15 +127,18 @@ class OptimizerSet:
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     _pending: tuple[list[Any], list[Any]] | None = None
 
-    def create(self, module: TrainingModule, precision: Precision) -> None:
+    def create(self, module: TrainingModule, strategy: Strategy) -> None:
         """Create the module's optimizers and schedulers, or keep those of the fit that continues.
 
-        Their state is what the last fit left, on the device where the parameters are now.
+        Their state is what the last fit left, on the device where the parameters are now. Collective if they
+        are sharded: rank 0 has the state of those.
         """
         states = self.states()
         if not self.optimizers:
             self.optimizers, self.schedulers = configure(module)
-        precision.configure(module, self.optimizers)
+            if self._is_sharded(strategy):
+                states = strategy.broadcast(states)
+        strategy.precision.configure(module, self.optimizers)
         if states is not None:
             self.load(*states)
         self._pending = None
@@ -153,6 +155,14 @@ class OptimizerSet:
             for optimizer in self.optimizers
         ]
         return optimizers, [config.scheduler.state_dict() for config in self.schedulers]
+
+    def release_sharded(self, strategy: Strategy) -> None:
+        """Replace sharded optimizers, whose process group is about to end, by their states. Collective."""
+        if self._is_sharded(strategy) and (states := self.states(strategy)) is not None:
+            self.keep_states(*states)
+
+    def _is_sharded(self, strategy: Strategy) -> bool:
+        return any(strategy.is_sharded(optimizer) for optimizer in self.optimizers)
 
     def keep_states(self, optimizers: list[Any], schedulers: list[Any]) -> None:
         """Keep the states of optimizers that cannot exist in this process."""
