@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,36 +16,61 @@ EVALUATIONS = ("validate", "test", "predict")
 
 
 @st.composite
-def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = SIZES) -> Program:
+def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = SIZES, *, shuffles: bool = True) -> Program:
     """Draw a program that can run: every rank has a batch in every epoch."""
-    job_sizes = draw(st.lists(st.sampled_from(world_sizes), min_size=1, max_size=2))
-    train = draw(_training_data(max(job_sizes)))
+    job_sizes = draw(st.lists(st.sampled_from(world_sizes), min_size=1, max_size=3))
+    train = draw(_training_data(max(job_sizes), shuffles=shuffles))
     learning = draw(_learnings())
     options = draw(_options(train, learning))
-    evaluation = draw(_evaluation_data())
-    is_step_known = learning.schedule == "plateau"
+    if train.kind != "map" and options.uneven_inputs == "error":  # every rank must have as many samples
+        same = math.lcm(*job_sizes)
+        train = replace(train, num_samples=math.ceil(train.num_samples / same) * same)
+    is_seeded = draw(st.booleans())
+    can_fold = is_seeded and train.kind == "map" and not train.sizes and train.order != "sampler"
+    # Iterable data can only be read again from its beginning by the same number of ranks.
+    can_stop = train.kind == "map" or len(set(job_sizes)) == 1
     jobs: list[Job] = []
-    done = 0
     for size in job_sizes:
-        job, done = draw(_jobs(size, done, train, needs_validation=is_step_known))
-        jobs.append(job)
-    return Program(draw(st.integers(0, 99)), train, evaluation, learning, options, tuple(jobs))
+        has_saved = any(run.has_fit for job in jobs for run in job.runs)
+        jobs.append(
+            draw(
+                _jobs(
+                    size,
+                    has_saved=has_saved,
+                    can_fold=can_fold,
+                    can_stop=can_stop,
+                    has_validation=True if learning.schedule == "plateau" else None,
+                )
+            )
+        )
+    return Program(
+        draw(st.integers(0, 99)),
+        train,
+        draw(_evaluation_data()),
+        learning,
+        options,
+        tuple(jobs),
+        is_seeded=is_seeded,
+    )
 
 
 @st.composite
-def _training_data(draw: st.DrawFn, world_size: int) -> Data:
+def _training_data(draw: st.DrawFn, world_size: int, *, shuffles: bool) -> Data:
     batch_size = draw(st.integers(1, 4))
+    kind = draw(st.sampled_from(["map", "map", "iterable", "unsized"]))
     drop_last = draw(st.booleans())
     least = 2 * world_size * (batch_size if drop_last else 1)
+    orders = ["given", "sampler", "shuffle"]
     data = Data(
         draw(st.integers(least, least + 20)),
         batch_size,
         seed=draw(st.integers(0, 9)),
-        order=draw(st.sampled_from(["given", "sampler", "shuffle"])),
+        kind=kind,
+        order=draw(st.sampled_from(orders if kind == "map" and shuffles else orders[:2])),
         shape=draw(st.sampled_from(SHAPES)),
         drop_last=drop_last,
     )
-    if data.order != "shuffle" and draw(st.integers(0, 4)) == 0:
+    if kind == "map" and data.order != "shuffle" and draw(st.integers(0, 4)) == 0:
         sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
         enough = max(data.num_samples, 2 * world_size * max(sizes))
         return replace(data, sizes=tuple(sizes), drop_last=False, num_samples=enough)
@@ -78,12 +104,13 @@ def _learnings(draw: st.DrawFn) -> Learning:
 def _options(draw: st.DrawFn, train: Data, learning: Learning) -> Options:
     every_n_epoch = 1 if learning.schedule == "plateau" else draw(st.integers(1, 2))
     weightings: list[Any] = ["samples", "logged", None]
+    policies = ["error", "join", "truncate"]
     return Options(
         accumulate=draw(st.integers(1, 3)),
         clip=draw(st.sampled_from([0.0, 0.3])),
         clip_algorithm=draw(st.sampled_from(["norm", "value"])),
-        uneven_inputs=draw(st.sampled_from(["error", "join"])),
-        weighting=draw(st.sampled_from(weightings)),
+        uneven_inputs=draw(st.sampled_from(policies)),
+        weighting=draw(st.sampled_from(weightings if train.kind == "map" else weightings[1:])),
         sync_mode=draw(st.sampled_from(["auto", "single_auto_sync", "multi_auto_sync", "forced_sync"])),
         bucket_cap_mb=draw(st.sampled_from([25, 0.0001])),
         val_check_interval=0 if learning.schedule == "plateau" else draw(st.integers(0, 1)),
@@ -93,22 +120,28 @@ def _options(draw: st.DrawFn, train: Data, learning: Learning) -> Options:
 
 @st.composite
 def _jobs(
-    draw: st.DrawFn, world_size: int, done: int, train: Data, *, needs_validation: bool
-) -> tuple[Job, int]:
-    """Draw what a script does; `done` epochs may have been done by the job before."""
+    draw: st.DrawFn,
+    world_size: int,
+    *,
+    has_saved: bool,
+    can_fold: bool,
+    can_stop: bool,
+    has_validation: bool | None,
+) -> Job:
+    """Draw what a script does; `has_saved` is whether there is a checkpoint to resume from."""
     runs: list[Run] = []
     for _ in range(draw(st.integers(1, 2))):
-        resumes = done > 0 and draw(st.booleans())
-        is_fold = not resumes and not train.sizes and draw(st.integers(0, 3)) == 0
-        epochs = done if resumes else 0
-        actions = []
-        for name in draw(st.lists(st.sampled_from(["fit", *EVALUATIONS]), min_size=1, max_size=4)):
-            epochs += name == "fit"
-            actions.append(Action(name, epochs=epochs))
-        if resumes and all(action.name != "fit" for action in actions):
-            resumes = False
-        has_validation = needs_validation or draw(st.booleans())
-        runs.append(Run(tuple(actions), resumes=resumes, is_fold=is_fold, has_validation=has_validation))
-        if any(action.name == "fit" for action in actions):
-            done = epochs
-    return Job(world_size, tuple(runs)), done
+        names = draw(st.lists(st.sampled_from(["fit", *EVALUATIONS]), min_size=1, max_size=4))
+        resumes = has_saved and "fit" in names and draw(st.booleans())
+        validates = draw(st.booleans()) if has_validation is None else has_validation
+        actions = [draw(_fits(can_stop=can_stop)) if name == "fit" else Action(name) for name in names]
+        is_fold = can_fold and not resumes and draw(st.integers(0, 3)) == 0
+        runs.append(Run(tuple(actions), resumes=resumes, is_fold=is_fold, has_validation=validates))
+        has_saved = has_saved or "fit" in names
+    return Job(world_size, tuple(runs))
+
+
+@st.composite
+def _fits(draw: st.DrawFn, *, can_stop: bool) -> Action:
+    steps = draw(st.integers(0, 5)) if can_stop else 0
+    return Action("fit", epochs=2 if steps else 1, steps=steps)

@@ -86,13 +86,15 @@ class Module(TrainingModule):
         }
 
 
-def run_job(program: Program, job: Job, folder: Path, make_strategy: MakeStrategy) -> list[Outcome]:
+def run_job(
+    program: Program, job: Job, folder: Path, make_strategy: MakeStrategy, rank: int = 0
+) -> list[Outcome]:
     """Do what the script does; return what is there after each action.
 
     A checkpoint of the last run is left in `folder`; runs that resume read it.
     """
     outcomes: list[Outcome] = []
-    torch.manual_seed(program.seed)
+    torch.manual_seed(program.seed if program.is_seeded else program.seed + rank)
     for number, run in enumerate(job.runs):
         if job.world_size == 1:
             torch.manual_seed(program.seed + number)
@@ -114,7 +116,7 @@ def _run(
         result = _act(program, action, trainer, module, subset, path, has_validation=run.has_validation)
         path = None if action.name == "fit" else path
         outcomes.append({**_state(trainer, module), **result, "random": torch.rand(2)})
-    if any(action.name == "fit" for action in run.actions):
+    if run.has_fit:
         trainer.save_checkpoint(checkpoint)
     return outcomes
 
@@ -132,7 +134,9 @@ def _act(
     evaluation: DataLoader[Any] = learning.make_loader(program.evaluation)
     match action.name:
         case "fit":
-            trainer.max_epochs, trainer.max_steps = action.epochs, action.steps
+            epoch, step = _position(trainer, path)
+            trainer.max_epochs = epoch + action.epochs
+            trainer.max_steps = step + action.steps if action.steps else -1
             module.validations, module.seen = [], []
             train = learning.make_loader(program.train, subset)
             trainer.fit(module, train, evaluation if has_validation else None, ckpt_path=path)
@@ -143,6 +147,14 @@ def _act(
         case name:
             [found] = getattr(trainer, name)(module, evaluation)
             return {"metrics": found}
+
+
+def _position(trainer: Trainer, path: Path | None) -> tuple[int, int]:
+    """Return the epoch and the step where a fit begins."""
+    if path is None:
+        return trainer.current_epoch, trainer.global_step
+    saved = torch.load(path, weights_only=True)
+    return saved["epoch"], saved["global_step"]
 
 
 def _trainer(program: Program, job: Job, make_strategy: MakeStrategy) -> Trainer:

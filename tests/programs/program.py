@@ -80,13 +80,15 @@ class Action:
 
     Attributes:
         name: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-        epochs: a fit's `max_epochs`.
-        steps: a fit's `max_steps`, -1 for none.
+        epochs: after how many epochs more a fit stops.
+        steps: after how many optimizer steps more a fit stops; 0 for no limit.
+        num_loaders: how many loaders an evaluation has.
     """
 
     name: str
-    epochs: int = 0
-    steps: int = -1
+    epochs: int = 1
+    steps: int = 0
+    num_loaders: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ class Run:
     resumes: bool = False
     is_fold: bool = False
     has_validation: bool = True
+
+    @property
+    def has_fit(self) -> bool:
+        """Whether it trains, and so leaves a checkpoint."""
+        return any(action.name == "fit" for action in self.actions)
 
 
 @dataclass(frozen=True)

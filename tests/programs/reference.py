@@ -27,7 +27,7 @@ def run_job(program: Program, job: Job, saved: Learner | None, seen: list[Seen])
     """
     outcomes: list[Outcome] = []
     seen = list(seen)
-    torch.manual_seed(program.seed)
+    torch.manual_seed(program.seed)  # rank 0's where every rank has another
     for number, run in enumerate(job.runs):
         if job.world_size == 1:
             torch.manual_seed(program.seed + number)  # on one process, stages draw from the global state
@@ -37,8 +37,9 @@ def run_job(program: Program, job: Job, saved: Learner | None, seen: list[Seen])
                 result = learner.fit(action, seen.pop(0) if seen else [])
             else:
                 result = learner.evaluate(action)
-            random = {"random": torch.rand(2)} if job.world_size > 1 else {}
-            outcomes.append({**learner.state(), **result, **random})
+            outcomes.append({**learner.state(), **result, "random": torch.rand(2)})
+            if job.world_size == 1 or not program.is_seeded:
+                del outcomes[-1]["random"]  # only rank 0 has it
         saved = saved if learner.optimizer is None else learner
     return outcomes, saved
 
@@ -71,8 +72,9 @@ class Learner:
         """Train up to the action's limits."""
         self._begin_fit()
         fit: Outcome = {"metrics": {}, "validations": []}
-        while self.epoch < action.epochs and not self._is_at(action.steps):
-            self._run_epoch(action, self._stream(seen), fit)
+        epochs, steps = self.epoch + action.epochs, self.step + action.steps if action.steps else -1
+        while self.epoch < epochs and self.step != steps:
+            self._run_epoch(steps, self._stream(seen), fit)
         return fit
 
     def _begin_fit(self) -> None:
@@ -93,10 +95,7 @@ class Learner:
         self.epoch, self.step = saved.epoch, saved.step
         self.batches_done, self.items_done = saved.batches_done, saved.items_done
 
-    def _is_at(self, steps: int) -> bool:
-        return 0 <= steps <= self.step
-
-    def _run_epoch(self, action: Action, stream: list[int] | None, fit: Outcome) -> None:
+    def _run_epoch(self, steps: int, stream: list[int] | None, fit: Outcome) -> None:
         first, batches = self.batches_done, self._batches(stream)
         logged = Logged()
         window: list[Samples] = []
@@ -110,7 +109,7 @@ class Learner:
             is_last = number + 1 == total
             if self._end_batch(window, number, is_last, fit):
                 window = []
-                if not is_last and self._is_at(action.steps):
+                if not is_last and self.step == steps:
                     fit["metrics"].update(logged.values())
                     return
         fit["metrics"].update(logged.values())
@@ -224,7 +223,8 @@ class Learner:
         count = self._count(len(self.data))
         shares = [[n for epoch, batch in mine if epoch == self.epoch for n in batch] for mine in seen]
         shares = [share[: len(range(rank, count, self.world_size))] for rank, share in enumerate(shares)]
-        return [share[n] for n in range(max(map(len, shares))) for share in shares if n < len(share)]
+        shown = [share[n] for n in range(max(map(len, shares))) for share in shares if n < len(share)]
+        return shown + shown[:1] * (count - len(shown))  # where the fit stops within the epoch
 
     def _position(self, number: int) -> int:
         return int((self.data.numbers == number).nonzero())
