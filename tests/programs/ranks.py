@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(seconds=60)
+_LIMIT_S = 120.0
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -41,7 +42,10 @@ class Ranks:
         waiting: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(self._members)}
         results: dict[int, Any] = {}
         while waiting:
-            ready: list[Any] = wait(list(waiting))
+            ready: list[Any] = wait(list(waiting), _LIMIT_S)
+            if not ready:
+                self.stop()
+                raise RankError(f"ranks {sorted(waiting.values())} of {self._world_size} do not end.")
             for connection in ready:
                 rank = waiting.pop(connection)
                 has_failed, results[rank] = connection.recv()

@@ -56,6 +56,7 @@ class Learner:
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         self.epoch = self.step = self.batches_done = self.items_done = 0
+        self.is_validated = False
         self.saved = saved
 
     def state(self) -> Outcome:
@@ -94,12 +95,17 @@ class Learner:
             self.scheduler.load_state_dict(saved.scheduler.state_dict())
         self.epoch, self.step = saved.epoch, saved.step
         self.batches_done, self.items_done = saved.batches_done, saved.items_done
+        self.is_validated = saved.is_validated
 
     def _run_epoch(self, steps: int, stream: list[int] | None, fit: Outcome) -> None:
         first, batches = self.batches_done, self._batches(stream)
         logged = Logged()
         window: list[Samples] = []
         total = first + max(map(len, batches))
+        if first and first == total:  # an earlier run has left no batch
+            self._schedule("epoch")
+        if first and not self.is_validated:
+            self._validate_if_due(first - 1, first == total, fit)
         for number in range(first, total):
             self._change(number)
             if not window:
@@ -122,6 +128,7 @@ class Learner:
         """Step and validate after a batch where that is due; return whether its window ends."""
         data = self.program.train
         is_window_end = is_last or (number + 1) % self.program.options.accumulate == 0
+        self.is_validated = False
         self.batches_done += 1
         self.items_done += self.world_size * (1 if data.sizes else data.batch_size)
         if is_window_end:
@@ -194,6 +201,7 @@ class Learner:
             found = self._measure("val")
             fit["metrics"].update(found)
             fit["validations"].append(found["val"])
+            self.is_validated = True
 
     # --------------------------------------------------------------------------------- data
 
@@ -288,6 +296,8 @@ class Logged:
 
     def values(self) -> dict[str, float]:
         """Return the mean loss over samples, the largest feature, and the number of samples."""
+        if not self.losses:
+            return {}
         count = sum(size for _, size in self.losses)
         mean = sum(loss * size for loss, size in self.losses) / count
         return {"train": mean, "train_max": self.largest, "train_sum": count}

@@ -124,6 +124,7 @@ class FitLoop:
         progress = self._progress
         batches = self._share.start(progress)
         self._restore_random()
+        self._end_used_up_epoch()
         if progress.is_within_epoch and not progress.is_validated:
             self._validate_if_due(progress.batches_done - 1, progress.is_epoch_done)
         if progress.is_epoch_done or (progress.is_epoch_open and not self._stopping.may_continue()):
@@ -135,6 +136,14 @@ class FitLoop:
         if self._rank_state is not None:
             self._rank_state.restore_random()
             self._rank_state = None
+
+    def _end_used_up_epoch(self) -> None:
+        """End the epoch if an earlier run, with another limit or number of ranks, has left no batch of it."""
+        progress = self._progress
+        is_open = progress.is_within_epoch and not progress.is_epoch_done
+        if is_open and self._schedule.num_batches <= progress.batches_done:
+            progress.is_epoch_done = True
+            _step_schedulers(self._context, "epoch", needs_metric=False)
 
     def _end_metrics(self) -> None:
         self._context.publish(self._results.epoch_values(self._strategy), is_logged=True)
