@@ -16,6 +16,7 @@ ORDER = (
     "ranks",
     "seed",
     "named_options",
+    "nested",
     "environments",
     "processes",
     "stores",

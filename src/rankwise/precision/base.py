@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from rankwise.errors import UnknownNameError
+from rankwise.nested import map_tensors
 
 T = TypeVar("T")
 
@@ -159,10 +159,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def floats_to(batch: T, dtype: torch.dtype) -> T:
     """Return a batch with its floating-point tensors converted to `dtype`."""
-    converted: T = apply_to_collection(
-        batch,
-        Tensor,
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
-        allow_frozen=True,
+    converted: T = map_tensors(
+        batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
     )
     return converted

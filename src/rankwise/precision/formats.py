@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from rankwise.errors import UnknownNameError
+from rankwise.nested import map_tensors
 from rankwise.precision.base import DtypePrecision, Precision
 from rankwise.precision.loss_scaling import ScaledPrecision
 from rankwise.precision.master_weights import MasterWeightsPrecision
@@ -44,8 +44,8 @@ class MixedPrecision(ScaledPrecision):
 
     def convert_output(self, output: Any) -> Any:
         default = torch.get_default_dtype()
-        return apply_to_collection(
-            output, Tensor, lambda tensor: tensor.to(default) if tensor.dtype is self.dtype else tensor
+        return map_tensors(
+            output, lambda tensor: tensor.to(default) if tensor.dtype is self.dtype else tensor
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
@@ -29,6 +28,7 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.named_options import check_is_a
+from rankwise.nested import map_tensors
 from rankwise.precision import Precision
 from rankwise.process_group import collectives, rank_zero_first
 from rankwise.process_group.group import check_group_ranks
@@ -337,9 +337,7 @@ class Strategy(ABC):
     def batch_to_device(self, batch: T) -> T:
         """Move every tensor of a batch, also in nested containers, to this rank's device."""
         device = self.root_device
-        moved: T = apply_to_collection(
-            batch, torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), allow_frozen=True
-        )
+        moved: T = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
         return moved
 
     @property

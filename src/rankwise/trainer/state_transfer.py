@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from rankwise.nested import map_tensors
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metrics import Results
 
@@ -86,7 +86,7 @@ def capture(
 
 
 def _on_cpu(state: Any) -> Any:
-    return apply_to_collection(state, Tensor, lambda tensor: tensor.detach().cpu())
+    return map_tensors(state, lambda tensor: tensor.detach().cpu())
 
 
 def restore(context: LoopContext, state: CallerState) -> None:

@@ -9,10 +9,10 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.nested import map_tensors
 from rankwise.trainer.consistency import check_same_order
 from rankwise.trainer.metrics import Results
 
@@ -89,7 +89,7 @@ class EvaluationLoop:
             for dataloader_idx, batch_idx, batch in self._batches(results):
                 output = self._run_batch(results, batch, batch_idx, dataloader_idx)
                 output = strategy.precision.convert_output(output)
-                output = apply_to_collection(output, Tensor, lambda tensor: tensor.cpu())
+                output = map_tensors(output, lambda tensor: tensor.cpu())
                 own[dataloader_idx].append(output)
             by_rank = _gathered(strategy, own, gather)
             predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]

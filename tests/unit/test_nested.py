@@ -1,0 +1,140 @@
+"""Functions of the tensors in containers and dataclasses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from rankwise.nested import map_tensors
+from tests.unit.trainer.helpers import Line, samples, trainer
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Plain:
+    x: Any
+    name: str = "plain"
+    made: Any = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.made = self.x
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+    inner: Any = None
+
+    @cached_property
+    def total(self) -> Tensor:
+        total: Tensor = self.x.sum()
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    x: Tensor
+
+
+class Counting(Plain):
+    """A dataclass whose attributes do more when they are set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__("count", getattr(self, "count", 0) + 1)
+        super().__setattr__(name, value)
+
+
+def doubled(value: Any) -> Any:
+    return map_tensors(value, lambda tensor: tensor * 2)
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("value", "tensor_of"),
+    [
+        (ONE, lambda value: value),
+        ([ONE, "text"], lambda value: value[0]),
+        ((ONE, 3), lambda value: value[0]),
+        (Pair(ONE, None), lambda value: value.x),
+        ({"x": ONE}, lambda value: value["x"]),
+        (OrderedDict(x=ONE), lambda value: value["x"]),
+        (UserDict(x=ONE), lambda value: value["x"]),
+        (defaultdict(None, x=ONE), lambda value: value["x"]),
+        (Plain(ONE), lambda value: value.x),
+        (Plain(ONE), lambda value: value.made),
+        (Frozen(ONE), lambda value: value.x),
+        (Slotted(ONE), lambda value: value.x),
+        (Counting(ONE), lambda value: value.x),
+        ([{"x": (Frozen(3, Frozen(ONE)),)}], lambda value: value[0]["x"][0].inner.x),
+    ],
+)
+def test_every_container(value: Any, tensor_of: Any) -> None:
+    """Containers of every kind are copied, with their types; the originals do not change."""
+    result = doubled(value)
+    assert type(result) is type(value)
+    assert (tensor_of(result).item(), tensor_of(value).item()) == (2, 1)
+    assert value is ONE or result is not value
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", b"bytes", range(3), Frozen, Plain(3).name, {1, 2}])
+def test_what_has_no_tensors(value: Any) -> None:
+    """Other values come back as they are, classes of dataclasses too."""
+    assert doubled(value) is value
+
+
+def test_a_default_factory_stays() -> None:
+    """A defaultdict goes on making its defaults."""
+    made: Any = defaultdict(list)
+    made["x"] = ONE
+    assert doubled(made)["new"] == []
+
+
+def test_cached_properties_are_computed_anew() -> None:
+    """They depend on fields, which have changed."""
+    value = Frozen(torch.ones(3))
+    assert value.total == 3
+    assert doubled(value).total == 6
+
+
+def test_setting_attributes() -> None:
+    """The fields of a dataclass that is not frozen are set in its own way."""
+    value: Any = Counting(ONE)
+    assert doubled(value).count > value.count
+
+
+class Wrapped(Line):
+    """Reads and predicts batches that are frozen dataclasses."""
+
+    def training_step(self, batch: Frozen, batch_idx: int) -> Any:
+        return super().training_step(batch.x, batch_idx)
+
+    def predict_step(self, batch: Frozen, batch_idx: int) -> Any:
+        return Frozen(self.layer(batch.x[0]), [batch])
+
+
+def collate(items: Any) -> Frozen:
+    return Frozen([torch.stack(column) for column in zip(*items, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtypes"),
+    [("64-true", {torch.float64}), ("bf16-mixed", {torch.float32}), ("32-true", {torch.float32})],
+)
+def test_frozen_batches_and_predictions(tmp_path: Path, precision: str, dtypes: set[torch.dtype]) -> None:
+    """Batches and predictions that are frozen dataclasses are converted like others."""
+    train, data = trainer(tmp_path, precision=precision), DataLoader(samples(), 2, collate_fn=collate)
+    train.fit(Wrapped(), data)
+    predicted = train.predict(Wrapped(), data)
+    assert {output.x.dtype for output in predicted} == dtypes
+    assert {tensor.dtype for output in predicted for tensor in output.inner[0].x} == dtypes
