@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from rankwise.errors import InvalidArgumentError
+from rankwise.paths import absolute_path
 
 __all__ = ["CSVLogger", "Logger"]
 
@@ -80,7 +81,7 @@ class CSVLogger(Logger):
                 argument="flush_logs_every_n_steps", value=flush_logs_every_n_steps, expected="1 or more"
             )
         self.name = name
-        self._root = Path(save_dir).absolute() / name
+        self._root = Path(absolute_path(save_dir)) / name
         self._version = version
         self._is_version_given = version is not None
         self._flush_every = flush_logs_every_n_steps

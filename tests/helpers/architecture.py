@@ -17,6 +17,7 @@ ORDER = (
     "seed",
     "named_options",
     "nested",
+    "paths",
     "environments",
     "processes",
     "stores",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from pathlib import Path
@@ -13,10 +12,11 @@ from torch import Tensor
 
 from rankwise.callbacks.base import MonitoringCallback
 from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from rankwise.trainer import Trainer, TrainingModule
 
@@ -44,7 +44,7 @@ class ModelCheckpoint(MonitoringCallback):
         monitor: the metric that ranks the checkpoints; None keeps the latest.
         mode: `"min"` or `"max"`.
         save_top_k: number of checkpoints to keep; -1 for all, 0 for none.
-        save_last: write `last.ckpt` with every save, too.
+        save_last: write `last.ckpt` with every save, too; `last-v1.ckpt` and so on beside another run's.
         every_n_epochs: save at the end of every n-th epoch; 1 unless `every_n_train_steps` is given.
         every_n_train_steps: save after every n-th optimizer step instead.
 
@@ -53,7 +53,7 @@ class ModelCheckpoint(MonitoringCallback):
         best_model_path: the best (without `monitor`: the latest) file; empty before the first save.
         best_model_score: its score; None without `monitor`.
         best_k_models: the files that are kept, with their scores.
-        last_model_path: the path of `last.ckpt`; empty before the first save.
+        last_model_path: the path of this run's `last.ckpt`; empty before the first save.
 
     Raises:
         InvalidArgumentError, ConfigurationError: if arguments are out of range or contradict each other.
@@ -75,12 +75,12 @@ class ModelCheckpoint(MonitoringCallback):
             self.mode = "max"  # the score is then the step
         _check_save_top_k(monitor, save_top_k)
         _check_intervals(every_n_epochs, every_n_train_steps)
-        self.chosen_dirpath = None if dirpath is None else str(Path(dirpath).absolute())
+        self.chosen_dirpath = None if dirpath is None else absolute_path(dirpath)
         self.dirpath = self.chosen_dirpath
         self.filename = filename or "{epoch}-{step}"
-        _check_filename(self.filename)
         self.save_top_k = save_top_k
         self.save_last = bool(save_last)
+        _check_filename(self.filename, self.save_last)
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = 0 if every_n_train_steps else every_n_epochs or 1
         self.best_model_path = ""
@@ -116,6 +116,8 @@ class ModelCheckpoint(MonitoringCallback):
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         self._last_step_saved = trainer.global_step
+        if trainer.global_step == 0:  # a new run, perhaps of another module
+            self.last_model_path = ""
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
@@ -131,19 +133,30 @@ class ModelCheckpoint(MonitoringCallback):
 
     def _save(self, trainer: Trainer) -> None:
         self._last_step_saved = trainer.global_step
+        if self.save_last:  # all checkpoints of the run name its last one
+            self.last_model_path = self.last_model_path or self._choose_last(trainer)
         if self.save_top_k:
             self._save_ranked(trainer)
         if self.save_last:
-            self.last_model_path = self._path("last")
             trainer.save_checkpoint(self.last_model_path)
 
-    def _path(self, name: str) -> str:
-        return str(Path(self.dirpath or "") / f"{name}.ckpt")
+    def _choose_last(self, trainer: Trainer) -> str:
+        """Return the path of this run's `last.ckpt`, which is no other run's. Collective.
+
+        A run may replace the last checkpoint from which it has continued.
+        """
+        continued = () if trainer.ckpt_path is None else (absolute_path(trainer.ckpt_path),)
+        return trainer.strategy.broadcast(self._unused(trainer, "last", continued))
+
+    def _unused(self, trainer: Trainer, stem: str, own: Collection[str]) -> str:
+        """Return a path that no file has, also none that a thread has not written yet, or one of `own`."""
+        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        of_others = {path for saving in savers if saving is not self for path in saving._paths}
+        return unused_checkpoint(self.dirpath or "", stem, of_others | (self._paths - {*own}), own)
 
     @property
-    def _paths_in_use(self) -> set[str]:
-        """This callback's paths, including files that a thread has not written yet."""
-        return {*self.best_k_models, *([self._path("last")] if self.save_last else [])}
+    def _paths(self) -> set[str]:
+        return {*self.best_k_models, self.last_model_path}
 
     def _save_ranked(self, trainer: Trainer) -> None:
         score = self._agreed_score(trainer)
@@ -186,16 +199,9 @@ class ModelCheckpoint(MonitoringCallback):
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
         }
-        stem = _filled_in(self.filename, values)
-        names = itertools.chain([stem], (f"{stem}-v{version}" for version in itertools.count(1)))
         is_full = len(self.best_k_models) == self.save_top_k
-        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        taken = {path for saving in savers for path in saving._paths_in_use}
-        for path in map(self._path, names):
-            is_free = path not in taken and not Path(path).exists()
-            if is_free or (is_full and path == self.kth_best_model_path):
-                break
-        return path
+        replaced = (self.kth_best_model_path,) if is_full else ()
+        return self._unused(trainer, _filled_in(self.filename, values), replaced)
 
 
 def _filled_in(template: str, values: Mapping[str, float]) -> str:
@@ -234,7 +240,10 @@ def _check_intervals(every_n_epochs: int | None, every_n_train_steps: int | None
         )
 
 
-def _check_filename(filename: str) -> None:
+def _check_filename(filename: str, save_last: bool) -> None:
+    if save_last and is_last_checkpoint(f"{filename}.ckpt"):
+        expected = "another name, as save_last=True uses this one"
+        raise InvalidArgumentError(argument="filename", value=filename, expected=expected)
     try:
         _filled_in(filename, {})
     except ValueError as error:

@@ -24,6 +24,7 @@ from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpo
 
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error, reason_for
 from rankwise.errors import CheckpointError
+from rankwise.paths import expanded_path
 
 _MAX_NAMED = 5
 _OPEN_FILES = "/proc/self/fd"
@@ -52,8 +53,9 @@ class TorchCheckpointIO(CheckpointIO):
         """Return the checkpoint at `path`, its tensors on `map_location`."""
         handled = sys.exc_info()[1]
         try:
-            _check_file(Path(path))
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+            file = expanded_path(path)
+            _check_file(file)
+            checkpoint = torch.load(file, map_location=map_location, weights_only=True)
         except CheckpointError:
             raise
         except pickle.UnpicklingError as error:
@@ -71,7 +73,7 @@ class TorchCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the file at `path`, if it exists."""
-        Path(path).unlink(missing_ok=True)
+        expanded_path(path).unlink(missing_ok=True)
 
 
 def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[str]) -> None:
@@ -82,7 +84,7 @@ def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces `path` if the block succeeds, and is deleted otherwise."""
-    target = Path(path).resolve()  # keeps a symbolic link, and uses the file system of its target
+    target = expanded_path(path).resolve()  # keeps a symbolic link, and uses the file system of its target
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")

@@ -41,6 +41,7 @@ _SHORTEST_S = 1e-6  # of a timedelta
 _LONGEST_S = timedelta(days=365).total_seconds()
 _CHECK_VARIABLE = "RANKWISE_CHECK_COLLECTIVES"
 _CHECK_VALUES = {"": False, "0": False, "1": True}
+_NOT_GIVEN = (None, "auto")
 _DEVICES = 'a number of devices from 1 up, "auto" (or -1: all), or a list of different device indices'
 _ENVIRONMENT = "a ClusterEnvironment instance or a name"
 _NODES = 'a number from 1 up, or "auto"'
@@ -195,6 +196,38 @@ def _check_indices(given: Sequence[object]) -> tuple[int, ...]:
     if not are_integers or min(indices) < 0 or len(set(indices)) < len(indices):
         raise InvalidArgumentError(argument="devices", value=list(given), expected=_DEVICES)
     return indices
+
+
+def agreed_value(argument: str, own: Any, given: Any) -> Any:
+    """Return the value of an argument that was given in two places: the more specific of two that agree.
+
+    Raises:
+        ConfigurationError: when the two values contradict each other.
+    """
+    if own in _NOT_GIVEN or given in _NOT_GIVEN:
+        return given if own in _NOT_GIVEN else own
+    meanings = [_meaning(argument, value) for value in (own, given)]
+    if meanings[0] == meanings[1]:
+        return own
+    counts = [meaning for meaning in meanings if isinstance(meaning, int)]
+    indices = [meaning for meaning in meanings if isinstance(meaning, tuple)]
+    if indices and counts == [len(meaning) for meaning in indices]:
+        return indices[0]
+    raise contradiction(argument, given, own)
+
+
+def _meaning(argument: str, value: Any) -> Any:
+    if argument == "devices":
+        return check_devices(value)
+    return value.lower().replace("gpu", "cuda") if isinstance(value, str) else value
+
+
+def contradiction(argument: str, given: Any, own: Any) -> ConfigurationError:
+    """Return the error for an argument whose value contradicts that in the strategy's constructor."""
+    return ConfigurationError(
+        message=f"{argument}={given!r} and the strategy's own {argument}={own!r} contradict each other.",
+        remedy=f"give {argument} once.",
+    )
 
 
 def check_num_nodes(num_nodes: int | Literal["auto"]) -> int | None:

@@ -31,6 +31,7 @@ from rankwise.strategies.config import (
     GroupConfig,
     PartField,
     ProcessConfig,
+    agreed_value,
     check_ddp_arguments,
     from_parallel_devices,
     take_fields,
@@ -137,7 +138,8 @@ class DDPStrategy(Strategy):
     ) -> None:
         arguments = dict(locals())
         if parallel_devices is not None:
-            arguments["accelerator"], arguments["devices"] = from_parallel_devices(parallel_devices)
+            meant = zip(("accelerator", "devices"), from_parallel_devices(parallel_devices), strict=True)
+            arguments |= {name: agreed_value(name, arguments[name], value) for name, value in meant}
         if start_method is None:
             arguments["start_method"] = self.default_start_method
         ddp_options = check_ddp_arguments(type(self).__name__, DDPStrategy.__init__, ddp_kwargs)

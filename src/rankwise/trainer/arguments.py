@@ -13,14 +13,16 @@ from typing import Any, ParamSpec, final
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.callbacks import Callback, ModelCheckpoint, Timer, TQDMProgressBar
-from rankwise.checkpoint import CheckpointIO
+from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.loggers import CSVLogger, Logger
 from rankwise.named_options import check_is_a
+from rankwise.paths import absolute_path
 from rankwise.precision import Precision, create_precision
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import DDPStrategy, Strategy
+from rankwise.strategies.config import agreed_value, contradiction
 
 P = ParamSpec("P")
 _Limit = int | float
@@ -32,6 +34,7 @@ _LIMITS = {
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
 }
+_DEFAULT_PARTS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": TorchCheckpointIO}
 _PLUGINS: Mapping[str, Any] = {
     "cluster environment": (ClusterEnvironment, str),
     "precision": Precision,
@@ -96,7 +99,7 @@ class TrainerOptions:
     sync_batchnorm: bool = field(metadata=_by(check_choice, choices=(True, False)))
     deterministic: bool | str = field(metadata=_by(check_choice, choices=(True, False, "warn")))
     benchmark: bool | None = field(metadata=_by(check_choice, choices=(True, False), is_optional=True))
-    use_distributed_sampler: bool
+    use_distributed_sampler: bool = field(metadata=_by(check_choice, choices=(True, False)))
     uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
     log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1))
     default_root_dir: str
@@ -105,7 +108,11 @@ class TrainerOptions:
     def __post_init__(self) -> None:
         self.min_epochs = self.min_epochs or 0
         self.gradient_clip_val = float(self.gradient_clip_val or 0.0)
-        self.default_root_dir = str(Path(self.default_root_dir or Path.cwd()).absolute())
+        if self.min_epochs > self.epoch_limit >= 0:
+            raise ConfigurationError(
+                message=f"min_epochs={self.min_epochs} is more than max_epochs={self.epoch_limit}.",
+                remedy="more max_epochs, or fewer min_epochs.",
+            )
         if self.fast_dev_run:
             self.max_epochs, self.max_steps = 1, self.fast_dev_run
             self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
@@ -116,6 +123,8 @@ class TrainerOptions:
         metadata = self.__dataclass_fields__[name].metadata
         if metadata and not (value is None and metadata["is_optional"]):
             metadata["check"](name, value)
+        if name == "default_root_dir":
+            value = absolute_path(value or Path.cwd())
         super().__setattr__(name, value)
 
     def limit(self, phase: str) -> _Limit:
@@ -166,19 +175,36 @@ def collect_strategy(
         precision = create_precision(precision)
     strategy = plugins["strategy"] or strategy
     given: Strategy = StrategyRegistry.create(strategy) if isinstance(strategy, str) else strategy
-    changes: dict[str, Any] = {
-        "precision": plugins["precision"] or precision,
-        "checkpoint_io": plugins["checkpoint IO"],
-        "sync_batchnorm": sync_batchnorm or None,
-    }
-    changes = {name: value for name, value in changes.items() if value is not None}
+    if precision is not None and precision.name == given.precision.name:
+        precision = None  # the strategy's may have more options
+    parts = {"precision": plugins["precision"] or precision, "checkpoint_io": plugins["checkpoint IO"]}
+    changes: dict[str, Any] = {name: value for name, value in parts.items() if value is not None}
+    for name, value in changes.items():
+        own = getattr(given, name)
+        if own is not value and type(own) is not _DEFAULT_PARTS[name]:
+            raise contradiction(name, value, own)
+    if sync_batchnorm:
+        changes["sync_batchnorm"] = True
     return given.with_(**changes) if changes or given.is_bound else given
 
 
+def agreed_placement(strategy: Strategy, **given: Any) -> dict[str, Any]:
+    """Return the arguments of `bind`: those given, where the strategy's own do not contradict them."""
+    own = strategy.process_config
+    return {name: agreed_value(name, getattr(own, name), value) for name, value in given.items()}
+
+
 def collect_callbacks(
-    callbacks: Any, *, enable_checkpointing: bool, enable_progress_bar: bool | None, max_time: Any = None
+    callbacks: Any,
+    *,
+    enable_checkpointing: bool | None,
+    enable_progress_bar: bool | None,
+    max_time: Any = None,
 ) -> list[Callback]:
     """Return the user's callbacks and the default ones; those that save checkpoints come last."""
+    check_choice("enable_checkpointing", enable_checkpointing, (True, False, None))
+    check_choice("enable_progress_bar", enable_progress_bar, (True, False, None))
+    enable_checkpointing = enable_checkpointing is not False
     given: list[Callback] = _as_list("callbacks", callbacks, Callback)
     if max_time is not None:
         given.append(Timer(max_time))

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import logging
 import os
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.checkpoint.base import as_checkpoint_error
 from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 from rankwise.ranks import rank_zero_only
 from rankwise.stores.restart import current_restart
 from rankwise.trainer.module import is_defined
@@ -47,10 +49,20 @@ class CheckpointFiles:
         self._default_root_dir = context.options.default_root_dir
 
     @property
-    def stop_path(self) -> str:
+    def stop_folder(self) -> Path:
         """Where a fit that a signal stops writes its checkpoint; `ckpt_path="last"` finds it there."""
         folder = self._saving[0].chosen_dirpath if self._saving else None
-        return str(Path(folder or self._default_root_dir) / "last.ckpt")
+        return Path(folder or self._default_root_dir)
+
+    def stop_path(self, continued: str | None) -> str:
+        """Return the path of the checkpoint of a fit that a signal stops; no other run's file. Collective.
+
+        It is the run's last checkpoint, if that is there, or the one from which the run has `continued`.
+        """
+        own = [path for saving in self._saving if (path := saving.last_model_path)]
+        own += [] if continued is None else [absolute_path(continued)]
+        here = [path for path in own if is_last_checkpoint(path) and Path(path).parent == self.stop_folder]
+        return self._strategy.broadcast(here[0] if here else unused_checkpoint(self.stop_folder, "last"))
 
     @property
     def folders(self) -> list[Path]:
@@ -68,13 +80,7 @@ class CheckpointFiles:
             return self._last()
         if ckpt_path != "best":
             return None if ckpt_path is None else os.fspath(ckpt_path)
-        if self._saving and self._saving[0].best_model_path:
-            return self._saving[0].best_model_path
-        raise ConfigurationError(
-            message='ckpt_path="best" finds no checkpoint.',
-            facts="no ModelCheckpoint of this trainer has saved any.",
-            remedy="call fit() first, with a ModelCheckpoint, or pass a path.",
-        )
+        return self._best()
 
     def find_after_restart(self) -> tuple[str, dict[str, Any]] | None:
         """Return path and contents of this job's newest checkpoint, None in the first start. Collective."""
@@ -82,12 +88,31 @@ class CheckpointFiles:
         path = self._strategy.broadcast(self._newest_of_job() if self._strategy.is_global_zero else None)
         return None if path is None else (path, self._strategy.load_checkpoint(path))
 
+    def _best(self) -> str:
+        """Return the best checkpoint; one that a metric has chosen, if any callback has a metric."""
+        saved = [saving for saving in self._saving if saving.best_model_path]
+        judged = [saving for saving in saved if saving.monitor is not None]
+        paths = {saving.best_model_path: saving.monitor for saving in judged or saved}
+        if len(paths) == 1:
+            return next(iter(paths))
+        if not paths:
+            raise ConfigurationError(
+                message='ckpt_path="best" finds no checkpoint.',
+                facts="no ModelCheckpoint of this trainer has saved any.",
+                remedy="call fit() first, with a ModelCheckpoint, or pass a path.",
+            )
+        raise ConfigurationError(
+            message=f'ckpt_path="best" could be each of {len(paths)} checkpoints.',
+            facts=", ".join(f"{path} (monitor={monitor!r})" for path, monitor in paths.items()) + ".",
+            remedy="pass the best_model_path of one ModelCheckpoint.",
+        )
+
     def _last(self) -> str | None:
         """Return the newest `last.ckpt` of this trainer's runs, including one written on a signal."""
-        for path in newest_first(self._matching("last.ckpt")):
+        for path in newest_first(filter(is_last_checkpoint, self._matching("last*.ckpt"))):
             rank_zero_only(_log.info)('ckpt_path="last" is %s.', path)
             return str(path)
-        folders = ", ".join(dict.fromkeys(map(str, [Path(self.stop_path).parent, *self.folders])))
+        folders = ", ".join(dict.fromkeys(map(str, [self.stop_folder, *self.folders])))
         rank_zero_only(_log.warning)(
             'ckpt_path="last" finds no checkpoint, so none is loaded. Looked in %s.', folders
         )
@@ -115,10 +140,9 @@ class CheckpointFiles:
         return None
 
     def _matching(self, pattern: str) -> set[Path]:
-        """Return the files whose names match, and the one written on a signal if it exists."""
+        """Return the files whose names match, and those written on a signal."""
         found = {path for folder in self.folders for path in folder.glob(pattern)}
-        stopped = Path(self.stop_path)
-        return found | {stopped} if stopped.exists() else found
+        return found | set(filter(is_last_checkpoint, self.stop_folder.glob("last*.ckpt")))
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
@@ -156,7 +180,7 @@ def save_checkpoint(context: LoopContext, path: str | os.PathLike[str]) -> None:
 
 def save_stop_checkpoint(context: LoopContext) -> None:
     """Write the checkpoint of a fit that a signal stops, for `ckpt_path="last"`. Collective."""
-    save_checkpoint(context, CheckpointFiles(context).stop_path)
+    save_checkpoint(context, CheckpointFiles(context).stop_path(context.state.ckpt_path))
 
 
 def _checkpoint(context: LoopContext) -> dict[str, Any]:
@@ -232,13 +256,27 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any], path: str
     except ValueError as error:
         raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
     context.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))
-    for callback in context.callbacks:
-        if callback.state_key in checkpoint["callbacks"]:
-            callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
+    _restore_callbacks(context, checkpoint["callbacks"])
     context.state.should_stop = any(
         isinstance(callback, EarlyStopping) and callback.has_stopped for callback in context.callbacks
     )
     return rank_state
+
+
+def _restore_callbacks(context: LoopContext, states: dict[str, Any]) -> None:
+    """Load the callbacks' states; warn on rank 0 of those that no callback takes."""
+    for callback in context.callbacks:
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+    gone = sorted(states.keys() - {callback.state_key for callback in context.callbacks})
+    if not any(isinstance(callback, ModelCheckpoint) for callback in context.callbacks):
+        gone = [key for key in gone if not key.startswith(ModelCheckpoint.__name__)]  # saves none on purpose
+    if gone and context.strategy.is_global_zero:
+        warnings.warn(
+            f"The checkpoint has the state of callbacks that this trainer does not have: {', '.join(gone)}. "
+            "It is not restored. To continue with them, give the trainer callbacks with the same arguments.",
+            stacklevel=2,
+        )
 
 
 def _plain(value: Any) -> Any:

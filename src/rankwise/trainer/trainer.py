@@ -79,7 +79,7 @@ class Trainer:
         accelerator: `"auto"`, `"cpu"`, `"cuda"` or `"gpu"`.
         devices: processes on this node: a number, `"auto"` or device indices.
         num_nodes: nodes; `"auto"` for as many as were started.
-        strategy: a registered name, or an instance.
+        strategy: a registered name, or an instance, whose own arguments must not contradict the others.
         precision: `"32-true"`, `"16-mixed"`, `"bf16-mixed"`, `"16-true"`, `"bf16-true"`, `"64-true"`, or with
             32-bit master weights `"16-master"`, `"bf16-master"`; None uses the strategy's.
         plugins: a cluster environment (or its name), a precision, a checkpoint IO, a strategy; one of each.
@@ -114,7 +114,7 @@ class Trainer:
             with weight 0 and steps like the others; shards are then uneven instead of padded).
         log_every_n_steps: after how many optimizer steps loggers get the steps' metrics.
         enable_progress_bar: whether there is a progress bar; None for one if tqdm is installed.
-        enable_checkpointing: whether to add a `ModelCheckpoint` if `callbacks` has none.
+        enable_checkpointing: whether to add a `ModelCheckpoint` if `callbacks` has none; None means True.
         default_root_dir: where logs and checkpoints go; the working directory by default.
 
     Attributes:
@@ -178,7 +178,7 @@ class Trainer:
         uneven_inputs: str = "error",
         log_every_n_steps: int = 50,
         enable_progress_bar: bool | None = None,
-        enable_checkpointing: bool = True,
+        enable_checkpointing: bool | None = True,
         default_root_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         fast_dev_run = int(fast_dev_run)
@@ -199,12 +199,14 @@ class Trainer:
             self.loggers = []
         found = arguments.collect_plugins(plugins)
         self.strategy = arguments.collect_strategy(strategy, precision, found, sync_batchnorm=sync_batchnorm)
-        self.strategy.bind(
+        placement = arguments.agreed_placement(
+            self.strategy,
             accelerator=accelerator,
             devices=devices,
             num_nodes=num_nodes,
-            environment=found["cluster environment"],
+            cluster_environment=found["cluster environment"],
         )
+        self.strategy.bind(environment=placement.pop("cluster_environment"), **placement)
         self._forget_fit()
 
     def _forget_fit(self) -> None:

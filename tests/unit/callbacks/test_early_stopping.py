@@ -88,10 +88,12 @@ def test_going_on_after_a_stop(options: dict[str, Any], tmp_path: Path) -> None:
         assert resumed(path, EarlyStopping("score", patience=1), **options) == []
 
 
-@pytest.mark.parametrize("stopping", [EarlyStopping("score", patience=9), None])
-def test_asked_to_train_on_after_a_stop(stopping: EarlyStopping | None, tmp_path: Path) -> None:
-    """With more patience, or nobody to stop it, a run goes on."""
-    assert len(resumed(saved_stop(tmp_path, 1, 2, 3), stopping)) == 8
+def test_asked_to_train_on_after_a_stop(tmp_path: Path) -> None:
+    """With more patience a run goes on; so it does with nobody to stop it, of which a warning tells."""
+    path = saved_stop(tmp_path, 1, 2, 3)
+    assert len(resumed(path, EarlyStopping("score", patience=9))) == 8
+    with pytest.warns(UserWarning, match="does not have: EarlyStopping"):
+        assert len(resumed(path, None)) == 8
 
 
 def test_second_fit_after_a_stop(tmp_path: Path) -> None:

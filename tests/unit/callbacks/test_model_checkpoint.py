@@ -159,11 +159,55 @@ def test_files_of_another_callback_are_left(tmp_path: Path) -> None:
     assert best == [0, 1]
 
 
-def test_last_is_no_name_for_the_best(tmp_path: Path) -> None:
-    """With save_last a best checkpoint that is to be called "last", too, gets a version."""
-    saving = ModelCheckpoint(tmp_path, "last", monitor="score", save_last=True)
-    assert fit(tmp_path, saving, 1, 9) == ["last-v1.ckpt", "last.ckpt"]
-    assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] == 0
+@pytest.mark.parametrize("filename", ["last", "last-v1"])
+def test_last_is_no_name_for_the_best(filename: str) -> None:
+    """With save_last the other checkpoints have another name; without it they may have this one."""
+    with pytest.raises(InvalidArgumentError, match=r"filename='last.*save_last=True uses this one"):
+        ModelCheckpoint(filename=filename, save_last=True)
+    ModelCheckpoint(filename=filename)
+
+
+def test_the_last_checkpoint_of_another_run_is_left(tmp_path: Path) -> None:
+    """A second run in the same folder has a last checkpoint of its own, and replaces only that one."""
+    for number, max_epochs in enumerate([1, 2]):
+        saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
+        fit(tmp_path, saving, *[1] * max_epochs)
+        name = "last-v1.ckpt" if number else "last.ckpt"
+        assert saving.last_model_path == str(tmp_path / name)
+    epochs = {path.name: TorchCheckpointIO().load_checkpoint(path)["epoch"] for path in tmp_path.iterdir()}
+    assert epochs == {"last.ckpt": 0, "last-v1.ckpt": 1}
+
+
+def test_another_module_is_another_run(tmp_path: Path) -> None:
+    """A trainer that fits a second module keeps the last checkpoint of the first, as in a k-fold script."""
+    saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
+    train.fit(Line(), loader())
+    train.fit(Line(), loader())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last-v1.ckpt", "last.ckpt"]
+
+
+def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
+    """A run that continues from a last checkpoint, or from another of its own, writes that file again."""
+    for epochs, ckpt_path in [(1, None), (2, "last"), (3, "best"), (4, tmp_path / "last.ckpt")]:
+        saving = ModelCheckpoint(tmp_path, "{epoch}", save_last=True)
+        train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=epochs)
+        path = tmp_path / f"epoch={epochs - 2}.ckpt" if ckpt_path == "best" else ckpt_path
+        train.fit(Line(), loader(), ckpt_path=path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"epoch={epochs - 1}.ckpt", "last.ckpt"]
+        assert TorchCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["epoch"] == epochs - 1
+
+
+def test_two_callbacks_with_a_last_each(tmp_path: Path) -> None:
+    """Two callbacks in one folder do not write one file, neither in a first run nor in one that continues."""
+    for epochs in (1, 2):
+        savings = [
+            ModelCheckpoint(tmp_path, save_top_k=0, save_last=True, every_n_epochs=1),
+            ModelCheckpoint(tmp_path, save_top_k=0, save_last=True, every_n_train_steps=1),
+        ]
+        train = trainer(tmp_path, callbacks=savings, enable_checkpointing=True, max_epochs=epochs)
+        train.fit(Line(), loader(), ckpt_path="last")
+        assert len({saving.last_model_path for saving in savings}) == len(list(tmp_path.iterdir())) == 2
 
 
 def test_only_validated_epochs_compete(tmp_path: Path) -> None:

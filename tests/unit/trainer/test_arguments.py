@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rankwise.callbacks
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, TQDMProgressBar
-from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.environments import LocalEnvironment
 from rankwise.errors import (
     ConfigurationError,
@@ -22,7 +23,7 @@ from rankwise.errors import (
     UnknownStrategyError,
 )
 from rankwise.loggers import CSVLogger
-from rankwise.precision import Precision
+from rankwise.precision import MixedPrecision, Precision
 from rankwise.strategies import DDPSpawnStrategy, SingleDeviceStrategy
 from rankwise.trainer import Trainer
 from rankwise.trainer.arguments import _ELSEWHERE
@@ -51,6 +52,9 @@ from tests.unit.trainer.helpers import trainer
         {"devices": -2},
         {"devices": [0, 0]},
         {"num_nodes": 0},
+        {"enable_checkpointing": "yes"},
+        {"enable_progress_bar": "no"},
+        {"use_distributed_sampler": None},
     ],
 )
 def test_impossible_values(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -137,12 +141,86 @@ def test_environment_by_name(tmp_path: Path) -> None:
         {"callbacks": ModelCheckpoint(), "enable_checkpointing": False},
         {"callbacks": TQDMProgressBar(), "enable_progress_bar": False},
         {"callbacks": [EarlyStopping("loss"), EarlyStopping("loss")]},
+        {"min_epochs": 3, "max_epochs": 2},
     ],
 )
 def test_contradictions(tmp_path: Path, options: dict[str, Any]) -> None:
     """Contradicting arguments are refused."""
     with pytest.raises(ConfigurationError):
         trainer(tmp_path, **options)
+
+
+def strategy_with(**options: Any) -> DDPSpawnStrategy:
+    """Return a strategy that has arguments of its own."""
+    return DDPSpawnStrategy(**{"accelerator": "cpu", "devices": 3, **options})
+
+
+@pytest.mark.parametrize(
+    ("own", "given"),
+    [
+        ({}, {"devices": 2}),
+        ({}, {"devices": [0, 1]}),
+        ({"devices": [0, 2]}, {"devices": [0, 1]}),
+        ({"accelerator": "cuda"}, {"accelerator": "cpu"}),
+        ({"num_nodes": 2}, {"num_nodes": 3}),
+        ({"cluster_environment": "slurm"}, {"plugins": ["local"]}),
+        ({"cluster_environment": LocalEnvironment()}, {"plugins": [LocalEnvironment()]}),
+        ({"precision": MixedPrecision("bf16-mixed")}, {"precision": "16-mixed"}),
+        ({"precision": MixedPrecision("bf16-mixed")}, {"precision": 32}),
+        ({"precision": MixedPrecision("bf16-mixed")}, {"plugins": [MixedPrecision("16-mixed")]}),
+        ({"checkpoint_io": AsyncCheckpointIO()}, {"plugins": [AsyncCheckpointIO()]}),
+    ],
+)
+def test_contradictions_of_the_strategy(tmp_path: Path, own: dict[str, Any], given: dict[str, Any]) -> None:
+    """Where the Trainer's arguments contradict the strategy's own, neither wins in silence."""
+    strategy = strategy_with(**own)
+    with pytest.raises(ConfigurationError, match="contradict each other"):
+        trainer(tmp_path, **{"strategy": strategy, "devices": "auto", **given})
+    assert not strategy.is_bound
+
+
+def test_contradictions_of_a_strategys_name(tmp_path: Path) -> None:
+    """The options in a name are the strategy's own."""
+    with pytest.raises(ConfigurationError, match="devices=2 and the strategy's own devices=3 contradict"):
+        trainer(tmp_path, strategy="ddp_spawn:devices=3", devices=2)
+
+
+def test_parallel_devices_and_devices() -> None:
+    """The arguments of one strategy do not contradict each other either."""
+    two = [torch.device("cpu")] * 2
+    for arguments in ({"devices": 3}, {"accelerator": "cuda"}):
+        with pytest.raises(ConfigurationError, match="contradict each other"):
+            DDPSpawnStrategy(parallel_devices=two, **arguments)
+    assert DDPSpawnStrategy(parallel_devices=two, devices=2).process_config.devices == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "size"),
+    [
+        ({}, {"devices": 3}, 3),
+        ({}, {"devices": "3", "accelerator": "CPU"}, 3),
+        ({"devices": [4, 7]}, {"devices": 2}, 2),
+        ({"devices": 2}, {"devices": [4, 7]}, 2),
+        ({"devices": "auto"}, {"devices": 2}, 2),
+        ({"num_nodes": 1}, {"num_nodes": 1}, 3),
+        ({"cluster_environment": "Local"}, {"plugins": ["local"]}, 3),
+    ],
+)
+def test_agreement_with_the_strategy(
+    tmp_path: Path, own: dict[str, Any], given: dict[str, Any], size: int
+) -> None:
+    """What agrees is allowed in both places; device indices say more than their number."""
+    train = trainer(tmp_path, **{"strategy": strategy_with(**own), "devices": "auto", **given})
+    assert train.world_size == size
+
+
+def test_the_strategys_own_parts(tmp_path: Path) -> None:
+    """A precision of the same name stays the strategy's, with its options; so does the same object."""
+    precision, files = MixedPrecision("16-mixed", init_scale=8.0), AsyncCheckpointIO()
+    strategy = strategy_with(precision=precision, checkpoint_io=files)
+    assert trainer(tmp_path, strategy=strategy, devices=3, precision=16).strategy is strategy
+    derived = trainer(tmp_path, strategy=strategy_with(checkpoint_io=files), devices=3, plugins=[files])
+    assert derived.strategy.checkpoint_io is files
 
 
 def test_default_callbacks(tmp_path: Path) -> None:
@@ -152,8 +230,9 @@ def test_default_callbacks(tmp_path: Path) -> None:
         tmp_path, callbacks=[ModelCheckpoint(), own], enable_checkpointing=True, enable_progress_bar=None
     )
     assert [type(callback) for callback in train.callbacks] == [Callback, TQDMProgressBar, ModelCheckpoint]
-    only = trainer(tmp_path, enable_checkpointing=True)
-    assert [type(callback) for callback in only.callbacks] == [ModelCheckpoint]
+    for value in (True, None):
+        only = trainer(tmp_path, enable_checkpointing=value)
+        assert [type(callback) for callback in only.callbacks] == [ModelCheckpoint]
 
 
 def test_default_logger(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from rankwise.callbacks import ModelCheckpoint
+from rankwise.callbacks import EarlyStopping, ModelCheckpoint
+from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.errors import ConfigurationError
 from rankwise.loggers import CSVLogger
 from rankwise.stores import restart
 from rankwise.stores.restart import RestartInfo
@@ -72,13 +74,105 @@ def test_only_last_is_last(tmp_path: Path) -> None:
     """A newer best checkpoint whose name begins with "last" is not used."""
 
     def fitted_with_bests(max_epochs: int) -> Trainer:
-        saving = ModelCheckpoint(tmp_path, filename="last", monitor="loss", save_last=True)
+        saving = ModelCheckpoint(tmp_path, filename="last_best", monitor="loss", save_last=True)
         return fitted(tmp_path, max_epochs, callbacks=saving)
 
     fitted_with_bests(1)
-    best = tmp_path / "last-v1.ckpt"
+    best = tmp_path / "last_best.ckpt"
     os.utime(best, (best.stat().st_mtime + 60,) * 2)
     assert begun_from(fitted_with_bests(2), tmp_path) == "last.ckpt"
+
+
+def test_last_of_several_runs_in_one_folder(tmp_path: Path) -> None:
+    """Of the last checkpoints of several runs in one folder, "last" is the newest, whatever its number."""
+    for max_epochs in (1, 2):
+        train = trainer(tmp_path, max_epochs=max_epochs, **last_in(tmp_path))
+        train.fit(Line(), loader())
+    first, second = tmp_path / "last.ckpt", tmp_path / "last-v1.ckpt"
+    assert begun_from(fitted(tmp_path, 3, **last_in(tmp_path)), tmp_path) == "last-v1.ckpt"
+    os.utime(first, (second.stat().st_mtime + 60,) * 2)
+    assert begun_from(fitted(tmp_path, 3, **last_in(tmp_path)), tmp_path) == "last.ckpt"
+
+
+def last_in(folder: Path) -> dict[str, Any]:
+    """Return options of a trainer that writes nothing but its last checkpoint."""
+    saving = ModelCheckpoint(folder, save_top_k=0, save_last=True)
+    return {"callbacks": saving, "enable_checkpointing": True, "logger": False}
+
+
+@pytest.mark.parametrize("has_callback", [False, True])
+def test_a_stop_leaves_the_last_of_another_run(tmp_path: Path, has_callback: bool) -> None:
+    """What a signal makes a run write replaces the checkpoint that it continued from, but no other run's."""
+    options = last_in(tmp_path) if has_callback else {}
+    stopped(tmp_path, **options)
+    first = (tmp_path / "last.ckpt").read_bytes()
+    stopped(tmp_path, **(last_in(tmp_path) if has_callback else {}))
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"last.ckpt", "last-v1.ckpt"}
+    train = trainer(tmp_path, max_steps=3, **(last_in(tmp_path) if has_callback else {}))
+    train.fit(Line(), loader(), ckpt_path="last")
+    save_stop_checkpoint(train.context(train.module))
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"last.ckpt", "last-v1.ckpt"}
+    assert (tmp_path / "last.ckpt").read_bytes() == first
+
+
+def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every path that a user gives, "~" is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    saving, logger = ModelCheckpoint("~/saved", save_last=True), CSVLogger("~/logs")
+    train = trainer(Path("~/root"), callbacks=saving, logger=logger, enable_checkpointing=True)
+    train.fit(Line(), loader())
+    train.save_checkpoint("~/mine.ckpt")
+    assert {path.name for path in tmp_path.iterdir()} == {"home"}
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"saved", "logs", "mine.ckpt"}
+    assert train.default_root_dir == str(tmp_path / "home" / "root")
+    train.default_root_dir = "~/other"
+    assert train.default_root_dir == str(tmp_path / "home" / "other")
+    for path in ("~/mine.ckpt", Path("~/saved/last.ckpt")):
+        again = trainer(Path("~/root"), callbacks=ModelCheckpoint("~/saved"), enable_checkpointing=True)
+        again.test(Line(), loader(), ckpt_path=path)
+    TorchCheckpointIO().remove_checkpoint("~/mine.ckpt")
+    assert not (tmp_path / "home" / "mine.ckpt").exists()
+
+
+def savers(folder: Path, *monitors: str | None) -> dict[str, Any]:
+    """Return options of a trainer with a callback for each metric, in folders of their own."""
+    callbacks = [
+        ModelCheckpoint(folder / str(number), monitor=monitor, every_n_epochs=1 + (monitor is None))
+        for number, monitor in enumerate(monitors)
+    ]
+    return {"callbacks": callbacks, "enable_checkpointing": True}
+
+
+def test_best_by_a_metric(tmp_path: Path) -> None:
+    """The best is the one that a metric has chosen, also if another callback keeps the latest."""
+    train = trainer(tmp_path, max_epochs=2, **savers(tmp_path, None, "loss"))
+    train.fit(Line(), loader())
+    train.test(Line(), loader(), ckpt_path="best")
+    assert train.ckpt_path == train.callbacks[1].best_model_path  # type: ignore[attr-defined]  # a ModelCheckpoint
+
+
+@pytest.mark.parametrize("monitors", [("loss", "val_loss"), (None, None)])
+def test_an_ambiguous_best(tmp_path: Path, monitors: tuple[str | None, ...]) -> None:
+    """Where several callbacks have a best checkpoint, the error names them."""
+    options = savers(tmp_path, *monitors)
+    if monitors == (None, None):
+        options["callbacks"][1] = ModelCheckpoint(tmp_path / "1", every_n_train_steps=3)
+    train = trainer(tmp_path, max_epochs=2, **options)
+    train.fit(Line(), loader(), loader(2))
+    with pytest.raises(ConfigurationError, match='ckpt_path="best" could be each of 2') as caught:
+        train.test(Line(), loader(), ckpt_path="best")
+    assert all(saving.best_model_path in str(caught.value) for saving in options["callbacks"])
+
+
+def test_callbacks_that_are_gone(tmp_path: Path) -> None:
+    """A warning names the callbacks of the checkpoint whose state no callback takes."""
+    callbacks = [EarlyStopping("loss", patience=9), ModelCheckpoint(tmp_path, save_last=True)]
+    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(Line(), loader())
+    changed = [EarlyStopping("loss", mode="max", patience=9), callbacks[1]]
+    train = trainer(tmp_path, max_epochs=2, callbacks=changed, enable_checkpointing=True)
+    with pytest.warns(UserWarning, match=r"does not have: EarlyStopping\(monitor='loss', mode='min'\)\. It"):
+        train.fit(Line(), loader(), ckpt_path="last")
 
 
 @pytest.mark.parametrize("logger", [True, False])

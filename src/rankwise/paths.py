@@ -1,0 +1,37 @@
+"""File names: absolute ones, and unused ones; and those of a run's last checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+__all__ = ["absolute_path", "expanded_path", "is_last_checkpoint", "unused_checkpoint"]
+
+_LAST = re.compile(r"last(-v\d+)?\.ckpt")
+
+
+def expanded_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path whose `~` is the home folder."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  leaves the name of an unknown user as it is
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return an absolute path; `~` is the home folder."""
+    return str(expanded_path(path).absolute())
+
+
+def is_last_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is called as a run's last checkpoint: `last.ckpt`, `last-v1.ckpt` and so on."""
+    return _LAST.fullmatch(Path(path).name) is not None
+
+
+def unused_checkpoint(
+    folder: str | os.PathLike[str], stem: str, taken: Collection[str] = (), own: Collection[str] = ()
+) -> str:
+    """Return the first of `stem.ckpt`, `stem-v1.ckpt`, ... that is not taken and, unless `own`, not there."""
+    stems = itertools.chain([stem], (f"{stem}-v{version}" for version in itertools.count(1)))
+    paths = (str(Path(folder) / f"{name}.ckpt") for name in stems)
+    return next(path for path in paths if path not in taken and (path in own or not Path(path).exists()))
