@@ -91,6 +91,18 @@ def check_evaluation(trainer: Trainer, module: Regression, expected: Trainer, ot
         torch.testing.assert_close(torch.cat(predictions), module(dataset(15).tensors[0]))
 
 
+def test_a_second_run_has_a_last_checkpoint_of_its_own(tmp_path: Path) -> None:
+    """The ranks of a second run in a folder agree on another file; a run that resumes replaces its own."""
+    expected = [{"last.ckpt": 3}, {"last.ckpt": 3, "last-v1.ckpt": 6}, {"last.ckpt": 3, "last-v1.ckpt": 9}]
+    for max_epochs, (steps, ckpt_path) in enumerate(zip(expected, [None, None, "last"], strict=True), 1):
+        saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
+        options = {"max_epochs": max_epochs, "callbacks": saving, "enable_checkpointing": True}
+        quiet_trainer("ddp_fork", 2, **options).fit(Regression(), loader(24, 4), ckpt_path=ckpt_path)
+        found = {path.name: torch.load(path)["global_step"] for path in tmp_path.iterdir()}
+        assert found == steps
+        assert Path(saving.last_model_path) == tmp_path / list(steps)[-1]
+
+
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_forkserver"])
 def test_a_checkpoint_resumes(strategy: str, tmp_path: Path) -> None:
     """A run resumed from the first epoch's checkpoint ends with the weights of an uninterrupted one."""

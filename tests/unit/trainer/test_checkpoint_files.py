@@ -120,7 +120,9 @@ def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     saving, logger = ModelCheckpoint("~/saved", save_last=True), CSVLogger("~/logs")
-    train = trainer(Path("~/root"), callbacks=saving, logger=logger, enable_checkpointing=True)
+    train = trainer(
+        Path("~/root"), callbacks=saving, logger=logger, enable_checkpointing=True, log_every_n_steps=1
+    )
     train.fit(Line(), loader())
     train.save_checkpoint("~/mine.ckpt")
     assert {path.name for path in tmp_path.iterdir()} == {"home"}
