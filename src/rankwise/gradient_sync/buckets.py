@@ -49,7 +49,20 @@ def reduce_gradients(
     Raises:
         ConfigurationError: for sparse gradients.
     """
-    buckets = list(buckets_of(require_dense(parameters), bucket_bytes))
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return reduce_listed(trained, group, weight=weight, bucket_bytes=bucket_bytes)
+
+
+def reduce_listed(
+    parameters: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    weight: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> float | None:
+    """Average the gradients of all `parameters`, as `reduce_gradients`."""
+    require_dense(parameters)
+    buckets = list(buckets_of(parameters, bucket_bytes))
     # The weight is part of the first bucket, or sent alone if that bucket's dtype is too coarse for it.
     is_weight_inside = bool(buckets) and buckets[0][0].dtype in FULL_PRECISION
     works: list[tuple[list[Tensor], Tensor, Any]] = []
@@ -100,7 +113,7 @@ class HookBucket:
 
 
 def reduce_with_hook(
-    parameters: Iterable[Tensor], hook: Callable[[Any], Any], group: dist.ProcessGroup | None
+    parameters: Sequence[Tensor], hook: Callable[[Any], Any], group: dist.ProcessGroup | None
 ) -> None:
     """Average the gradients of `parameters` with a hook, which gets one `HookBucket` after the other.
 
@@ -109,7 +122,8 @@ def reduce_with_hook(
 
     Collective: every rank must call this, with the same parameters in the same order.
     """
-    buckets = list(buckets_of(require_dense(parameters), BUCKET_BYTES))
+    require_dense(parameters)
+    buckets = list(buckets_of(parameters, BUCKET_BYTES))
     futures = [
         hook(HookBucket(members, index, index + 1 == len(buckets))) for index, members in enumerate(buckets)
     ]
@@ -135,17 +149,15 @@ def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
     return float(total) / dist.get_world_size(group)
 
 
-def require_dense(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters that require a gradient; raise for sparse gradients."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in trained:
+def require_dense(parameters: Iterable[Tensor]) -> None:
+    """Raise for sparse gradients."""
+    for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise ConfigurationError(
                 message='sync_mode="forced_sync" cannot average sparse gradients.',
                 facts=f"a parameter of shape {tuple(parameter.shape)} has one.",
                 remedy='use nn.Embedding(sparse=False), or sync_mode="single_auto_sync".',
             )
-    return trained
 
 
 def buckets_of(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:

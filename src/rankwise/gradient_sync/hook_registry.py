@@ -202,9 +202,14 @@ class PowerSGDMemory:
     _bases: dict[Layout, Tensor] = field(default_factory=dict, init=False)
 
     def name_parameters(self, module: nn.Module) -> None:
-        """Register the names of the parameters in the buckets."""
+        """Register the names of the parameters in the buckets; keep the memory of those that are known."""
+        self._collect(0)
         for name, parameter in module.named_parameters():
             self._names[id(parameter)], self._sizes[name] = name, parameter.numel()
+        self._errors = self._of_right_size(self._errors)
+
+    def _of_right_size(self, errors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: error for name, error in errors.items() if self._sizes.get(name) == error.numel()}
 
     def fit(self, bucket: Any) -> None:
         """Assign memory to this bucket, if its parameters have changed."""
@@ -279,9 +284,7 @@ class PowerSGDMemory:
         """Restore what `state_dict` returned, without the errors of parameters that have changed."""
         self._collect(0)
         self.state.iter = state["iter"]
-        self._errors = {
-            name: error for name, error in state["errors"].items() if self._sizes.get(name) == error.numel()
-        }
+        self._errors = self._of_right_size(state["errors"])
         self._bases = {tuple(entry["parameters"]): entry["basis"] for entry in state["bases"]}
         self.state.rng.set_state(tuple(state["random"]))
 

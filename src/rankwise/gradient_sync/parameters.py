@@ -93,8 +93,13 @@ def share_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
 
     Lazy parameters without a shape are left out. Collective: every rank must call this.
     """
-    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
+    share_tensors((*module.parameters(), *module.buffers()), group)
+
+
+def share_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give every rank of a group the values of its first one, as `share_module`."""
+    shared = [tensor.detach() for tensor in tensors if not is_lazy(tensor)]
     every: Any = dist.group.WORLD
-    if tensors:
-        with blocked_in("share_module"):
-            _sync_params_and_buffers(every if group is None else group, tensors, _BUCKET_BYTES, 0)
+    if shared:
+        with blocked_in("share_tensors"):
+            _sync_params_and_buffers(every if group is None else group, shared, _BUCKET_BYTES, 0)

@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, final
+from functools import partial
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
-from rankwise.gradient_sync.buckets import reduce_gradients, reduce_with_hook
+from rankwise.gradient_sync.buckets import reduce_listed, reduce_with_hook
 from rankwise.gradient_sync.comm_hook import CommHook, read_state, state_for_rank, write_state
 from rankwise.gradient_sync.hook_registry import HookPlace, allreduce_hook
 from rankwise.gradient_sync.model_averaging import ModelAveraging, refuse_distributed_optimizer
@@ -26,6 +28,7 @@ from rankwise.gradient_sync.parameters import (
     share_buffers_next,
     trained_parameters,
 )
+from rankwise.gradient_sync.tracking import TrackedModule, rebuild_reducer
 from rankwise.gradient_sync.unused import UnusedParameterMonitor, check_finished
 from rankwise.gradient_sync.weights import (
     WeightAccumulator,
@@ -38,9 +41,6 @@ from rankwise.gradient_sync.weights import (
 )
 from rankwise.named_options import check_name
 from rankwise.process_group.collectives import is_distributed
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 WEIGHTINGS = ("samples", "logged")
 _OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit")
@@ -87,6 +87,8 @@ class _OfModule:
     weights: WeightAccumulator | None
     carrier: WeightCarrier | None = None
     monitor: UnusedParameterMonitor | None = None
+    tracked: TrackedModule | None = None
+    is_plain: bool = False  # not wrapped, as nothing in it was trained
 
 
 @final
@@ -194,6 +196,81 @@ class GradientSync:
             own = self._modules[module] = _OfModule(self.new_weights())
         return own
 
+    def track(
+        self, module: nn.Module, group: dist.ProcessGroup | None, *, is_new: bool = False, **options: Any
+    ) -> TrackedModule:
+        """Follow what is trained in a module from now on; see `TrackedModule`. Collective.
+
+        A module that is not wrapped is one in which nothing is trained yet.
+        """
+        own = self._of(module)
+        own.tracked = TrackedModule(module, group, is_new=is_new, **options)
+        own.is_plain = is_new and not isinstance(module, DistributedDataParallel)
+        if isinstance(module, DistributedDataParallel):
+            module.register_forward_pre_hook(self._before_forward)
+        return own.tracked
+
+    def _tracked(self, module: nn.Module, group: dist.ProcessGroup | None) -> TrackedModule | None:
+        own = self._of(module)
+        if isinstance(module, DistributedDataParallel):
+            group = module.process_group
+        elif not _has_others(group):
+            return None
+        return self.track(module, group) if own.tracked is None else own.tracked
+
+    def _before_forward(self, wrapped: DistributedDataParallel, args: object) -> None:
+        """Update what DDP averages, in a loop that does not use `context`."""
+        own = self._modules.get(wrapped)
+        is_reducing = wrapped.require_backward_grad_sync and torch.is_grad_enabled()
+        if is_reducing and own is not None and own.tracked is not None and not own.tracked.is_checked:
+            self._update(wrapped, own.tracked)
+
+    def _update(
+        self,
+        module: nn.Module,
+        tracked: TrackedModule,
+        optimizers: Sequence[Optimizer] = (),
+        parameters_of: ParametersOf = parameters_of,
+    ) -> None:
+        """Update what is averaged, before a forward pass."""
+        tracked.update(module, optimizers, parameters_of, partial(self._ids_elsewhere, module))
+        if isinstance(module, DistributedDataParallel) and tracked.must_rebuild():
+            carrier = self._of(module).carrier
+            with nullcontext() if carrier is None else carrier.moved_to(module.module):
+                rebuild_reducer(module)
+            _recorded_graphs.discard(module)
+
+    def manual_parameters(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        parameters_of: ParametersOf,
+        group: dist.ProcessGroup | None,
+    ) -> list[Tensor]:
+        """Return the parameters of module and optimizers, frozen or not, for `average`. Collective.
+
+        Ranks agree on those that are trained only where these are other ones than ever before: with several
+        optimizers, they change with each of them.
+        """
+        tracked = self._of(module).tracked or self.track(module, group)
+        elsewhere = partial(self._ids_elsewhere, module)
+        tracked.update(module, optimizers, parameters_of, elsewhere, accepts_known=True)
+        tracked.end_window()
+        return tracked.parameters.all
+
+    def averaged_later(self, module: nn.Module) -> list[Tensor]:
+        """Return the trained parameters whose gradients are averaged after a window's backward passes."""
+        tracked = self._of(module).tracked
+        if tracked is None:
+            return trained_parameters(module)
+        is_by_ddp = isinstance(module, DistributedDataParallel)
+        return tracked.others(averaged_by_ddp=is_by_ddp and self.mode is not GradientSyncMode.FORCED_SYNC)
+
+    def _ids_elsewhere(self, module: nn.Module) -> set[int]:
+        """Return the ids of the parameters of all modules but one."""
+        others = [own.tracked for other, own in self._modules.items() if other is not module]
+        return {each for tracked in others if tracked is not None for each in tracked.parameters.inside}
+
     def attach(self, wrapped: DistributedDataParallel, local_world_size: int) -> None:
         """Configure a wrapped module to average its gradients in this way."""
         group = wrapped.process_group
@@ -244,25 +321,48 @@ class GradientSync:
         `parameters_of(optimizer)` returns the model's parameters that it updates, directly or as copies.
         """
         is_reducing, own = self._is_reducing(module, is_final_microbatch), self._of(module)
-        weights, carrier = own.weights, own.carrier
+        used = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        weights, carrier, tracked = own.weights, own.carrier, self._tracked(module, group)
+        if tracked is not None:
+            self._update(module, tracked, used, parameters_of)
         before = None if carrier is None else carrier.before()
         counting = nullcontext() if weights is None else self.counting(weights, carrier)
-        with counting, no_sync(module, not is_reducing):
+        checked = nullcontext() if tracked is None else tracked.checked()
+        with counting, checked, no_sync(module, not is_reducing):
             yield
-        if isinstance(module, DistributedDataParallel) and is_reducing:
-            if carrier is not None:
-                carrier.check_weighted()
-            check_finished(module)
-            if carrier is not None:
-                carrier.check_after(before)
-            if is_final_microbatch:
-                _divide(module, own)
-            if own.monitor is not None:
-                own.monitor.record(is_final_microbatch)
-        elif is_final_microbatch and (weights is not None or _has_others(group)):
-            self._reduce_now(module, trained_parameters(module, optimizers, parameters_of), group)
-        if is_final_microbatch and weights is not None:
-            weights.close()
+        is_averaged = isinstance(module, DistributedDataParallel) and is_reducing
+        if isinstance(module, DistributedDataParallel) and is_averaged:
+            _check_averaged(module, carrier, before)
+        if is_final_microbatch:
+            self._end_window(module, own, used, parameters_of, group, is_averaged=is_averaged)
+        if is_averaged and own.monitor is not None:
+            own.monitor.record(is_final_microbatch)
+
+    def _end_window(
+        self,
+        module: nn.Module,
+        own: _OfModule,
+        optimizers: Sequence[Optimizer],
+        parameters_of: ParametersOf,
+        group: dist.ProcessGroup | None,
+        *,
+        is_averaged: bool,
+    ) -> None:
+        """Average the gradients that DDP has not averaged, and divide all of them by the window's weights."""
+        if own.tracked is None:
+            others = trained_parameters(module, optimizers, parameters_of)
+        else:  # the forward pass may have changed something
+            own.tracked.update(module, optimizers, parameters_of, partial(self._ids_elsewhere, module))
+            others = own.tracked.others(averaged_by_ddp=is_averaged)
+            own.tracked.end_window()
+        if isinstance(module, DistributedDataParallel) and is_averaged:
+            if others:
+                reduce_listed(others, module.process_group)
+            _divide(module, own, others)
+        elif own.weights is not None or _has_others(group):
+            self._reduce_now(module, others, group)
+        if own.weights is not None:
+            own.weights.close()
 
     def _is_reducing(self, module: nn.Module, is_final_microbatch: bool) -> bool:
         """Return whether DDP averages gradients in this microbatch."""
@@ -282,7 +382,7 @@ class GradientSync:
         """Average the gradients that DDP has not averaged."""
         if isinstance(module, DistributedDataParallel):
             group = module.process_group
-        elif self.mode is not GradientSyncMode.FORCED_SYNC and parameters and _has_others(group):
+        elif self._must_be_wrapped(module) and parameters and _has_others(group):
             raise InvalidTypeError(
                 argument="module",
                 value=type(module).__name__,
@@ -291,6 +391,9 @@ class GradientSync:
             )
         self.average(parameters, group, weights=self._of(module).weights)
         share_buffers_next(module)
+
+    def _must_be_wrapped(self, module: nn.Module) -> bool:
+        return self.mode is not GradientSyncMode.FORCED_SYNC and not self._of(module).is_plain
 
     def average(
         self,
@@ -305,7 +408,7 @@ class GradientSync:
             if hook is not None:
                 reduce_with_hook(parameters, hook, group)
             else:
-                weight = reduce_gradients(parameters, group, weight=weight)
+                weight = reduce_listed(parameters, group, weight=weight)
         if weights is not None and weight is not None:
             weights.store_mean(weight)
             divide(parameters, weight)
@@ -402,14 +505,25 @@ class GradientSync:
         self._clear()
 
 
-def _divide(module: DistributedDataParallel, own: _OfModule) -> None:
-    """Divide the gradients that DDP has averaged by the averaged weights."""
+def _check_averaged(module: DistributedDataParallel, carrier: WeightCarrier | None, before: Any) -> None:
+    """Check that DDP has averaged all gradients in the last backward pass, and the weight with them."""
+    if carrier is not None:
+        carrier.check_weighted()
+    check_finished(module)
+    if carrier is not None:
+        carrier.check_after(before)
+
+
+def _divide(module: DistributedDataParallel, own: _OfModule, others: Sequence[Tensor]) -> None:
+    """Divide the gradients of a wrapped module and of other parameters by the averaged weights."""
     if own.carrier is not None:
-        own.carrier.divide()
+        own.carrier.divide(others)
     elif own.weights is not None and own.weights.is_used:
         if own.weights.num_reductions == 0:
             raise missing_gradient_error()
-        divide(trained_parameters(module), own.weights.averaged)
+        own_ids = set(map(id, others))
+        inside = [each for each in trained_parameters(module) if id(each) not in own_ids]
+        divide([*inside, *others], own.weights.averaged)
 
 
 def _check_period(period: Any, hook: CommHook | None) -> int | None:

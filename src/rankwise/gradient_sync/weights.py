@@ -133,12 +133,15 @@ class WeightCarrier:
     def __init__(self, weights: WeightAccumulator, averaged: list[Tensor], like: Tensor) -> None:
         """Create the parameter, with the dtype and device of `like`, one of the `averaged` parameters."""
         self._weights = weights
-        self._averaged = averaged
-        self._probe = averaged[-1]  # its gradient shows whether DDP has averaged
         self.total = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
         self.total.grad = torch.zeros_like(self.total)
-        self._gradients = FlatGradients([*averaged, self.total])
         self._zero = torch.zeros_like(self.total)
+        self._set_averaged(averaged)
+
+    def _set_averaged(self, averaged: list[Tensor]) -> None:
+        self._averaged = averaged
+        self._probe = averaged[-1]  # its gradient shows whether DDP has averaged
+        self._gradients = FlatGradients([*averaged, self.total])
 
     @classmethod
     def of(cls, module: nn.Module, weights: WeightAccumulator) -> WeightCarrier | None:
@@ -146,6 +149,13 @@ class WeightCarrier:
         averaged = trained_parameters(module)
         like = next((parameter for parameter in averaged if parameter.dtype in FULL_PRECISION), None)
         return None if like is None else cls(weights, averaged, like)
+
+    @contextmanager
+    def moved_to(self, module: nn.Module) -> Iterator[None]:
+        """Serve a module that has other trained parameters now, and which is wrapped anew in the block."""
+        self._set_averaged(trained_parameters(module) or [self.total])
+        with self.attached_to(module):
+            yield
 
     @contextmanager
     def attached_to(self, module: nn.Module) -> Iterator[None]:
@@ -197,12 +207,12 @@ class WeightCarrier:
             raise missing_gradient_error()
         self._probe = used[-1]  # the loss does not use the previous one, as with static_graph=True
 
-    def divide(self) -> None:
-        """End a window: divide its gradients by the mean of its weights."""
+    def divide(self, others: Iterable[Tensor] = ()) -> None:
+        """End a window: divide its gradients, and those of other parameters, by the mean of its weights."""
         total: Any = self.total.grad
         mean = total.item() if total.is_cpu else total.clone()
         self._weights.store_mean(mean)
-        _divide_tensors(self._gradients.pieces(), mean)
+        _divide_tensors([*self._gradients.pieces(), *_gradients_of(others)], mean)
 
 
 @final
@@ -252,7 +262,12 @@ def weighted(loss: Tensor, weight: float, zeros: Sequence[Tensor]) -> Tensor:
 
 def divide(parameters: Iterable[Tensor], mean: float | Tensor) -> None:
     """Divide the averaged gradients of `parameters` by the mean of the window's weights, in place."""
-    _divide_tensors([parameter.grad for parameter in parameters if parameter.grad is not None], mean)
+    _divide_tensors(_gradients_of(parameters), mean)
+
+
+def _gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that exist."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _divide_tensors(gradients: list[Tensor], mean: float | Tensor) -> None:

@@ -104,6 +104,11 @@ class WorkerContext:
         monitor = None if self.ranks.world_size == 1 else self._open_monitor(timeout)
         return StopAgreement(self.ranks, monitor, timeout)
 
+    def monitor_for_changes(self, timeout: timedelta) -> RankMonitor | None:
+        """Return this rank's monitor; None where there is no store that all ranks share."""
+        is_shared = self.channel is not None or self.address is not None
+        return self._open_monitor(timeout) if is_shared and self.ranks.world_size > 1 else None
+
     @contextmanager
     def start_monitors(
         self, identities: Sequence[RankIdentity], timeout: timedelta, stall_warning: timedelta

@@ -271,6 +271,8 @@ class DDPStrategy(Strategy):
         module = super().setup_module(module)
         if not trained_parameters(module):
             self._current_job.modules.plain.update((given, module))
+            if dist.is_initialized():
+                self._track(given if is_compiled else module)
             return given if is_compiled else module
         if not dist.is_initialized():
             raise self._wrong_state("setup_module()", "a process group")
@@ -286,12 +288,21 @@ class DDPStrategy(Strategy):
 
     def _attach_wrapper(self, wrapped: DistributedDataParallel) -> None:
         job = self._current_job
-        job.modules.wrappers[wrapped] = trained_parameters(wrapped.module)
+        job.modules.wrappers.add(wrapped)
         self.gradients.attach(wrapped, self.local_world_size)
+        self._track(wrapped)
         if job.check is not None:
             check_collectives_of(wrapped, job.check)
         if self.gradients_may_differ(wrapped):
             self.precision.agree = partial(self.reduce_boolean_decision, all=False)
+
+    def _track(self, module: nn.Module) -> None:
+        """Follow from now on which parameters are trained."""
+        job = self._current_job
+        monitor = job.worker.monitor_for_changes(self.timeout) if job.has_group else None
+        self.gradients.track(
+            module, self.data_parallel_group, is_new=True, timeout=self.timeout, monitor=monitor
+        )
 
     def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
         """Wrap a module; override it for a wrapper of your own.

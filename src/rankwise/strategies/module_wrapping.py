@@ -5,18 +5,16 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from operator import is_
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.comm_hook import is_averaging, register_ddp_comm_hook
-from rankwise.gradient_sync.parameters import trained_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,13 +30,12 @@ class WrappedModules:
     """The modules that `setup_module` has prepared in a job.
 
     Attributes:
-        wrappers: the wrappers, with the parameters whose gradients they average.
+        wrappers: the wrapped ones.
         plain: those that need no wrapper, as nothing in them is trained.
     """
 
     def __init__(self) -> None:
-        self.wrappers: weakref.WeakKeyDictionary[DistributedDataParallel, list[Tensor]]
-        self.wrappers = weakref.WeakKeyDictionary()
+        self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self.plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._batchnorms: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
 
@@ -62,26 +59,17 @@ class WrappedModules:
         self._batchnorms.clear()
 
     def wrapper_of(self, module: nn.Module) -> DistributedDataParallel | None:
-        """Return the wrapper that `module` has or is; release one whose parameters are no longer trained."""
-        for wrapper, averaged in list(self.wrappers.items()):
-            if module is wrapper or module is wrapper.module:
-                trained = trained_parameters(wrapper.module)
-                if len(trained) == len(averaged) and all(map(is_, trained, averaged)):
-                    return wrapper
-                self._release(wrapper)
-        return None
+        """Return the wrapper that `module` has or is."""
+        return next((each for each in self.wrappers if module in (each, each.module)), None)
 
     def close(self) -> None:
         """Restore batch normalisation, and separate the wrappers from their process group."""
         self.restore_batchnorms()
+        # torch sometimes aborts when a group is destroyed before the reducer of a wrapper.
         for wrapper in list(self.wrappers):
-            self._release(wrapper)
-
-    def _release(self, wrapper: DistributedDataParallel) -> None:
-        """Stop averaging gradients; torch sometimes aborts when a group ends before a wrapper's reducer."""
-        for part in ("reducer", "logger"):
-            wrapper.__dict__.pop(part, None)
-        del self.wrappers[wrapper]
+            for part in ("reducer", "logger"):
+                wrapper.__dict__.pop(part, None)
+        self.wrappers.clear()
 
 
 def checked_wrapper(wrapped: object, strategy: str, group: ProcessGroup | None) -> DistributedDataParallel:

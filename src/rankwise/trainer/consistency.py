@@ -5,25 +5,22 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from rankwise.data.batches import sharded_sampler_of
 from rankwise.data.sampler import length_of
 from rankwise.data.sharding import is_shardable, is_split, order_seed
 from rankwise.errors import RankMismatchError
+from rankwise.process_group.rank_facts import differences, facts_of_parameters
 from rankwise.trainer.data_loaders import PHASE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rankwise.strategies import Strategy
-
-_ORDER = "the order of the parameters"
 
 
 def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
@@ -35,31 +32,14 @@ def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
         raise RankMismatchError(differences(strategy.all_gather_object(facts)))
 
 
-def differences(facts: list[dict[str, str]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the names whose values differ, with the ranks that have each value."""
-    names = dict.fromkeys(name for own in facts for name in own)
-    found = {}
-    for name in names:
-        ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, own in enumerate(facts):
-            ranks[own.get(name, "absent")].append(rank)
-        if len(ranks) > 1:
-            found[name] = {value: tuple(who) for value, who in ranks.items()}
-    if any(name.startswith("parameter ") for name in found):
-        found.pop(_ORDER, None)  # differs as a consequence
-    return found
-
-
 def fingerprint_of(module: nn.Module, seed: int | None = None) -> dict[str, str]:
     """Return what must be the same on every rank that trains a module; `seed` is `seed_everything`'s."""
-    parameters = dict(module.named_parameters())
     return {
         "the version of rankwise": sys.modules["rankwise"].__version__,
         "the version of torch": str(torch.__version__),
         "the version of Python": platform.python_version(),
         "the seed": "none" if seed is None else str(seed),
-        **{f"parameter {name!r}": _described(parameter) for name, parameter in parameters.items()},
-        _ORDER: ", ".join(parameters),
+        **facts_of_parameters(dict(module.named_parameters())),
     }
 
 
@@ -102,10 +82,3 @@ def check_same_order(strategy: Strategy, phase: str, loaders: list[Any]) -> None
             facts[f"what the sampler of {PHASE_NAMES[phase]} loader {number} draws"] = digest
     if facts:
         check_ranks_agree(strategy, facts)
-
-
-def _described(parameter: nn.Parameter) -> str:
-    is_lazy = isinstance(parameter, UninitializedParameter)
-    shape = "not initialised" if is_lazy else f"shape {tuple(parameter.shape)}"
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return f"{dtype}, {shape}{'' if parameter.requires_grad else ', frozen'}"

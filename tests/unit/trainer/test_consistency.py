@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from rankwise.data.sharding import order_seed
 from rankwise.errors import RankMismatchError
+from rankwise.process_group.rank_facts import differences
 from rankwise.trainer.consistency import (
     agreed_order_seeds,
     check_ranks_agree,
-    differences,
     fingerprint_of,
     fingerprint_of_checkpoint,
     fingerprint_of_loaders,

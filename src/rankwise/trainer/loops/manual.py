@@ -73,7 +73,7 @@ class ManualOptimization:
     def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
         self._context = context
         self._strategy = context.strategy
-        self._module = module = context.module
+        self._module = context.module
         self._wrapped = wrapped = context.wrapped
         self._schedule = schedule
         hook, weighting = hook_of(wrapped), self._strategy.gradient_weighting
@@ -81,8 +81,7 @@ class ManualOptimization:
         self._weight = 1.0
         self._weights = self._strategy.gradients.new_weights()
         self._guard = NonFiniteGuard(context)
-        ignored: set[str] = getattr(wrapped, "parameters_to_ignore", set())
-        self._parameters = [parameter for name, parameter in module.named_parameters() if name not in ignored]
+        self._parameters: list[Tensor] = []
         self._is_blocked = False
         self._local: set[int] = set()  # ids of parameters whose gradients are not averaged over the ranks
         self._cleared: set[int] = (
@@ -100,16 +99,28 @@ class ManualOptimization:
         self.weighting.begin_batch(batch_idx, is_window_end)
         self._weight = self.weighting.factor(batch_idx)
         strategy = self._strategy
+        self._read_parameters()
         blocked = strategy.no_backward_sync(self._wrapped)
         with self._schedule.preserve_state(), blocked, strategy.precision.forward_context():
             outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
         self.weighting.refuse_logged()
         return outputs
 
+    def _read_parameters(self) -> None:
+        """Read the parameters again if some were added, frozen or unfrozen; every rank calls this."""
+        strategy = self._strategy
+        self._parameters = strategy.gradients.manual_parameters(
+            self._wrapped,
+            self._context.optimizers,
+            strategy.precision.model_parameters,
+            strategy.data_parallel_group,
+        )
+
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **options: Any) -> None:
         """Compute gradients; average them over the ranks, which is Collective, unless that is blocked."""
         self._module.on_before_backward(loss)
         factor = self._factor(weight)
+        self._read_parameters()
         is_left_out = float(factor) == 0
         weights, sync = self._weights, self._strategy.gradients
         with nullcontext() if weights is None else sync.counting(weights):
@@ -155,7 +166,8 @@ class ManualOptimization:
 
     def _average(self) -> None:
         weights, sync = self._weights, self._strategy.gradients
-        sync.average(self._parameters, self._strategy.data_parallel_group, self._hook, weights)
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        sync.average(trained, self._strategy.data_parallel_group, self._hook, weights)
         if weights is not None:
             weights.close()
         if self._local:

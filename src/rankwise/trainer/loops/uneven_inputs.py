@@ -252,13 +252,12 @@ class PaddingGradients:
     """
 
     def __init__(self, context: LoopContext) -> None:
-        strategy, wrapped = context.strategy, context.wrapped
-        self._strategy = strategy
-        parameters_of = strategy.precision.model_parameters
-        self._parameters = trained_parameters(wrapped, context.optimizers, parameters_of)
+        self._context = context
+        self._strategy = strategy = context.strategy
         is_forced = strategy.gradients.mode is GradientSyncMode.FORCED_SYNC
-        self._is_averaged_later = is_forced or not isinstance(wrapped, DistributedDataParallel)
-        self._must_agree = not self._is_averaged_later and bool(wrapped.find_unused_parameters)
+        is_by_ddp = not is_forced and isinstance(context.wrapped, DistributedDataParallel)
+        self._must_agree = is_by_ddp and bool(context.wrapped.find_unused_parameters)
+        self._parameters: list[Tensor] = []
         self._used: set[int] | None = None  # numbers of parameters; None until a rank pads in this window
 
     def separate(self, *, is_padding: bool, has_padding: bool) -> AbstractContextManager[None]:
@@ -268,19 +267,26 @@ class PaddingGradients:
         """
         if has_padding and self._must_agree:
             return self._record_used(is_padding)
-        if is_padding and self._is_averaged_later:
-            return discard_new_gradients(self._parameters)
-        return nullcontext()
+        return self._discard_new_gradients() if is_padding else nullcontext()
+
+    @contextmanager
+    def _discard_new_gradients(self) -> Iterator[None]:
+        """Discard the gradients that the padding step creates, and which DDP does not average."""
+        with discard_new_gradients(self._strategy.gradients.averaged_later(self._context.wrapped)):
+            yield
 
     @contextmanager
     def _record_used(self, is_padding: bool) -> Iterator[None]:
         """Record the parameters that this rank uses for a real batch."""
-        numbered = list(enumerate(self._parameters))
         if self._used is None:  # no rank has padded in this window before
+            parameters_of = self._strategy.precision.model_parameters
+            context = self._context
+            self._parameters = trained_parameters(context.wrapped, context.optimizers, parameters_of)
+            numbered = enumerate(self._parameters)
             self._used = {number for number, parameter in numbered if parameter.grad is not None}
         used = self._used
         with ExitStack() as handles:
-            for number, parameter in [] if is_padding else numbered:
+            for number, parameter in () if is_padding else enumerate(self._parameters):
                 handles.enter_context(
                     parameter.register_post_accumulate_grad_hook(lambda _, number=number: used.add(number))
                 )

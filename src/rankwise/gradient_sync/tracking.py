@@ -1,0 +1,177 @@
+"""Keep what is averaged equal to what is trained, when parameters are frozen, unfrozen or added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync.hook_registry import PowerSGDMemory
+from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, share_tensors
+from rankwise.gradient_sync.trained_set import TrainedSet
+from rankwise.process_group.change_agreement import ChangeAgreement
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from rankwise.monitoring.rank_monitor import RankMonitor
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+@final
+class TrackedModule:
+    """The trained parameters of a module and its optimizers, which the ranks of a group change together.
+
+    Collective: every rank must create it, and then call the same methods in the same order.
+
+    Args:
+        module: what `setup_module` returned, wrapped or not.
+        group: the ranks that average gradients; None for all. Without a process group this is the only rank.
+        is_new: whether DDP has wrapped it just now. If not, it may have been wrapped for other parameters.
+        timeout: how long to wait for the other ranks where a rank has changed something.
+        monitor: this rank's, if it has one.
+
+    Attributes:
+        parameters: the parameters of module and optimizers, as they were last read.
+        is_checked: whether `update` has run for the microbatch in progress.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None,
+        *,
+        is_new: bool,
+        timeout: timedelta = _TIMEOUT,
+        monitor: RankMonitor | None = None,
+    ) -> None:
+        self._group = group
+        self._known_sets: set[tuple[int, ...]] = set()
+        self._stopped: list[Tensor] = []  # trained earlier in this window, so they may have gradients
+        self._agreement: ChangeAgreement | None = None
+        self._averaged: set[int] = set()  # ids of the parameters that DDP averages
+        self.parameters = TrainedSet(module)
+        self.is_checked = False
+        if isinstance(module, DistributedDataParallel) and (is_new or self._is_as_wrapped(module)):
+            self._averaged = self.parameters.trained_inside
+        if dist.is_initialized() and dist.get_world_size(group) > 1:
+            self._agreement = ChangeAgreement(self.parameters.facts, group, timeout, monitor)
+
+    def _is_as_wrapped(self, wrapped: DistributedDataParallel) -> bool:
+        data: Any = wrapped._get_ddp_logging_data()
+        return int(data["num_parameter_tensors"]) == len(self.parameters.trained_inside)
+
+    def update(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        parameters_of: ParametersOf = parameters_of,
+        elsewhere: Callable[[], set[int]] = set,
+        *,
+        accepts_known: bool = False,
+    ) -> None:
+        """Read the parameters again if something has changed, together with the other ranks.
+
+        Every rank gets the first rank's values of parameters that are new.
+
+        Args:
+            module: the module.
+            optimizers: those whose parameters are averaged with the module's.
+            parameters_of: returns the module's parameters that an optimizer updates, directly or as copies.
+            elsewhere: returns the ids of parameters that belong to other modules.
+            accepts_known: whether a set that all ranks have had before needs no agreement.
+
+        Raises:
+            RankMismatchError: when other ranks have changed something else, or nothing.
+        """
+        parameters = self.parameters
+        trained, known = parameters.trained, parameters.all
+        is_current = parameters.is_current(optimizers)
+        has_changed = not is_current and parameters.read(module, optimizers, parameters_of, elsewhere())
+        if self._agreement is not None:
+            must_agree = has_changed and not (accepts_known and self._is_known())
+            self._agreement.begin_step(must_agree)
+        if has_changed:
+            self._stopped += _without(trained, parameters.trained)
+            if self._agreement is not None:
+                share_tensors(_without(parameters.all, known), self._group)
+
+    def _is_known(self) -> bool:
+        """Return whether the trained parameters were the same ones before; from now on they were."""
+        key = tuple(map(id, self.parameters.trained))
+        is_known = key in self._known_sets
+        self._known_sets.add(key)
+        return is_known
+
+    def must_rebuild(self) -> bool:
+        """Return whether DDP has to average other parameters from now on, which the caller sees to."""
+        before, self._averaged = self._averaged, self.parameters.trained_inside
+        return before is not self._averaged and before != self._averaged
+
+    def others(self, *, averaged_by_ddp: bool) -> list[Tensor]:
+        """Return the parameters whose gradients are averaged at the end of the window.
+
+        These are all, or with `averaged_by_ddp` those that DDP does not average.
+        """
+        averaged = self._averaged if averaged_by_ddp else set()
+        trained = self.parameters.trained
+        if not self._stopped and averaged is self.parameters.trained_inside and len(averaged) == len(trained):
+            return []
+        return [each for each in (*trained, *self._stopped) if id(each) not in averaged]
+
+    def end_window(self) -> None:
+        """Start the next window."""
+        self._stopped.clear()
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Mark the forward passes in the block as those after an `update`."""
+        self.is_checked = True
+        try:
+            yield
+        finally:
+            self.is_checked = False
+
+
+def _without(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    ids = {id(parameter) for parameter in others}
+    return [parameter for parameter in parameters if id(parameter) not in ids]
+
+
+def rebuild_reducer(wrapped: DistributedDataParallel) -> None:
+    """Make DDP average the parameters that require a gradient now, in new buckets, with the same hook.
+
+    Raises:
+        ConfigurationError: when there are none, or DDP keeps copies of them.
+    """
+    parameters, expects_sparse = wrapped._build_params_for_reducer()
+    if not parameters or wrapped.mixed_precision:
+        name = type(wrapped.module).__name__
+        problem = "has nothing left to train" if not parameters else "is wrapped with mixed_precision"
+        raise ConfigurationError(
+            message=f"Parameters were frozen, unfrozen or added, but {name} {problem}.",
+            facts="DDP cannot average what is trained now.",
+            remedy="keep one trained parameter; use Trainer(precision=...) instead of mixed_precision.",
+        )
+    names = wrapped._build_debug_param_to_name_mapping(parameters)
+    ignored = wrapped.parameters_to_ignore
+    wrapped._module_parameters = [
+        each for name, each in wrapped.module.named_parameters() if name not in ignored
+    ]
+    del wrapped.logger, wrapped.reducer  # frees the buckets, and removes the hooks from the parameters
+    wrapped._ddp_init_helper(parameters, expects_sparse, names, wrapped.static_graph)
+    if wrapped.static_graph:
+        logger: Any = wrapped.logger
+        wrapped.reducer._set_static_graph()
+        logger._set_static_graph()
+    for hook, state in wrapped._comm_hooks:
+        if isinstance(state, PowerSGDMemory):
+            state.name_parameters(wrapped.module)
+        dist._register_comm_hook(wrapped.reducer, state, hook)

@@ -1,0 +1,121 @@
+"""Which parameters are trained, and whether that has changed: freezing, added layers, parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from itertools import chain
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankwise.gradient_sync.parameters import ParametersOf, parameters_of
+from rankwise.process_group.rank_facts import described
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_requires_grad = attrgetter("requires_grad")
+
+
+@final
+class TrainedSet:
+    """The parameters of a module and of optimizers, as of the last `read`.
+
+    Whether something has changed since is found without walking through the module: `read` keeps live views
+    of what the submodules hold, and flat lists to compare with.
+
+    Attributes:
+        trained: the module's parameters that require a gradient, and the optimizers' that are not in the
+            module; not those that DDP ignores.
+        inside: the ids of the module's parameters, also of those that DDP ignores.
+        trained_inside: the ids of the module's parameters in `trained`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._views: list[Any] = []
+        self._held: list[Any] = []
+        self._updated: dict[int, list[Tensor]] = {}  # by each optimizer's id
+        self._outside: dict[str, Tensor] = {}
+        self._read: tuple[list[str], list[Tensor], list[bool]] = [], [], []
+        self.read(module)
+
+    @property
+    def all(self) -> list[Tensor]:
+        """The parameters, trained or not, in an order that is the same on every rank."""
+        return self._read[1]
+
+    def is_current(self, optimizers: Iterable[Optimizer] = ()) -> bool:
+        """Return whether module and optimizers still have the parameters that were read, as trained."""
+        _, parameters, flags = self._read
+        return (
+            _are_same(list(chain.from_iterable(self._views)), self._held)
+            and list(map(_requires_grad, parameters)) == flags
+            and all(_are_same(_updated_by(each), self._updated.get(id(each), [])) for each in optimizers)
+        )
+
+    def read(
+        self,
+        module: nn.Module,
+        optimizers: Iterable[Optimizer] = (),
+        parameters_of: ParametersOf = parameters_of,
+        elsewhere: Container[int] = (),
+    ) -> bool:
+        """Read the parameters again; return whether they have changed.
+
+        Parameters whose ids are in `elsewhere` belong to other modules. Those of optimizers that are not
+        given stay as they were read last.
+        """
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        dicts = [
+            each for submodule in inner.modules() for each in (submodule._parameters, submodule._modules)
+        ]
+        self._views = [each.values() for each in dicts]
+        self._held = list(chain.from_iterable(self._views))
+        own_ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
+        ignored_names = set(getattr(module, "parameters_to_ignore", own_ignored))
+        named: dict[str, Tensor] = dict(inner.named_parameters())
+        self.inside = {id(parameter) for parameter in named.values()}
+        for optimizer in optimizers:
+            self._read_optimizer(optimizer, parameters_of, elsewhere)
+        outside = {id(each): name for name, each in self._outside.items() if id(each) not in self.inside}
+        named = {name: each for name, each in named.items() if name not in ignored_names}
+        named |= {name: self._outside[name] for name in outside.values()}
+        before = self._read
+        self._read = names, parameters, flags = _described_by(named)
+        self.trained = [each for each, flag in zip(parameters, flags, strict=True) if flag]
+        self.trained_inside = {id(each) for each in self.trained if id(each) in self.inside}
+        return not _are_same(parameters, before[1]) or (names, flags) != (before[0], before[2])
+
+    def _read_optimizer(
+        self, optimizer: Optimizer, parameters_of: ParametersOf, elsewhere: Container[int]
+    ) -> None:
+        self._updated.setdefault(id(optimizer), [])
+        number = list(self._updated).index(id(optimizer))
+        self._updated[id(optimizer)] = _updated_by(optimizer)
+        label = f" of optimizer {number}"
+        self._outside = {name: each for name, each in self._outside.items() if not name.endswith(label)}
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            if id(parameter) not in elsewhere:
+                self._outside[f"{place}{label}"] = parameter
+
+    def facts(self) -> dict[str, str]:
+        """Return a description of each parameter by name, as it was read. Runs on: any thread."""
+        return {
+            f"parameter {name!r}": described(parameter, flag)
+            for name, parameter, flag in zip(*self._read, strict=True)
+        }
+
+
+def _described_by(named: dict[str, Tensor]) -> tuple[list[str], list[Tensor], list[bool]]:
+    parameters = list(named.values())
+    return list(named), parameters, list(map(_requires_grad, parameters))
+
+
+def _are_same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+def _updated_by(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,215 @@
+"""Parameters that are frozen, unfrozen or added between steps train as in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.unit.gradient_sync.helpers import FEATURES, batch
+
+STEPS = 4
+Change = Callable[["Model", torch.optim.Optimizer, int], None]
+
+
+class Model(nn.Module):
+    """Four layers, some of them frozen, a scale that is in no module, and what tests add."""
+
+    def __init__(self, frozen: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first = nn.Linear(FEATURES, 4).double()
+        self.second = nn.Linear(4, 4).double()
+        self.last = nn.Linear(4, 1).double()
+        self.scale = [nn.Parameter(torch.ones((), dtype=torch.float64))]
+        self.extra: nn.Module | None = None
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.4, generator=generator)
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(samples))))
+        extra = 0.0 if self.extra is None else self.extra(samples)
+        result: Tensor = self.last(hidden) * self.scale[0] + extra
+        return result
+
+
+def unfreeze(name: str, at: int) -> Change:
+    """Return a change that unfreezes a submodule before a step."""
+
+    def change(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == at:
+            model.get_submodule(name).requires_grad_(True)
+
+    return change
+
+
+def freeze(name: str, at: int) -> Change:
+    """Return a change that freezes a submodule before a step."""
+
+    def change(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == at:
+            model.get_submodule(name).requires_grad_(False)
+
+    return change
+
+
+def add_layer(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Add a layer before the second step, and train it."""
+    if step == 1:
+        model.extra = nn.Linear(FEATURES, 1).double()
+        for parameter in model.extra.parameters():
+            nn.init.constant_(parameter, 0.3)
+        optimizer.add_param_group({"params": model.extra.parameters()})
+
+
+def replace_layer(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Replace a layer by another one with the same values before the third step."""
+    if step == 2:
+        model.last = copy.deepcopy(model.last)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def add_scale(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Train, from the second step on, a parameter that is not in the module."""
+    if step == 1:
+        optimizer.add_param_group({"params": model.scale})
+
+
+def scale_from_the_start(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Train a parameter that is not in the module."""
+    if step == 0:
+        optimizer.add_param_group({"params": model.scale})
+
+
+def back_and_forth(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Freeze and unfreeze layers alternately."""
+    model.first.requires_grad_(step % 2 == 0)
+    model.second.requires_grad_(step % 2 == 1)
+
+
+CASES: dict[str, tuple[tuple[str, ...], Change]] = {
+    "unfrozen": (("first",), unfreeze("first", 1)),
+    "unfrozen at the start": (("first",), unfreeze("first", 0)),
+    "frozen": ((), freeze("second", 2)),
+    "a layer is added": ((), add_layer),
+    "a layer is replaced": ((), replace_layer),
+    "a parameter outside": ((), scale_from_the_start),
+    "a parameter group outside": ((), add_scale),
+    "alternating": ((), back_and_forth),
+    "all unfrozen": (("first", "second", "last"), unfreeze("last", 1)),
+}
+
+
+def optimizer_of(model: Model) -> torch.optim.Optimizer:
+    """Return an optimizer with a state."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def weights(model: Model) -> list[Tensor]:
+    """Return all parameters, also the one outside."""
+    return [parameter.detach().clone() for parameter in (*model.parameters(), *model.scale)]
+
+
+def samples_of(rank: int, step: int, microbatch: int) -> Tensor:
+    """Return the same samples every time: as many as the microbatch's number says, and the rank's."""
+    return batch(rank, 10 * step + microbatch, 1 + rank + microbatch)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], samples: Tensor) -> Tensor:
+    """Return a mean over samples."""
+    loss: Tensor = (model(samples) - samples.sum(dim=1, keepdim=True)).square().mean()
+    return loss
+
+
+def expected(case: str, accumulate: int, weighted: bool = False, change_at: int = 0) -> list[Tensor]:
+    """Train one process by hand on the samples of two ranks."""
+    frozen, change = CASES[case]
+    model = Model(frozen)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = sum(len(samples_of(r, step, m)) for r in range(2) for m in range(accumulate))
+        for microbatch in range(accumulate):
+            if microbatch == change_at:
+                change(model, optimizer, step)
+            for rank in range(2):
+                samples = samples_of(rank, step, microbatch)
+                part = len(samples) / total if weighted else 1 / (2 * accumulate)
+                loss = loss_of(model, samples) * part
+                if loss.requires_grad:
+                    loss.backward()
+        optimizer.step()
+    return weights(model)
+
+
+def trained(case: str, accumulate: int, change_at: int = 0, **arguments: Any) -> list[list[Tensor]]:
+    """Train on two ranks; return the weights of each."""
+    frozen, change = CASES[case]
+    weighted = arguments.get("gradient_weighting") == "logged"
+
+    def run(rank: int) -> list[Tensor]:
+        strategy = ThreadedStrategy(rank, 2, **arguments)
+        model = Model(frozen)
+
+        def train(strategy: ThreadedStrategy) -> list[Tensor]:
+            wrapped, optimizer = strategy.setup_module(model), optimizer_of(model)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                for number in range(accumulate):
+                    if number == change_at:
+                        change(model, optimizer, step)
+                    samples = samples_of(rank, step, number)
+                    is_final = number == accumulate - 1
+                    with strategy.gradient_sync_context(wrapped, [optimizer], is_final):
+                        loss = loss_of(wrapped, samples)
+                        if weighted:
+                            loss = strategy.weighted_loss(loss, len(samples))
+                        if loss.requires_grad:
+                            (loss if weighted else loss / accumulate).backward()
+                strategy.optimizer_step(optimizer)
+            return weights(model)
+
+        return strategy.launch(train)
+
+    return run_ranks(2, run)
+
+
+def check(case: str, accumulate: int, change_at: int = 0, **arguments: Any) -> None:
+    """All ranks have one process's weights."""
+    weighted = arguments.get("gradient_weighting") == "logged"
+    wanted = expected(case, accumulate, weighted, change_at)
+    for own in trained(case, accumulate, change_at, **arguments):
+        torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_trained_is_averaged(case: str, mode: str) -> None:
+    """Two ranks have one process's weights, in every mode."""
+    check(case, 1, sync_mode=mode)
+    if case != "all unfrozen":
+        check(case, 3, sync_mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "all unfrozen"])
+def test_within_a_window(case: str, mode: str) -> None:
+    """A change between the microbatches of a window keeps their gradients."""
+    check(case, 3, change_at=1, sync_mode=mode)
+    check(case, 3, change_at=2, sync_mode=mode)
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"sync_mode": "forced_sync"}])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "all unfrozen"])
+def test_logged_weights(case: str, options: dict[str, Any]) -> None:
+    """Logged weights apply to what is trained now, whatever carries them."""
+    check(case, 2, gradient_weighting="logged", **options)
+    check(case, 3, change_at=1, gradient_weighting="logged", **options)
