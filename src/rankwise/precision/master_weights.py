@@ -42,6 +42,7 @@ class MasterWeightsPrecision(ScaledPrecision):
         super().__init__(name, **scaler)
         self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._pending: list[list[Tensor]] = []
+        self._sizes: dict[int, int] = {}  # how many parameters an optimizer had when it was paired
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert 32-bit parameters and buffers in place, except those of batch normalisation."""
@@ -64,20 +65,26 @@ class MasterWeightsPrecision(ScaledPrecision):
         Raises:
             ConfigurationError: for an optimizer that shards its parameters over the ranks.
         """
+        for optimizer in optimizers:
+            _check_not_sharded(optimizer, self.name)
+        self._pair(optimizers)
+        super().configure(module, optimizers)
+        if self._pending:
+            self._load_masters(self._pending)
+
+    def _pair(self, optimizers: list[Optimizer]) -> None:
+        """Replace the 16-bit parameters in the optimizers by copies."""
         known = {id(master): half for pairs in self._pairs.values() for half, master in pairs}
         masters: dict[int, Tensor] = {}
         self._pairs = {}
         for optimizer in optimizers:
-            _check_not_sharded(optimizer, self.name)
             pairs = self._pairs[id(optimizer)] = []
             for group in optimizer.param_groups:
                 group["params"] = [
                     self._replaced(parameter, optimizer, known, masters, pairs)
                     for parameter in group["params"]
                 ]
-        super().configure(module, optimizers)
-        if self._pending:
-            self._load_masters(self._pending)
+            self._sizes[id(optimizer)] = _size_of(optimizer)
 
     def _replaced(
         self,
@@ -108,7 +115,12 @@ class MasterWeightsPrecision(ScaledPrecision):
         super().backward(loss.float() if self.scales_loss else loss, **options)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Move the module's gradients to the 32-bit copies, and unscale them there."""
+        """Move the module's gradients to the 32-bit copies, and unscale them there.
+
+        Parameters that were added to the optimizer since the last step get copies first.
+        """
+        if id(optimizer) in self._pairs and _size_of(optimizer) != self._sizes[id(optimizer)]:
+            self._pair(self._optimizers)
         for half, master in self._pairs.get(id(optimizer), []):
             if half.grad is not None:
                 gradient = half.grad.float()
@@ -171,7 +183,11 @@ class MasterWeightsPrecision(ScaledPrecision):
     def __getstate__(self) -> dict[str, Any]:
         """Keep the copies, without the parameters and optimizers they belong to."""
         masters = self.state_dict()["masters"]
-        return {**super().__getstate__(), "_pairs": {}, "_pending": masters}
+        return {**super().__getstate__(), "_pairs": {}, "_sizes": {}, "_pending": masters}
+
+
+def _size_of(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _check_not_sharded(optimizer: Optimizer, name: str) -> None:

@@ -122,6 +122,7 @@ def _put(owner: nn.Module, name: str, value: Tensor) -> None:
         current.materialize(value.shape, dtype=value.dtype)
     if is_parameter and current is not None and current.dtype != value.dtype:
         current.data = value.data  # the stage converted it
+        current.requires_grad_(value.requires_grad)
     elif current is None or current.shape != value.shape or current.dtype != value.dtype:
         if is_parameter or name in owner._buffers:
             setattr(owner, name, value)

@@ -10,11 +10,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
+from rankwise.trainer.loops.parameter_groups import groups_of, restore_groups
 
 if TYPE_CHECKING:
+    from rankwise.precision import Precision
     from rankwise.strategies import Strategy
     from rankwise.trainer.module import TrainingModule
 
+_GROUPS = "parameter_names"  # beside the keys of torch's state dictionary
 _METHOD = "configure_optimizers()"
 _KEYS = ("optimizer", "lr_scheduler", "monitor")
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict")
@@ -126,6 +129,8 @@ class OptimizerSet:
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     _pending: tuple[list[Any], list[Any]] | None = None
+    _module: TrainingModule | None = None  # whose optimizers they are
+    _precision: Precision | None = None
 
     def create(self, module: TrainingModule, strategy: Strategy) -> None:
         """Create the module's optimizers and schedulers, or keep those of the fit that continues.
@@ -134,10 +139,13 @@ class OptimizerSet:
         are sharded: rank 0 has the state of those.
         """
         states = self.states()
+        self._module, self._precision = module, strategy.precision
         if not self.optimizers:
             self.optimizers, self.schedulers = configure(module)
             if self._is_sharded(strategy):
                 states = strategy.broadcast(states)
+        for optimizer, state in zip(self.optimizers, states[0] if states else (), strict=False):
+            self._restore_groups(optimizer, state)
         strategy.precision.configure(module, self.optimizers)
         if states is not None:
             self.load(*states)
@@ -154,6 +162,9 @@ class OptimizerSet:
             optimizer.state_dict() if strategy is None else strategy.get_optimizer_state(optimizer)
             for optimizer in self.optimizers
         ]
+        if self._module is not None and self._precision is not None:
+            for optimizer, state in zip(self.optimizers, optimizers, strict=True):
+                state[_GROUPS] = groups_of(optimizer, self._module, self._precision.model_parameters)
         return optimizers, [config.scheduler.state_dict() for config in self.schedulers]
 
     def release_sharded(self, strategy: Strategy) -> None:
@@ -170,11 +181,23 @@ class OptimizerSet:
         self._pending = optimizers, schedulers
 
     def load(self, optimizers: list[Any], schedulers: list[Any]) -> None:
-        """Load the states into the optimizers and schedulers; a ValueError says that they do not fit."""
+        """Load the states into the optimizers and schedulers; a ValueError says that they do not fit.
+
+        Parameters and groups that were added to an optimizer after its creation are added here, too.
+        """
         for optimizer, state in zip(self.optimizers, optimizers, strict=True):
-            optimizer.load_state_dict(state)
+            has_changed = self._restore_groups(optimizer, state)
+            if has_changed and self._module is not None and self._precision is not None:
+                self._precision.configure(self._module, self.optimizers)
+            optimizer.load_state_dict({key: value for key, value in state.items() if key != _GROUPS})
         for config, state in zip(self.schedulers, schedulers, strict=True):
             config.scheduler.load_state_dict(state)
+
+    def _restore_groups(self, optimizer: Optimizer, state: dict[str, Any]) -> bool:
+        module, precision = self._module, self._precision
+        if _GROUPS not in state or module is None or precision is None:
+            return False
+        return restore_groups(optimizer, state[_GROUPS], module, precision.model_parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": [], "schedulers": [], "_pending": self.states()}

@@ -1,0 +1,117 @@
+"""Parameter groups that callbacks add to an optimizer: sent back to the caller, saved and resumed."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankwise.callbacks import Callback, ModelCheckpoint
+from rankwise.errors import CheckpointError
+from rankwise.trainer import Trainer
+from rankwise.trainer.stages import Stage
+from rankwise.trainer.state_transfer import restore
+from rankwise.trainer.trainer import _run_on_rank
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class Tuned(Line):
+    """Its optimizer has the last layer only, with a state; the scale is in no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(1, 1)
+        self.scale = [nn.Parameter(torch.ones(1))]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return nn.functional.mse_loss(self.last(self.layer(batch[0])) * self.scale[0], batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.last.parameters(), lr=0.1)
+
+
+class AddGroups(Callback):
+    """Adds a layer of the module in the second epoch, then a parameter outside."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        [optimizer] = trainer.optimizers
+        if trainer.current_epoch == 1:
+            optimizer.add_param_group({"params": module.layer.parameters(), "lr": 0.01})
+        if trainer.current_epoch == 2:
+            optimizer.add_param_group({"params": module.scale, "lr": 0.02})
+
+
+def fit_elsewhere(train: Trainer, model: Line) -> None:
+    """Fit as spawn does: copies of trainer and module train, and their state is restored here."""
+    their_train, their_model = pickle.loads(pickle.dumps((train, model)))
+    train._set_module(model, "fit")
+    stage = Stage("fit", {"train": loader(), "validate": None}, seed=0)
+    result = train.strategy.launch(
+        _run_on_rank, model=their_model, trainer=their_train, stage=stage, brings_state_back=True
+    )
+    restore(train.context(model), pickle.loads(pickle.dumps(result))[1])
+
+
+def fit(folder: Path, max_epochs: int, **options: Any) -> tuple[Trainer, Tuned]:
+    """Return a trainer with the callback, and a module to fit."""
+    return trainer(folder, max_epochs=max_epochs, callbacks=[AddGroups()], **options), Tuned()
+
+
+def groups(train: Trainer) -> list[Any]:
+    """Return learning rates, values and states of all groups."""
+    [optimizer] = train.optimizers
+    return [
+        (group["lr"], [(each.detach(), optimizer.state[each]["exp_avg"]) for each in group["params"]])
+        for group in optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-master"])
+def test_groups_come_back(precision: str, tmp_path: Path) -> None:
+    """The caller's optimizer has the groups, options and states of a fit elsewhere, and the next fit too."""
+    here, model = fit(tmp_path, 2, precision=precision)
+    there, copied = fit(tmp_path, 2, precision=precision)
+    here.fit(model, loader())
+    fit_elsewhere(there, copied)
+    torch.testing.assert_close(groups(there), groups(here), rtol=0, atol=0)
+    assert [id(each) for each in there.optimizers[0].param_groups[0]["params"]] == [
+        id(each) for each in copied.last.parameters()
+    ] or precision != "32-true"
+    here.max_epochs = there.max_epochs = 4
+    here.fit(model, loader())
+    fit_elsewhere(there, copied)
+    torch.testing.assert_close(groups(there), groups(here), rtol=0, atol=0)
+    assert len(groups(here)) == 3
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-master"])
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_groups_are_resumed(epochs: int, precision: str, tmp_path: Path) -> None:
+    """A run that continues from a checkpoint has the groups, and the values that are in no module."""
+    options = {"precision": precision, "enable_checkpointing": True}
+    whole, model = fit(tmp_path, 5, precision=precision)
+    whole.fit(model, loader())
+    saving = ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
+    first = trainer(tmp_path, max_epochs=epochs, callbacks=[AddGroups(), saving], **options)
+    first.fit(Tuned(), loader())
+    second, resumed = fit(tmp_path, 5, precision=precision)
+    second.fit(resumed, loader(), ckpt_path=tmp_path / "saved" / "last.ckpt")
+    torch.testing.assert_close(groups(second), groups(whole), rtol=0, atol=0)
+
+
+def test_other_groups_do_not_fit(tmp_path: Path) -> None:
+    """An optimizer with other parameters than those that were saved is refused, as before."""
+    first, model = fit(tmp_path, 2)
+    first.fit(model, loader())
+    first.save_checkpoint(tmp_path / "saved.ckpt")
+
+    class Other(Tuned):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam([{"params": [each]} for each in (*self.parameters(), *self.scale)])
+
+    with pytest.raises(CheckpointError, match="does not fit the optimizers"):
+        trainer(tmp_path, max_epochs=3).fit(Other(), loader(), ckpt_path=tmp_path / "saved.ckpt")
