@@ -29,7 +29,7 @@ from rankwise.gradient_sync.parameters import (
     trained_parameters,
 )
 from rankwise.gradient_sync.tracking import TrackedModule, rebuild_reducer
-from rankwise.gradient_sync.unused import UnusedParameterMonitor, check_finished
+from rankwise.gradient_sync.unused import UnusedParameterMonitor, check_finished, record_reduced_names
 from rankwise.gradient_sync.weights import (
     WeightAccumulator,
     WeightCarrier,
@@ -224,6 +224,7 @@ class GradientSync:
         is_reducing = wrapped.require_backward_grad_sync and torch.is_grad_enabled()
         if is_reducing and own is not None and own.tracked is not None and not own.tracked.is_checked:
             self._update(wrapped, own.tracked)
+            own.tracked.end_window()
 
     def _update(
         self,
@@ -234,10 +235,12 @@ class GradientSync:
     ) -> None:
         """Update what is averaged, before a forward pass."""
         tracked.update(module, optimizers, parameters_of, partial(self._ids_elsewhere, module))
-        if isinstance(module, DistributedDataParallel) and tracked.must_rebuild():
+        is_by_ddp = self.mode is not GradientSyncMode.FORCED_SYNC
+        if isinstance(module, DistributedDataParallel) and is_by_ddp and tracked.must_rebuild():
             carrier = self._of(module).carrier
             with nullcontext() if carrier is None else carrier.moved_to(module.module):
                 rebuild_reducer(module)
+            record_reduced_names(module)
             _recorded_graphs.discard(module)
 
     def manual_parameters(
@@ -320,11 +323,12 @@ class GradientSync:
         `no_sync(module, enabled)` returns a block in which DDP does not average gradients if enabled.
         `parameters_of(optimizer)` returns the model's parameters that it updates, directly or as copies.
         """
-        is_reducing, own = self._is_reducing(module, is_final_microbatch), self._of(module)
+        own, tracked = self._of(module), self._tracked(module, group)
         used = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        weights, carrier, tracked = own.weights, own.carrier, self._tracked(module, group)
         if tracked is not None:
             self._update(module, tracked, used, parameters_of)
+        is_reducing = self._is_reducing(module, is_final_microbatch)
+        weights, carrier = own.weights, own.carrier
         before = None if carrier is None else carrier.before()
         counting = nullcontext() if weights is None else self.counting(weights, carrier)
         checked = nullcontext() if tracked is None else tracked.checked()
@@ -349,17 +353,19 @@ class GradientSync:
         is_averaged: bool,
     ) -> None:
         """Average the gradients that DDP has not averaged, and divide all of them by the window's weights."""
-        if own.tracked is None:
-            others = trained_parameters(module, optimizers, parameters_of)
-        else:  # the forward pass may have changed something
+        if own.tracked is not None:  # the forward pass may have changed something
             own.tracked.update(module, optimizers, parameters_of, partial(self._ids_elsewhere, module))
             others = own.tracked.others(averaged_by_ddp=is_averaged)
             own.tracked.end_window()
+        elif own.weights is not None:
+            others = trained_parameters(module, optimizers, parameters_of)
+        else:
+            return
         if isinstance(module, DistributedDataParallel) and is_averaged:
             if others:
                 reduce_listed(others, module.process_group)
             _divide(module, own, others)
-        elif own.weights is not None or _has_others(group):
+        else:
             self._reduce_now(module, others, group)
         if own.weights is not None:
             own.weights.close()

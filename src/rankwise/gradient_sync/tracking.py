@@ -15,6 +15,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.hook_registry import PowerSGDMemory
 from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, share_tensors
 from rankwise.gradient_sync.trained_set import TrainedSet
+from rankwise.gradient_sync.unused import record_reduced_names
 from rankwise.process_group.change_agreement import ChangeAgreement
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class TrackedModule:
         self.is_checked = False
         if isinstance(module, DistributedDataParallel) and (is_new or self._is_as_wrapped(module)):
             self._averaged = self.parameters.trained_inside
+            record_reduced_names(module)
         if dist.is_initialized() and dist.get_world_size(group) > 1:
             self._agreement = ChangeAgreement(self.parameters.facts, group, timeout, monitor)
 
@@ -99,7 +101,7 @@ class TrackedModule:
             must_agree = has_changed and not (accepts_known and self._is_known())
             self._agreement.begin_step(must_agree)
         if has_changed:
-            self._stopped += _without(trained, parameters.trained)
+            self._stopped += _without(_without(trained, parameters.trained), self._stopped)
             if self._agreement is not None:
                 share_tensors(_without(parameters.all, known), self._group)
 
@@ -124,7 +126,8 @@ class TrackedModule:
         trained = self.parameters.trained
         if not self._stopped and averaged is self.parameters.trained_inside and len(averaged) == len(trained):
             return []
-        return [each for each in (*trained, *self._stopped) if id(each) not in averaged]
+        both = (*trained, *_without(self._stopped, trained))
+        return [each for each in both if id(each) not in averaged]
 
     def end_window(self) -> None:
         """Start the next window."""
@@ -171,6 +174,7 @@ def rebuild_reducer(wrapped: DistributedDataParallel) -> None:
         logger: Any = wrapped.logger
         wrapped.reducer._set_static_graph()
         logger._set_static_graph()
+        wrapped._static_graph_delay_allreduce_enqueued = False  # the next backward pass records the graph
     for hook, state in wrapped._comm_hooks:
         if isinstance(state, PowerSGDMemory):
             state.name_parameters(wrapped.module)

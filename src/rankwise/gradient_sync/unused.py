@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -24,8 +25,19 @@ _INDICES = re.compile(r"did not receive grad for rank \d+: ((?:\d+ ?)+)")
 _NAMES_TIMEOUT = timedelta(milliseconds=300)
 
 
+_recorded: weakref.WeakKeyDictionary[DistributedDataParallel, list[str]] = weakref.WeakKeyDictionary()
+
+
+def record_reduced_names(wrapped: DistributedDataParallel) -> None:
+    """Record the names of the parameters that DDP reduces from now on, also if some are frozen later."""
+    _recorded.pop(wrapped, None)
+    _recorded[wrapped] = reduced_names(wrapped)
+
+
 def reduced_names(wrapped: DistributedDataParallel) -> list[str]:
     """Return the names of the parameters that DDP reduces, in the order of DDP's indices."""
+    if wrapped in _recorded:
+        return _recorded[wrapped]
     ignored = wrapped.parameters_to_ignore
     return [
         name

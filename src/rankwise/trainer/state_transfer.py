@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from rankwise.errors import ConfigurationError
 from rankwise.nested import map_tensors
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metrics import Results
@@ -108,7 +109,10 @@ def restore(context: LoopContext, state: CallerState) -> None:
     context.strategy.load_comm_hook_states(state.comm_hooks)
     if state.has_optimizers:
         context.optimizer_set.create(module, context.strategy)
-        context.optimizer_set.load(state.optimizers, state.schedulers)
+        try:
+            context.optimizer_set.load(state.optimizers, state.schedulers)
+        except ConfigurationError:  # a parameter exists in the other process only, as the next fit will say
+            context.optimizer_set.keep_states(state.optimizers, state.schedulers)
     elif state.optimizers:
         context.optimizer_set.keep_states(state.optimizers, state.schedulers)
     context.strategy.precision.load_state_dict(state.precision)

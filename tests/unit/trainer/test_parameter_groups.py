@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.callbacks import Callback, ModelCheckpoint
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.trainer import Trainer
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state_transfer import restore
@@ -20,7 +20,7 @@ from tests.unit.trainer.helpers import Line, loader, trainer
 
 
 class Tuned(Line):
-    """Its optimizer has the last layer only, with a state; the scale is in no module."""
+    """Its optimizer has the last layer, and a scale that is in no module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,18 +31,25 @@ class Tuned(Line):
         return nn.functional.mse_loss(self.last(self.layer(batch[0])) * self.scale[0], batch[1])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.last.parameters(), lr=0.1)
+        return torch.optim.Adam([*self.last.parameters(), *self.scale], lr=0.1)
 
 
 class AddGroups(Callback):
-    """Adds a layer of the module in the second epoch, then a parameter outside."""
+    """Adds a layer's weight in the second epoch, then its bias."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
         [optimizer] = trainer.optimizers
         if trainer.current_epoch == 1:
-            optimizer.add_param_group({"params": module.layer.parameters(), "lr": 0.01})
+            optimizer.add_param_group({"params": module.layer.weight, "lr": 0.01})
         if trainer.current_epoch == 2:
-            optimizer.add_param_group({"params": module.scale, "lr": 0.02})
+            optimizer.add_param_group({"params": module.layer.bias, "lr": 0.02})
+
+
+class AddScale(Callback):
+    """Adds a parameter that is in no module."""
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        trainer.optimizers[0].add_param_group({"params": nn.Parameter(torch.ones(3))})
 
 
 def fit_elsewhere(train: Trainer, model: Line) -> None:
@@ -50,10 +57,10 @@ def fit_elsewhere(train: Trainer, model: Line) -> None:
     their_train, their_model = pickle.loads(pickle.dumps((train, model)))
     train._set_module(model, "fit")
     stage = Stage("fit", {"train": loader(), "validate": None}, seed=0)
-    result = train.strategy.launch(
+    result = pickle.loads(pickle.dumps(train.strategy)).launch(
         _run_on_rank, model=their_model, trainer=their_train, stage=stage, brings_state_back=True
     )
-    restore(train.context(model), pickle.loads(pickle.dumps(result))[1])
+    restore(train.context(model), pickle.loads(pickle.dumps(result[1])))
 
 
 def fit(folder: Path, max_epochs: int, **options: Any) -> tuple[Trainer, Tuned]:
@@ -78,9 +85,7 @@ def test_groups_come_back(precision: str, tmp_path: Path) -> None:
     here.fit(model, loader())
     fit_elsewhere(there, copied)
     torch.testing.assert_close(groups(there), groups(here), rtol=0, atol=0)
-    assert [id(each) for each in there.optimizers[0].param_groups[0]["params"]] == [
-        id(each) for each in copied.last.parameters()
-    ] or precision != "32-true"
+    torch.testing.assert_close(copied.scale, model.scale, rtol=0, atol=0)
     here.max_epochs = there.max_epochs = 4
     here.fit(model, loader())
     fit_elsewhere(there, copied)
@@ -101,6 +106,20 @@ def test_groups_are_resumed(epochs: int, precision: str, tmp_path: Path) -> None
     second, resumed = fit(tmp_path, 5, precision=precision)
     second.fit(resumed, loader(), ckpt_path=tmp_path / "saved" / "last.ckpt")
     torch.testing.assert_close(groups(second), groups(whole), rtol=0, atol=0)
+
+
+def test_a_parameter_that_is_in_no_module(tmp_path: Path) -> None:
+    """A parameter that a hook adds must be registered, or training cannot continue; the error says so."""
+    train, model = trainer(tmp_path, max_epochs=1, callbacks=[AddScale()]), Tuned()
+    fit_elsewhere(train, model)
+    train.max_epochs = 2
+    with pytest.raises(ConfigurationError, match="a parameter that is in no"):
+        fit_elsewhere(train, model)
+    here, other = trainer(tmp_path, max_epochs=1, callbacks=[AddScale()]), Tuned()
+    here.fit(other, loader())
+    here.save_checkpoint(tmp_path / "saved.ckpt")
+    with pytest.raises(ConfigurationError, match=r"shape is \(3,\)"):
+        trainer(tmp_path, max_epochs=2).fit(Tuned(), loader(), ckpt_path=tmp_path / "saved.ckpt")
 
 
 def test_other_groups_do_not_fit(tmp_path: Path) -> None:

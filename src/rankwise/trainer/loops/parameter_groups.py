@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -34,6 +36,10 @@ def restore_groups(
     """Give an optimizer the groups that were saved, if they have more parameters; return whether they do.
 
     Parameters that are not in the module get their values. Other groups than those are left as they are.
+
+    Raises:
+        ConfigurationError: for a parameter that is not in the module, and was added after the creation of the
+            optimizer: nothing tells which one of the program it was.
     """
     own = groups_of(optimizer, module, parameters_of)
     mains = iter([each for group in optimizer.param_groups for each in group["params"]])
@@ -49,7 +55,8 @@ def restore_groups(
             key = _key(entry, (number, position))
             main = by_entry.get(key)
             if isinstance(entry, Tensor):
-                main = nn.Parameter(entry.clone()) if main is None else main
+                if main is None:
+                    raise _unknown_error(optimizer, entry)
                 with torch.no_grad():
                     main.copy_(entry)
             parameters.append(named[key] if main is None else main)
@@ -58,6 +65,16 @@ def restore_groups(
         else:
             optimizer.add_param_group({"params": parameters})
     return by_entry.keys() != saved_keys
+
+
+def _unknown_error(optimizer: Optimizer, parameter: Tensor) -> ConfigurationError:
+    return ConfigurationError(
+        message=f"Training cannot continue: a hook gave {type(optimizer).__name__} a parameter that is in no "
+        "module.",
+        facts=f"its shape is {tuple(parameter.shape)}; nothing tells which parameter of the program it was.",
+        remedy="self.name = nn.Parameter(...) in the module, or give it to the optimizer in "
+        "configure_optimizers().",
+    )
 
 
 def _placed(groups: Groups) -> list[tuple[tuple[int, int], Any]]:

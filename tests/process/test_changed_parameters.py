@@ -1,0 +1,76 @@
+"""Parameters that are frozen, unfrozen or added within a fit, on real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankwise import DDPStrategy
+from rankwise.callbacks import Callback
+from rankwise.errors import WorkerRaisedError
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+
+class FineTuned(Regression):
+    """The first layer is frozen, and the optimizer does not have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Any = self.net.get_submodule("0")
+        self.first.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.Adam(trained, lr=0.01)
+
+
+class Change(Callback):
+    """Changes what is trained before the third batch of the second epoch, on some ranks."""
+
+    def __init__(self, what: str, ranks: tuple[int, ...] = (0, 1)) -> None:
+        self.what, self.ranks = what, ranks
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) != (1, 2) or trainer.global_rank not in self.ranks:
+            return
+        if self.what == "unfreeze":
+            module.first.requires_grad_(True)
+        elif self.what == "freeze":
+            module.net[2].bias.requires_grad_(False)
+        elif self.what == "group":
+            trainer.optimizers[0].add_param_group({"params": nn.Parameter(torch.ones(2))})
+        else:
+            module.first.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": module.first.parameters(), "lr": 0.05})
+
+
+def fit(strategy: Any, world_size: int, callback: Callback) -> tuple[Any, dict[str, Tensor]]:
+    """Fit three epochs; return the trainer and the weights."""
+    trainer = quiet_trainer(strategy, world_size, max_epochs=3, callbacks=[callback])
+    module = FineTuned()
+    trainer.fit(module, loader(32, 8 // world_size))
+    return trainer, {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_a_layer_that_is_unfrozen_with_a_group(start_method: str) -> None:
+    """Two ranks have one process's weights, and the caller's optimizer has both groups and their states."""
+    alone, expected = fit("single_device", 1, Change("unfreeze with a group"))
+    trainer, weights = fit(DDPStrategy(start_method=start_method), 2, Change("unfreeze with a group"))
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
+    [optimizer], [single] = trainer.optimizers, alone.optimizers
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.05]
+    assert len(optimizer.state) == len(single.state) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ["unfreeze", "freeze", "group"])
+def test_a_rank_that_changes_alone(what: str, rank: int) -> None:
+    """All ranks end with one error, which names the parameter, long before a collective times out."""
+    with pytest.raises(WorkerRaisedError, match="RankMismatchError: The ranks are not the same") as caught:
+        fit(DDPStrategy(start_method="fork"), 2, Change(what, (rank,)))
+    assert f"on global_rank={rank}" in str(caught.value).replace("global_rank ", "global_rank=")
