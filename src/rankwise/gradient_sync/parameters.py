@@ -80,10 +80,15 @@ def share_buffers_next(module: nn.Module) -> None:
         module.require_forward_param_sync = True
 
 
+def shares_buffers(module: nn.Module) -> bool:
+    """Return whether DDP gives all ranks rank 0's buffers before the next forward pass."""
+    return isinstance(module, DistributedDataParallel) and bool(module.will_sync_module_buffers())
+
+
 def share_buffers(module: nn.Module) -> None:
     """Broadcast rank 0's buffers now, on every rank, unless DDP is configured not to."""
     share_buffers_next(module)
-    if isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers():
+    if isinstance(module, DistributedDataParallel) and shares_buffers(module):
         with blocked_in("share_buffers"):
             module._sync_buffers()
 

@@ -102,6 +102,7 @@ class TrainerOptions:
     use_distributed_sampler: bool = field(metadata=_by(check_choice, choices=(True, False)))
     uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
     log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1))
+    check_ranks_every_n_steps: int | None = field(metadata=_by(_check_number, minimum=1, is_optional=True))
     default_root_dir: str
     fast_dev_run: int = field(metadata=_by(_check_number, minimum=0))
 

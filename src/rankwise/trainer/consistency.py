@@ -1,4 +1,4 @@
-"""Check before a stage that all ranks have the same versions, seed, module and data."""
+"""Check that all ranks have the same versions, seed, module and data; and the same values, by digests."""
 
 from __future__ import annotations
 
@@ -8,28 +8,101 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise.data.batches import sharded_sampler_of
 from rankwise.data.sampler import length_of
 from rankwise.data.sharding import is_shardable, is_split, order_seed
-from rankwise.errors import RankMismatchError
+from rankwise.errors import ConfigurationError, RankMismatchError
+from rankwise.gradient_sync.parameters import share_module
+from rankwise.process_group.digests import digests_of
 from rankwise.process_group.rank_facts import differences, facts_of_parameters
 from rankwise.trainer.data_loaders import PHASE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from torch.optim import Optimizer
 
     from rankwise.strategies import Strategy
+    from rankwise.trainer.state import LoopContext
 
 
 def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
     """Make sure that all ranks have the same `facts`, descriptions by name. Collective."""
     if strategy.world_size == 1:
         return
-    fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
-    if len(set(strategy.all_gather_object(fingerprint))) > 1:
+    if not _are_same(strategy, facts):
         raise RankMismatchError(differences(strategy.all_gather_object(facts)))
+
+
+def _are_same(strategy: Strategy, facts: dict[str, str]) -> bool:
+    fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+    return len(set(strategy.all_gather_object(fingerprint))) == 1
+
+
+def share_model(strategy: Strategy, module: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, unless all ranks have the same ones. Collective."""
+
+    def values() -> dict[str, str]:
+        return digests_of({**_named("parameter", module.named_parameters()), **_buffers_of(module)})
+
+    if strategy.world_size > 1 and not _are_same(strategy, values()):
+        share_module(module, strategy.data_parallel_group)
+        check_ranks_agree(strategy, values())
+
+
+def check_values(context: LoopContext, *, with_buffers: bool = False) -> None:
+    """Make sure that all ranks have the same parameters and optimizer states. Collective.
+
+    Buffers are the same only where they have just been shared. Left out are parameters that DDP ignores, and
+    the states of sharded optimizers.
+
+    Raises:
+        RankMismatchError: names what differs, parameters first.
+    """
+    strategy, module = context.strategy, context.module
+    if strategy.world_size == 1:
+        return
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    named = ((name, each) for name, each in module.named_parameters() if name not in ignored)
+    values = _named("parameter", named)
+    if with_buffers:
+        values |= _buffers_of(module)
+    for number, optimizer in enumerate(context.optimizers):
+        if not strategy.is_sharded(optimizer):
+            values |= _values_of(optimizer, f" of optimizer {number}")
+    check_ranks_agree(strategy, digests_of(values))
+
+
+def check_can_compare(strategy: Strategy, interval: int | None) -> None:
+    """Refuse to compare models that differ between the ranks' averages on purpose."""
+    if interval is not None and strategy.gradients.period is not None:
+        raise ConfigurationError(
+            message=f"check_ranks_every_n_steps={interval} cannot work with post-local SGD.",
+            facts="between averages of the models, each rank has another one.",
+            remedy="leave it out.",
+        )
+
+
+def _named(kind: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"the values of {kind} {name!r}": tensor for name, tensor in named}
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    return _named("buffer", module.named_buffers())
+
+
+def _values_of(optimizer: Optimizer, label: str) -> dict[str, Tensor]:
+    """Return the parameters and the state of an optimizer by name."""
+    values = {}
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, parameter in enumerate(updated):
+        values[f"the values of parameter {place}{label}"] = parameter
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                values[f"{key} of parameter {place}{label}"] = value
+    return values
 
 
 def fingerprint_of(module: nn.Module, seed: int | None = None) -> dict[str, str]:

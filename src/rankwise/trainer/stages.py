@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from rankwise.errors import InvalidTypeError
-from rankwise.gradient_sync.parameters import share_module
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import get_random_state, given_seed, set_random_state
 from rankwise.trainer.checkpointing import CheckpointFiles, restore_module, restore_training
@@ -21,6 +20,7 @@ from rankwise.trainer.consistency import (
     fingerprint_of,
     fingerprint_of_checkpoint,
     fingerprint_of_loaders,
+    share_model,
 )
 from rankwise.trainer.data_loaders import (
     LoaderShard,
@@ -168,7 +168,7 @@ class Stage:
         strategy.module_to_device(strategy.precision.convert_module(module))
         if strategy.world_size > 1:
             check_ranks_agree(strategy, fingerprint_of(module))
-            share_module(module, strategy.data_parallel_group)
+            share_model(strategy, module)
         shards = self._shards(context, self.name)
         loop = EvaluationLoop(context, shards, self.name)
         if self.name != "predict":

@@ -14,6 +14,7 @@ from rankwise.monitoring.heartbeat import report_phase
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
+from rankwise.trainer.consistency import check_can_compare
 from rankwise.trainer.data_loaders import check_loaders
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
 from rankwise.trainer.loops.manual import check_manual
@@ -113,6 +114,9 @@ class Trainer:
             `"truncate"` (all stop with the shortest) or `"join"` (a rank without batches repeats its last one
             with weight 0 and steps like the others; shards are then uneven instead of padded).
         log_every_n_steps: after how many optimizer steps loggers get the steps' metrics.
+        check_ranks_every_n_steps: after how many optimizer steps, and at the end of `fit`, the ranks compare
+            digests of their parameters and optimizer states; a difference is an error on all of them. None
+            for no comparison.
         enable_progress_bar: whether there is a progress bar; None for one if tqdm is installed.
         enable_checkpointing: whether to add a `ModelCheckpoint` if `callbacks` has none; None means True.
         default_root_dir: where logs and checkpoints go; the working directory by default.
@@ -177,6 +181,7 @@ class Trainer:
         use_distributed_sampler: bool = True,
         uneven_inputs: str = "error",
         log_every_n_steps: int = 50,
+        check_ranks_every_n_steps: int | None = None,
         enable_progress_bar: bool | None = None,
         enable_checkpointing: bool | None = True,
         default_root_dir: str | os.PathLike[str] | None = None,
@@ -364,6 +369,7 @@ class Trainer:
         if stage.name == "fit":
             check_manual(model, self.strategy, self.options)
             check_hook(self.strategy, self.on_nonfinite)
+            check_can_compare(self.strategy, self.check_ranks_every_n_steps)
             check_hyper_parameters(self.context(model))
         for phase, given in stage.loaders.items():
             check_loaders(stage.name, phase, given, self.options, self.world_size)
@@ -417,6 +423,7 @@ class Trainer:
     use_distributed_sampler: bool = _forwarded("options.use_distributed_sampler")
     uneven_inputs: str = _forwarded("options.uneven_inputs")
     log_every_n_steps: int = _forwarded("options.log_every_n_steps")
+    check_ranks_every_n_steps: int | None = _forwarded("options.check_ranks_every_n_steps")
     default_root_dir: str = _forwarded("options.default_root_dir")
     fast_dev_run: int = _read_only("options.fast_dev_run")
     sync_batchnorm: bool = _read_only("strategy.sync_batchnorm")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, final
 
 from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError
-from rankwise.gradient_sync.parameters import share_buffers
+from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import get_random_state, set_random_state
 from rankwise.trainer.checkpointing import pending_gradients
-from rankwise.trainer.consistency import check_same_order
+from rankwise.trainer.consistency import check_same_order, check_values
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
@@ -79,6 +79,8 @@ class FitLoop:
             self._stopping.finish()
             share_buffers(context.wrapped)  # every rank goes on with the buffers that rank 0 saves
             self._strategy.end_training()
+            if self._settings.check_ranks_every_n_steps is not None:
+                check_values(context, with_buffers=shares_buffers(context.wrapped))
             context.state.rank_states = gather_rank_states(context)
             self._hooks.call("on_train_end")
             context.state.gradients = pending_gradients(context)
@@ -152,6 +154,7 @@ class FitLoop:
         self._progress.is_epoch_closed = True
 
     def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> None:
+        before = self._progress.global_step
         batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
         self._results.begin_batch(batch, is_muted=self._schedule.is_padding)
         self._hooks.call("on_train_batch_start", batch, batch_idx)
@@ -166,6 +169,9 @@ class FitLoop:
         self._hooks.call("on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
         self._results.end_batch()
         if is_window_end:
+            interval = self._settings.check_ranks_every_n_steps
+            if interval is not None and self._progress.global_step // interval > before // interval:
+                check_values(self._context)
             self._validate_if_due(batch_idx, is_last)
 
     def _publish_step(self) -> None:
