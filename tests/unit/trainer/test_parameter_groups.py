@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def fit_elsewhere(train: Trainer, model: Line) -> None:
     their_train, their_model = pickle.loads(pickle.dumps((train, model)))
     train._set_module(model, "fit")
     stage = Stage("fit", {"train": loader(), "validate": None}, seed=0)
-    result = pickle.loads(pickle.dumps(train.strategy)).launch(
+    strategy = copy.copy(train.strategy)
+    strategy.precision = pickle.loads(pickle.dumps(strategy.precision))
+    result = strategy.launch(
         _run_on_rank, model=their_model, trainer=their_train, stage=stage, brings_state_back=True
     )
     restore(train.context(model), pickle.loads(pickle.dumps(result[1])))
