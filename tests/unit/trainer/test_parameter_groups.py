@@ -121,7 +121,7 @@ def test_a_parameter_that_is_in_no_module(tmp_path: Path) -> None:
     here, other = trainer(tmp_path, max_epochs=1, callbacks=[AddScale()]), Tuned()
     here.fit(other, loader())
     here.save_checkpoint(tmp_path / "saved.ckpt")
-    with pytest.raises(ConfigurationError, match=r"shape is \(3,\)"):
+    with pytest.raises(CheckpointError, match="a parameter that is in no module"):
         trainer(tmp_path, max_epochs=2).fit(Tuned(), loader(), ckpt_path=tmp_path / "saved.ckpt")
 
 
