@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from rankwise import DDPStrategy
 from rankwise.environments import LocalEnvironment, PlainEnvironment
 from rankwise.process_group import (
+    AllGatherGrad,
     all_gather,
     all_gather_ddp_if_available,
     all_gather_object,
@@ -26,6 +28,7 @@ from rankwise.process_group import (
 )
 
 WORLD = 3
+CPU = torch.device("cpu")
 LARGE = 3000  # float32: more bytes than travel with the description
 
 
@@ -36,6 +39,10 @@ def all_scenarios(strategy: DDPStrategy) -> dict[str, Any]:
     return {
         "reduced": reduce_everything(rank),
         "gathered": gather_everything(rank),
+        "strategy": gather_with(strategy),
+        "exact": reduce_exactly(rank),
+        "numbers": reduce_numbers(strategy),
+        "derivatives": derivatives_of_gathered(rank),
         "gradient": gradient_of_gathered(rank),
         "shapes": gather_shapes(rank),
         "counts": count_collectives(rank),
@@ -83,6 +90,65 @@ def gather_everything(rank: int) -> dict[str, Any]:
         "nested": all_gather({"a": (torch.tensor([rank]), "text")}),
         "strided": all_gather(torch.arange(6.0).reshape(2, 3).t() + rank)[rank],
     }
+
+
+ODD_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2)
+"""Those that gloo does not send."""
+
+
+def gather_with(strategy: DDPStrategy) -> dict[str, Any]:
+    """Gather numbers, arrays and odd dtypes."""
+    rank = strategy.global_rank
+    mixed = {"a": rank, "b": [rank + 0.1, "text"], "c": rank == 0, "d": np.full((2, 1), rank)[::-1]}
+    return {
+        "mixed": strategy.all_gather(mixed),
+        "odd": [all_gather(torch.tensor([[1, rank]]).to(dtype)) for dtype in ODD_DTYPES],
+        "scalar": all_gather(torch.tensor(rank, dtype=torch.int16)),
+    }
+
+
+def reduce_exactly(rank: int) -> dict[str, Any]:
+    """Reduce values whose sum, or whose part of a sum, the dtype cannot hold; and dtypes that gloo lacks."""
+    large = torch.tensor((4e4, 4e4, -4e4)[rank], dtype=torch.half)
+    return {
+        "mean": all_reduce(torch.tensor(4e4, dtype=torch.half)),
+        "sum": all_reduce(large, None, "sum"),
+        "bfloat16": all_reduce(torch.tensor((256.0, 1.0, 1.0)[rank], dtype=torch.bfloat16), None, "sum"),
+        "bytes": all_reduce(torch.tensor(200, dtype=torch.uint8), None, "sum"),
+        "int16": sync_ddp(torch.full((2,), rank, dtype=torch.int16)),
+        "odd": [all_reduce(torch.tensor(rank).to(dtype), None, "max") for dtype in ODD_DTYPES],
+    }
+
+
+def reduce_numbers(strategy: DDPStrategy) -> dict[str, Any]:
+    """Reduce what is not a tensor, with names, torch's operations and None."""
+    rank = strategy.global_rank
+    everything = {"a": rank, "b": (rank + 0.5, np.array([rank, 1.0])), "c": np.float32(rank), "d": None}
+    operations = (None, "mean", dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp(dist.ReduceOp.PRODUCT))
+    refused = ""
+    try:
+        strategy.all_reduce(1, reduce_op=dist.ReduceOp.BAND)
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "sum": sync_ddp(everything),
+        "float": sync_ddp(3.0),
+        "mean": all_reduce(3),
+        "least": all_reduce(rank == 0, None, "min"),
+        "operations": [strategy.all_reduce(torch.tensor(rank + 1.0), reduce_op=each) for each in operations],
+        "refused": refused,
+    }
+
+
+def derivatives_of_gathered(rank: int) -> list[float]:
+    """Return the first three derivatives of the sum over the ranks of `sum(x ** 4)`, for this rank's x."""
+    x = torch.tensor(rank + 1.0, dtype=torch.float64, requires_grad=True)
+    value = (AllGatherGrad.apply(x * x) ** 2).sum()  # type: ignore[no-untyped-call]  # torch does not type it
+    found = []
+    for _ in range(3):
+        (value,) = torch.autograd.grad(value, x, create_graph=True)  # summed over the ranks' values
+        found.append(float(value) / WORLD)
+    return found
 
 
 def weights_and_inputs(rank: int) -> tuple[Tensor, Tensor]:
@@ -245,6 +311,27 @@ def existing_group(strategy: DDPStrategy) -> dict[str, Any]:
     except RuntimeError as error:
         answers["refused"] = str(error)
     return answers
+
+
+def own_group(strategy: DDPStrategy) -> list[Any]:
+    """Create a process group by rank and size, in processes without one; return what does not work, too."""
+    rank, found = strategy.global_rank, []
+    ranks = init_process_group(LocalEnvironment(), "gloo", rank, 2, group_name="ours", device=CPU)
+    found += [ranks, float(all_reduce(torch.tensor(1.0), None, "sum"))]
+    wrong: list[dict[str, Any]] = [
+        {"store": None},
+        {"pg_option": None},
+        {"group_name": "x"},
+        {"world_size": 3},
+    ]
+    for change in wrong:
+        arguments = {"global_rank": rank, "world_size": 2, "device": CPU, **change}
+        try:
+            init_process_group(LocalEnvironment(), "gloo", **arguments)
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+    dist.destroy_process_group()
+    return found
 
 
 def rank_zero_goes_first(strategy: DDPStrategy, local: bool = False) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,14 +12,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import TrainingModule
 from rankwise.errors import ConfigurationError, WorkerRaisedError
+from rankwise.ranks import RankInfo
 from rankwise.strategies import DDPStrategy
 from tests.helpers.shared import computed_once
 from tests.process.collective_tasks import (
     DTYPES,
     KINDS,
+    ODD_DTYPES,
     WORLD,
     all_scenarios,
     loss_of,
+    own_group,
     tensor_of,
     weights_and_inputs,
 )
@@ -91,6 +95,63 @@ def test_all_gather(ranks: list[dict[str, Any]]) -> None:
 def test_all_gather_ddp_if_available(ranks: list[dict[str, Any]]) -> None:
     """With a process group it is all_gather; a number becomes a vector."""
     assert ranks[1]["gathered"]["scalar"].tolist() == [0, 1, 2]
+
+
+def test_gathering_numbers_and_arrays(ranks: list[dict[str, Any]]) -> None:
+    """Numbers and arrays become tensors of every rank's, on the strategy's device; other values stay."""
+    for found in (result["strategy"]["mixed"] for result in ranks):
+        assert found["a"].tolist() == [0, 1, 2]
+        assert found["b"][0].tolist() == [0.1, 1.1, 2.1]  # as exact as Python's numbers
+        assert found["b"][1] == "text"
+        assert found["c"].tolist() == [True, False, False]
+        assert found["d"].tolist() == [[[0], [0]], [[1], [1]], [[2], [2]]]
+
+
+def test_gathering_any_dtype(ranks: list[dict[str, Any]]) -> None:
+    """Dtypes that gloo does not send arrive too."""
+    for found in (result["strategy"] for result in ranks):
+        assert [each.dtype for each in found["odd"]] == list(ODD_DTYPES)
+        assert [each.double().tolist() for each in found["odd"]] == [[[[1, 0]], [[1, 1]], [[1, 2]]]] * 5
+        assert found["scalar"].tolist() == [0, 1, 2]
+
+
+def test_reductions_are_exact(ranks: list[dict[str, Any]]) -> None:
+    """16-bit floats are reduced in 32 bits and integers in 64: no part of a sum overflows."""
+    for found in (result["exact"] for result in ranks):
+        assert (found["mean"].item(), found["mean"].dtype) == (40000.0, torch.half)
+        assert (found["sum"].item(), found["sum"].dtype) == (40000.0, torch.half)
+        assert (found["bfloat16"].item(), found["bfloat16"].dtype) == (258.0, torch.bfloat16)
+        assert (found["bytes"].item(), found["bytes"].dtype) == (600, torch.int64)
+        assert (found["int16"].tolist(), found["int16"].dtype) == ([3, 3], torch.int64)
+        assert [(each.double().item(), each.dtype) for each in found["odd"]] == [
+            (2.0, dtype) for dtype in ODD_DTYPES
+        ]
+
+
+def test_reducing_numbers(ranks: list[dict[str, Any]]) -> None:
+    """Numbers stay numbers and arrays stay arrays; the result is that of all ranks."""
+    for found in (result["numbers"] for result in ranks):
+        total = found["sum"]
+        assert (total["a"], total["b"][0], total["c"], total["d"]) == (3, 4.5, 3.0, None)
+        assert isinstance(total["a"], int)
+        assert isinstance(total["b"][1], np.ndarray)
+        assert total["b"][1].tolist() == [3.0, 3.0]
+        assert (found["float"], found["mean"], found["least"]) == (9.0, 3.0, False)
+
+
+def test_torchs_operations(ranks: list[dict[str, Any]]) -> None:
+    """Torch's operations are names too, and None is the sum; one without a name is refused."""
+    for found in (result["numbers"] for result in ranks):
+        assert [each.item() for each in found["operations"]] == [6.0, 2.0, 2.0, 3.0, 6.0]
+        assert "Unknown reduce_op" in found["refused"]
+        assert "BAND" in found["refused"]
+
+
+def test_higher_derivatives_of_gathered_values(ranks: list[dict[str, Any]]) -> None:
+    """Gathered values have all derivatives, as in one process."""
+    for rank, result in enumerate(ranks):
+        x = rank + 1.0
+        assert result["derivatives"] == pytest.approx([4 * x**3, 12 * x**2, 24 * x], rel=1e-12)
 
 
 def test_all_gather_with_gradients(ranks: list[dict[str, Any]]) -> None:
@@ -168,6 +229,19 @@ def test_init_process_group_with_a_group(ranks: list[dict[str, Any]]) -> None:
         assert found["used"] == rank
         assert f"rank {rank} of {WORLD}" in found["refused"] or rank == 0
         assert "global_rank 0 of 1" in found["refused"]
+
+
+def test_init_process_group_by_rank_and_size() -> None:
+    """It takes a rank, a size, and torch's arguments; what would be ignored is refused."""
+    strategy = ddp("fork", "tcp")
+    strategy.launch(own_group, init_process_group=False)
+    for rank, found in strategy.results.items():
+        assert found[:2] == [RankInfo(rank, rank, 0, 2, 2, 1), 2.0]
+        store, typo, group_name, size = found[2:]
+        assert "takes no argument 'store'" in store
+        assert "Did you mean 'pg_options'" in typo
+        assert "A process group exists, which cannot take group_name" in group_name
+        assert "in the job it is global_rank" in size
 
 
 @pytest.mark.parametrize("scenario", ["first", "per_node"])

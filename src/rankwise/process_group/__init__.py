@@ -1,6 +1,7 @@
 """The process group: creating it, its back end, and its collectives."""
 
 from rankwise.process_group.collectives import (
+    AllGatherGrad,
     all_gather,
     all_gather_ddp_if_available,
     all_gather_object,
@@ -24,6 +25,7 @@ from rankwise.process_group.rank_zero import rank_zero_first
 from rankwise.stores.tcp import default_store
 
 __all__ = [
+    "AllGatherGrad",
     "all_gather",
     "all_gather_ddp_if_available",
     "all_gather_object",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar, final
@@ -19,6 +20,8 @@ from rankwise.errors import (
 )
 
 T = TypeVar("T")
+Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType | None
+"""A reduction: a name, torch's operation, or None for the sum."""
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -30,7 +33,20 @@ _OPERATIONS = {
 }
 _MEANS = ("mean", "avg")
 _ORDERED = ("min", "max")
+_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.PRODUCT: "product",
+}
+# What gloo sends; other dtypes are sent as bytes.
+_SENT = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.complex64, torch.complex128),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
 
+_FLOAT32_BYTES = 4
 _MAX_DIMENSIONS = 64  # torch's own limit
 # The number of the dtype, how many bytes, how many dimensions; the dimensions.
 _HEADER_BYTES = (3 + 1 + _MAX_DIMENSIONS) * 8  # one more: the content is aligned to the largest dtype
@@ -77,32 +93,77 @@ def collective_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda_only else torch.device("cpu")
 
 
-def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> T:
+def _numeric_types() -> tuple[type, ...]:
+    """Return the types of tensors, numbers and arrays; without importing NumPy."""
+    numpy: Any = sys.modules.get("numpy")
+    arrays = () if numpy is None else (numpy.ndarray, numpy.number, numpy.bool_)
+    return (torch.Tensor, bool, int, float, complex, *arrays)
+
+
+def to_tensors(value: Any, device: torch.device | None = None) -> Any:
+    """Return a value with its numbers and arrays as tensors on a device, by default the CPU.
+
+    Python's numbers become int64, float64, complex128 or bool. Tensors stay on their own device.
+    """
+    return apply_to_collection(value, _numeric_types(), _to_tensor, device, allow_frozen=True)
+
+
+def _to_tensor(value: Any, device: torch.device | None = None) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    dtypes = {float: torch.float64, complex: torch.complex128}
+    own = value.copy() if hasattr(value, "copy") else value  # also of an array that is read-only or reversed
+    return torch.as_tensor(own, dtype=dtypes.get(type(value)), device=device or "cpu")
+
+
+def _operation_name(reduce_op: object) -> str:
+    if reduce_op is None:
+        return "sum"
+    if isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        found = [name for operation, name in _NAMES.items() if reduce_op == operation]
+        name = found[0] if found else str(getattr(reduce_op, "name", reduce_op))
+    elif isinstance(reduce_op, str):
+        name = reduce_op.lower()
+    else:
+        expected = f"one of {list(_OPERATIONS)}, or torch's ReduceOp"
+        raise InvalidTypeError(argument="reduce_op", value=reduce_op, expected=expected)
+    if name not in _OPERATIONS:
+        raise UnknownNameError(kind="reduce_op", name=str(name), known=tuple(_OPERATIONS))
+    return name
+
+
+def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op: Reduction = "mean") -> T:
     """Reduce a tensor over the ranks and return the result; the input does not change.
 
     Collective: every rank must call this, in the same order, with the same shape and dtype. There is no
     barrier before it.
 
     Args:
-        value: a tensor of any shape, or tensors in nested containers; other values are returned unchanged.
+        value: a tensor of any shape, a number or an array, or these in nested containers; other values are
+            returned unchanged.
         group: the ranks to reduce over; all of them by default.
-        reduce_op: `"sum"`, `"mean"` (also `"avg"`), `"min"`, `"max"` or `"product"`, in any case.
+        reduce_op: `"sum"`, `"mean"` (also `"avg"`), `"min"`, `"max"` or `"product"`, in any case; or torch's
+            operation. None is the sum.
 
     Returns:
         A tensor of the same shape and dtype, with two exceptions: the mean of integers or booleans has the
-        default float dtype (and is computed from their exact sum), the sum or product of booleans int64.
+        default float dtype, their sum or product int64. 16-bit floats are reduced in 32 bits, and then
+        rounded. A number for a number, and an array for an array.
 
     Raises:
         InvalidTypeError, UnknownNameError: for an unknown operation.
         InvalidArgumentError: when this rank does not belong to `group`.
     """
-    if not isinstance(reduce_op, str):
-        raise InvalidTypeError(argument="reduce_op", value=reduce_op, expected=f"one of {list(_OPERATIONS)}")
-    name = reduce_op.lower()
-    if name not in _OPERATIONS:
-        raise UnknownNameError(kind="reduce_op", name=reduce_op, known=tuple(_OPERATIONS))
-    reduced: T = apply_to_collection(value, torch.Tensor, _reduced, group, name, allow_frozen=True)
+    name = _operation_name(reduce_op)
+    reduced: T = apply_to_collection(value, _numeric_types(), _reduced_like, group, name, allow_frozen=True)
     return reduced
+
+
+def _reduced_like(value: Any, group: dist.ProcessGroup | None, name: str) -> Any:
+    reduced = _reduced(_to_tensor(value), group, name)
+    if isinstance(value, torch.Tensor):
+        return reduced
+    return reduced.numpy() if hasattr(value, "__array_finalize__") and value.ndim else reduced.item()
 
 
 def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> torch.Tensor:
@@ -116,16 +177,16 @@ def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -
         dist.all_reduce(sent, op=_OPERATIONS[name], group=group)
         result = sent.to(tensor.device)
     if name in _MEANS:
-        return result / size
-    return result.to(torch.bool) if tensor.dtype is torch.bool and name in _ORDERED else result
+        result = result / size
+    is_exact = tensor.dtype.is_floating_point or tensor.dtype.is_complex or name in _ORDERED
+    return result.to(tensor.dtype) if is_exact else result
 
 
 def _exact_dtype(dtype: torch.dtype, name: str) -> torch.dtype:
-    """Return a dtype in which the reduction is exact and that every back end supports."""
-    if dtype is torch.bool:
-        return torch.uint8 if name in _ORDERED else torch.int64
-    is_integer = not (dtype.is_floating_point or dtype.is_complex)
-    return torch.int64 if name in _MEANS and is_integer else dtype
+    """Return a dtype in which no part of a sum overflows, and that every back end supports."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.float32 if dtype.itemsize < _FLOAT32_BYTES else dtype
+    return torch.int64
 
 
 def broadcast(value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
@@ -159,17 +220,18 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
         dist.barrier(group=group)
 
 
-def all_gather(tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> T:
+def all_gather(tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Any:
     """Gather a tensor of one shape from every rank.
 
     Collective: every rank must call this, in the same order, with the same shape and dtype. Where these may
     differ, use `gather_all_tensors`.
 
     Args:
-        tensor: shape `(*)`; or tensors in nested containers, whose other values are returned unchanged.
+        tensor: shape `(*)`; a number or an array, as a tensor on the CPU; or these in nested containers,
+            whose other values are returned unchanged.
         group: the ranks to gather from; all of them by default.
         sync_grads: whether gradients flow back to the rank that a slice came from: the gradient of a rank's
-            slice is summed over the losses of all ranks.
+            slice is summed over the losses of all ranks. It can be differentiated again.
 
     Returns:
         Shape `(world_size, *)`, on the tensor's device; without a process group the tensor itself.
@@ -177,51 +239,66 @@ def all_gather(tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bo
     Raises:
         InvalidArgumentError: when this rank does not belong to `group`.
     """
+    tensors = to_tensors(tensor)
     if not is_distributed(group):
-        return tensor
-    gathered: T = apply_to_collection(tensor, torch.Tensor, _gathered, group, sync_grads, allow_frozen=True)
-    return gathered
+        return tensors
+    return apply_to_collection(tensors, torch.Tensor, _gathered, group, sync_grads, allow_frozen=True)
 
 
 def all_gather_ddp_if_available(
-    tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bool = False
-) -> T:
+    tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: bool = False
+) -> Any:
     """Call `all_gather`, by Lightning's name."""
     return all_gather(tensor, group, sync_grads)
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None, sync_grads: bool) -> torch.Tensor:
     if sync_grads:
-        return _AllGatherGrad.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]  # torch types neither
+        return AllGatherGrad.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]  # torch types neither
     return torch.stack(_gathered_list(tensor.detach(), group_size_of(group), group))
 
 
 def _gathered_list(tensor: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    own = tensor.contiguous()
+    own = tensor.contiguous() if tensor.dtype in _SENT else _flat(tensor).view(torch.uint8)
     if own.device.type == "cpu":
         own = own.to(collective_device(group))
     gathered = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(gathered, own, group=group)
-    return gathered if own.device == tensor.device else [part.to(tensor.device) for part in gathered]
+    return [part.to(tensor.device).view(tensor.dtype).view(tensor.shape) for part in gathered]
 
 
-class _AllGatherGrad(torch.autograd.Function):
-    """All-gather whose backward pass sums each slice's gradients over the ranks.
+class AllGatherGrad(torch.autograd.Function):
+    """All-gather whose backward pass sums each slice's gradients over the ranks; `all_gather` uses it.
+
+    `AllGatherGrad.apply(tensor, group)` returns shape `(world_size, *)`; `group` may be left out.
 
     `torch.distributed.nn.functional.all_gather` costs one scatter per rank in gloo's backward pass and is
     deprecated in torch 2.13.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         ctx.group = group
         return _gathered(tensor, group, sync_grads=False)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        summed = grad_outputs[0].contiguous().clone()
-        dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=ctx.group)
-        return summed[dist.get_rank(ctx.group)], None
+        return _SumOfSlices.apply(grad_outputs[0], ctx.group), None  # type: ignore[no-untyped-call]  # torch's
+
+
+class _SumOfSlices(torch.autograd.Function):
+    """Sum over the ranks of the slices that belong to this rank: the derivative of `AllGatherGrad`."""
+
+    @staticmethod
+    def forward(ctx: Any, slices: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        summed = slices.contiguous().clone()
+        dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=group)
+        return summed[dist.get_rank(group)]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return AllGatherGrad.apply(grad_outputs[0], ctx.group), None  # type: ignore[no-untyped-call]  # torch's
 
 
 def gather_all_tensors(result: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
@@ -383,18 +460,16 @@ def gather_object(value: T, dst: int = 0, group: dist.ProcessGroup | None = None
     return values
 
 
-def sync_ddp(
-    result: T, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp.RedOpType | None = None
-) -> T:
+def sync_ddp(result: T, group: dist.ProcessGroup | None = None, reduce_op: Reduction = None) -> T:
     """Reduce a tensor over the ranks, by default to its sum; see `all_reduce`.
 
     Collective: every rank must call this, in the same order, with the same shape and dtype. There is no
     barrier before it, and the input does not change.
 
     Args:
-        result: a tensor, or tensors in nested containers.
+        result: a tensor, a number or an array, or these in nested containers.
         group: the ranks to reduce over; all of them by default.
-        reduce_op: a name that `all_reduce` accepts, or torch's own operation.
+        reduce_op: as `all_reduce` accepts it.
 
     Raises:
         LifecycleError: when there is no process group.
@@ -406,12 +481,11 @@ def sync_ddp(
             needed="one",
             remedy="use sync_ddp_if_available(), or call it within a job.",
         )
-    name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2].lower()
-    return all_reduce(result, group, "sum" if reduce_op is None else name)
+    return all_reduce(result, group, reduce_op)
 
 
 def sync_ddp_if_available(
-    result: T, group: dist.ProcessGroup | None = None, reduce_op: str | dist.ReduceOp.RedOpType | None = None
+    result: T, group: dist.ProcessGroup | None = None, reduce_op: Reduction = None
 ) -> T:
     """Call `sync_ddp` if there is a process group; otherwise return `result` itself."""
     return sync_ddp(result, group, reduce_op) if is_distributed() else result

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 from rankwise.environments.network import interface_toward
-from rankwise.errors import ConfigurationError, InvalidTypeError, ProcessGroupError, UnknownNameError
+from rankwise.errors import (
+    ConfigurationError,
+    InvalidTypeError,
+    ProcessGroupError,
+    UnknownArgumentError,
+    UnknownNameError,
+)
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_of, run_rendezvous
 from rankwise.stores.restart import find_restart
@@ -26,6 +34,8 @@ if TYPE_CHECKING:
     from rankwise.environments import ClusterEnvironment
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+# Arguments of torch's function that rankwise's own replace.
+_NOT_OPTIONS = ("init_method", "world_size", "rank", "store", "device_id")
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 # Numbers the groups that this process creates one after another, so that each has its own keys in the store.
@@ -35,10 +45,13 @@ _group_numbers = itertools.count()
 def init_process_group(
     environment: ClusterEnvironment,
     backend: str | None = None,
+    global_rank: int | None = None,
+    world_size: int | None = None,
     *,
     device: torch.device | None = None,
     timeout: timedelta = timedelta(minutes=10),
     init_timeout: timedelta = timedelta(minutes=2),
+    **options: Any,
 ) -> RankInfo:
     """Create torch's default process group of the processes that `environment` describes.
 
@@ -52,19 +65,25 @@ def init_process_group(
     Args:
         environment: describes the job, such as `detect_environment().environment`.
         backend: `"gloo"`, `"nccl"`, ...; by default NCCL on CUDA, gloo on the CPU, torch's own elsewhere.
+        global_rank: instead of the environment's. On one node it is the local rank too.
+        world_size: instead of the environment's.
         device: this rank's; by default the CUDA device of its local rank where there is one, else the CPU.
         timeout: how long a collective may take.
         init_timeout: how long to wait for the other ranks.
+        options: for torch's function of this name, such as `pg_options`.
 
     Raises:
         ProcessGroupError (a RuntimeError): when torch has no distributed package, or the existing group has
-            other ranks or another back end.
+            other ranks or another back end, or options are given for it.
+        UnknownArgumentError: for an option that torch's function does not take, or that is not the user's.
+        InvalidArgumentError: for a rank or size that contradicts the environment.
         UnknownNameError, ConfigurationError: for a back end that does not exist.
         EnvironmentVariableError: when the environment's variables are wrong.
         RendezvousTimeoutError: when rank 0 cannot be reached in time.
     """
     _check_distributed_available()
-    ranks = environment.ranks
+    _check_options(options)
+    ranks = _ranks_in(environment, global_rank, world_size)
     if device is None:
         count = torch.cuda.device_count()
         device = torch.device("cuda", ranks.local_rank % count) if count else torch.device("cpu")
@@ -73,11 +92,38 @@ def init_process_group(
         torch.cuda.set_device(device)
     if dist.is_initialized():
         _check_existing(ranks, backend)
+        if options:
+            names = ", ".join(options)
+            remedy = "destroy it first with torch.distributed.destroy_process_group(), or leave them out."
+            raise ProcessGroupError(f"A process group exists, which cannot take {names}.", remedy)
         return ranks
     store = _open_environment_store(environment, ranks, init_timeout)
     with gloo_on_interface(interface_toward("127.0.0.1") if ranks.is_one_node else None):
-        join_process_group(store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout)
+        join_process_group(
+            store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout, options=options
+        )
     return ranks
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = set(inspect.signature(dist.init_process_group).parameters) - set(_NOT_OPTIONS)
+    for name in options:
+        if name not in known:
+            own = inspect.signature(init_process_group).parameters
+            known |= {each.name for each in own.values() if each.kind is not each.VAR_KEYWORD}
+            raise UnknownArgumentError(target="init_process_group()", name=name, known=tuple(known))
+
+
+def _ranks_in(environment: ClusterEnvironment, global_rank: int | None, world_size: int | None) -> RankInfo:
+    """Return the ranks in an environment; what is given replaces its own."""
+    ranks = environment.ranks
+    place = ranks.global_rank if global_rank is None else global_rank
+    size = ranks.world_size if world_size is None else world_size
+    if (place, size) == (ranks.global_rank, ranks.world_size):
+        return ranks
+    if ranks.is_one_node:
+        return RankInfo(place, place, 0, size, size, 1)
+    return dataclasses.replace(ranks, global_rank=place, world_size=size)
 
 
 @contextmanager
@@ -117,6 +163,7 @@ def join_process_group(
     timeout: timedelta,
     init_timeout: timedelta | None = None,
     on_rendezvous: Callable[[tuple[RankIdentity, ...]], object] = lambda identities: None,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[RankIdentity, ...]:
     """Create the default process group, or check that the existing one has these ranks and this back end.
 
@@ -131,6 +178,7 @@ def join_process_group(
         init_timeout: how long the rendezvous may take; None: as long as a collective.
         on_rendezvous: called with all identities after the rendezvous, before torch creates the group: that
             is a long call in C++, during which another rank may fail.
+        options: further arguments for torch's function.
 
     Returns:
         Every rank's identity, by global rank; empty for a group that existed before.
@@ -155,6 +203,7 @@ def join_process_group(
             world_size=ranks.world_size,
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
+            **(options or {}),
         )
         # Otherwise a rank with little to do could exit while another one still connects to it.
         if store.add("connected", 1) == ranks.world_size:

@@ -42,6 +42,12 @@ def test_reducing_alone() -> None:
     assert sync_ddp_if_available("x") == "x"
 
 
+def test_numbers_alone() -> None:
+    """Without a process group a number is reduced to itself, and gathered as a tensor, as with one."""
+    assert (all_reduce(3), all_reduce(3.5), all_reduce(3, reduce_op="sum")) == (3.0, 3.5, 3)
+    assert all_gather({"a": 0.1, "b": "x"})["a"].item() == 0.1
+
+
 def test_sync_ddp_needs_a_group() -> None:
     """The error of `sync_ddp` without a process group names `sync_ddp_if_available`."""
     with pytest.raises(LifecycleError, match="sync_ddp_if_available"):
