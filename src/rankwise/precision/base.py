@@ -48,11 +48,18 @@ class Precision:
     def prepare_to_load(self, module: nn.Module) -> None:
         """Prepare a module to load a checkpoint's weights without rounding them."""
 
-    def configure(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+    def configure(
+        self, module: nn.Module, optimizers: list[Optimizer]
+    ) -> tuple[nn.Module, list[Optimizer]] | None:
         """Adapt the module and its optimizers to each other, for example for master weights.
 
         Called again, with the same or with new optimizers, when training continues.
+
+        Returns:
+            None, or this module and the optimizers to use instead, as many as were given. An optimizer that
+            a learning rate scheduler changes cannot be replaced, and neither can the module.
         """
+        return None
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context in which a step's forward pass runs."""

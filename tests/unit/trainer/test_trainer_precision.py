@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
 from rankwise.precision import MasterWeightsPrecision, Precision, create_precision
 from rankwise.strategies import SingleDeviceStrategy
 from rankwise.trainer.state_transfer import capture, restore
@@ -111,6 +113,57 @@ def test_configure_hook(tmp_path: Path) -> None:
     model, train = Line(), trainer(tmp_path, plugins=[Noting()])
     train.fit(model, loader())
     assert seen == [(model, train.optimizers)]
+
+
+class Replacing(Precision):
+    """Returns from `configure` what it was given."""
+
+    def __init__(self, make: Callable[[Any, Any], Any]) -> None:
+        self.make = make
+
+    def configure(self, module: Any, optimizers: Any) -> Any:
+        return self.make(module, optimizers)
+
+
+def test_what_configure_returns_is_used(tmp_path: Path) -> None:
+    """Optimizers that `configure` returns step in place of the given ones, in every fit."""
+    other = Replacing(lambda module, optimizers: (module, [torch.optim.SGD(module.parameters(), lr=123.0)]))
+    model, train = Line(), trainer(tmp_path, plugins=[other])
+    before = model.layer.weight.detach().clone()
+    for _ in range(2):
+        train.fit(model, loader())
+        assert train.optimizers[0].param_groups[0]["lr"] == 123.0
+    assert float((model.layer.weight.detach() - before).abs().max()) > 10
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda module, optimizers: module,
+        lambda module, optimizers: optimizers,
+        lambda module, optimizers: (module, []),
+        lambda module, optimizers: (nn.Linear(1, 1), optimizers),
+        lambda module, optimizers: (module, [None]),
+    ],
+    ids=["module", "optimizers", "fewer", "another module", "no optimizer"],
+)
+def test_what_configure_cannot_return(tmp_path: Path, make: Callable[[Any, Any], Any]) -> None:
+    """Anything but None, or the module and as many optimizers, is refused."""
+    with pytest.raises(InvalidTypeError, match=r"Precision\.configure"):
+        trainer(tmp_path, plugins=[Replacing(make)]).fit(Line(), loader())
+
+
+def test_a_scheduled_optimizer_is_not_replaced(tmp_path: Path) -> None:
+    """A scheduler would go on with the optimizer that no longer steps."""
+
+    class Scheduled(Line):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    other = Replacing(lambda module, optimizers: (module, [torch.optim.SGD(module.parameters(), lr=1.0)]))
+    with pytest.raises(ConfigurationError, match="a learning rate scheduler changes"):
+        trainer(tmp_path, plugins=[other]).fit(Scheduled(), loader())
 
 
 def test_copies_are_more_than_rounded_weights(tmp_path: Path) -> None:

@@ -146,10 +146,29 @@ class OptimizerSet:
                 states = strategy.broadcast(states)
         for optimizer, state in zip(self.optimizers, states[0] if states else (), strict=False):
             self._restore_groups(optimizer, state)
-        strategy.precision.configure(module, self.optimizers)
+        self._replace_optimizers(strategy.precision.configure(module, self.optimizers), module)
         if states is not None:
             self.load(*states)
         self._pending = None
+
+    def _replace_optimizers(self, returned: Any, module: TrainingModule) -> None:
+        """Use the optimizers that `Precision.configure` has returned, if it has."""
+        match returned:
+            case None:
+                return
+            case [own, [*others]] if own is module and len(others) == len(self.optimizers):
+                are_optimizers = all(isinstance(each, Optimizer) for each in others)
+            case _:
+                are_optimizers = False
+        if not are_optimizers:
+            expected = "None, or (module, optimizers): the same module, and as many optimizers as were given"
+            raise InvalidTypeError(argument="Precision.configure()", value=returned, expected=expected)
+        self.optimizers = list(returned[1])
+        if any(config.scheduler.optimizer not in self.optimizers for config in self.schedulers):
+            raise ConfigurationError(
+                message="Precision.configure() replaced an optimizer that a learning rate scheduler changes.",
+                remedy="change the optimizer in place, or return the same one.",
+            )
 
     def states(self, strategy: Strategy | None = None) -> tuple[list[Any], list[Any]] | None:
         """Return the states of optimizers and schedulers; if no optimizer exists here, the kept ones or None.
