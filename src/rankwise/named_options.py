@@ -44,6 +44,8 @@ class NameTable(ABC, Generic[Entry]):
             raise InvalidTypeError(argument=self.argument, value=name, expected="a name")
         return self._entries[name.lower()] if name in self else self._find_unregistered(name)
 
+    __getitem__ = entry
+
     @abstractmethod
     def _find_unregistered(self, name: str) -> Entry:
         """Return the entry of a name that is not in the table; raise an `UnknownNameError` without one."""

@@ -125,6 +125,19 @@ class _Registry(NameTable[RegisteredStrategy]):
         entry = self.entry(plain)
         return entry.strategy(**{**entry.init_params, **options, **overrides})
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a new strategy of that name, as `create`; a `default` that is not None if it is unknown."""
+        try:
+            return self.create(name)
+        except UnknownStrategyError:
+            if default is None:
+                raise
+            return default
+
+    def available_strategies(self) -> list[str]:
+        """Return all registered names, sorted."""
+        return list(self)
+
     def _find_unregistered(self, name: str) -> RegisteredStrategy:
         for point in entry_points(group=_ENTRY_POINTS, name=name):
             return RegisteredStrategy(_check_class(point.load()), f"from {point.value}")
@@ -138,29 +151,13 @@ def _check_class(strategy: Any) -> type[Strategy]:
     raise InvalidTypeError(argument="strategy", value=strategy, expected="a subclass of Strategy")
 
 
-def _register_built_in(registry: _Registry) -> None:
-    registry.register("auto", AutoStrategy, "one process where one is enough, DDP otherwise")
-    registry.register("single_device", SingleDeviceStrategy, "one process, one device")
-    kinds: tuple[tuple[str, type[Strategy], str, dict[str, Any]], ...] = (
-        ("ddp", DDPStrategy, "DDP; the script is run again for each rank", {}),
-        ("ddp_spawn", DDPSpawnStrategy, "DDP; processes are spawned", {}),
-        ("ddp_fork", DDPForkStrategy, "DDP; processes are forked", {}),
-        ("ddp_notebook", DDPForkStrategy, "DDP; processes are forked, works in notebooks", {}),
-        (
-            "ddp_forkserver",
-            DDPStrategy,
-            "DDP; processes are forked by a warm server",
-            {"start_method": "forkserver"},
-        ),
-        ("ddp_elastic", DDPElasticStrategy, "DDP; torch's elastic agent restarts processes that fail", {}),
-    )
-    for name, cls, description, params in kinds:
-        registry.register(name, cls, description, **params)
-        for value in (True, False):
-            alias = f"{name}_find_unused_parameters_{str(value).lower()}"
-            more = {**params, "find_unused_parameters": value}
-            registry.register(alias, cls, f"{description}; find_unused_parameters={value}", **more)
-
-
 StrategyRegistry = _Registry()
-_register_built_in(StrategyRegistry)
+for _strategy in (
+    AutoStrategy,
+    SingleDeviceStrategy,
+    DDPStrategy,
+    DDPSpawnStrategy,
+    DDPForkStrategy,
+    DDPElasticStrategy,
+):
+    _strategy.register_strategies(StrategyRegistry)

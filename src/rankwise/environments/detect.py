@@ -59,13 +59,12 @@ def environment_names() -> tuple[str, ...]:
     return (*(cls.name for cls in _ORDER), *installed)
 
 
-def create_environment(name: str, environ: Mapping[str, str] | None = None) -> ClusterEnvironment:
-    """Return the environment of that name, validated.
+def find_environment(name: str) -> type[ClusterEnvironment]:
+    """Return the class of an environment's name.
 
     Raises:
         UnknownNameError: for an unknown name.
         InvalidTypeError: when an installed entry point is not a `ClusterEnvironment`.
-        EnvironmentVariableError: when its variables are incomplete or contradict each other.
     """
     found: list[object] = [cls for cls in _ORDER if cls.name == name.lower()]
     found = found or [point.load() for point in entry_points(group=_ENTRY_POINTS, name=name)]
@@ -75,7 +74,17 @@ def create_environment(name: str, environ: Mapping[str, str] | None = None) -> C
         raise InvalidTypeError(
             argument=f"entry point {name!r}", value=found[0], expected="a subclass of ClusterEnvironment"
         )
-    environment: ClusterEnvironment = found[0](environ)
+    return found[0]
+
+
+def create_environment(name: str, environ: Mapping[str, str] | None = None) -> ClusterEnvironment:
+    """Return the environment of that name, validated.
+
+    Raises:
+        UnknownNameError, InvalidTypeError: as `find_environment`.
+        EnvironmentVariableError: when its variables are incomplete or contradict each other.
+    """
+    environment = find_environment(name)(environ)
     environment.ranks  # noqa: B018  reading the ranks validates them
     return environment
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from rankwise.strategies.config import (
     GroupConfig,
     PartField,
     ProcessConfig,
+    RegisteredNames,
     copied_precision,
     take_fields,
 )
@@ -79,10 +80,14 @@ class Strategy(ABC):
         results: after a launch, each local rank's value by global rank.
         timeout: how long a collective may take.
         sync_batchnorm: whether batch normalisation uses the batches of all ranks in training.
+        registered_names: of the class: the names under which `register_strategies` registers it, each with
+            its description and arguments.
 
     Raises:
         InvalidArgumentError, InvalidTypeError, UnknownNameError: for impossible arguments.
     """
+
+    registered_names: ClassVar[RegisteredNames] = {}
 
     timeout = PartField[timedelta]("group_config")
     sync_batchnorm = PartField[bool]("group_config")
@@ -124,6 +129,16 @@ class Strategy(ABC):
         self.results: dict[int, Any] = {}
         self._placement: Placement | None = None
         self._job: Job | None = None
+
+    @classmethod
+    def register_strategies(cls, registry: Any) -> None:
+        """Register this class in `StrategyRegistry`, or in another registry, under its `registered_names`.
+
+        Raises:
+            DuplicateNameError: when a name is taken.
+        """
+        for name, (description, arguments) in cls.registered_names.items():
+            registry.register(name, cls, description, **arguments)
 
     def with_(self, **changes: Any) -> Self:
         """Return another strategy, not bound, with some arguments changed; this one stays as it is.
@@ -503,15 +518,22 @@ class Strategy(ABC):
 
     # Every rank must call each collective, in the same order. A group of None is `data_parallel_group`.
 
-    def all_reduce(self, tensor: T, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> T:
-        """Reduce a tensor over the ranks; see `rankwise.process_group.all_reduce`."""
+    def all_reduce(
+        self, tensor: T, group: dist.ProcessGroup | None = None, reduce_op: collectives.Reduction = "mean"
+    ) -> T:
+        """Reduce a tensor or a number over the ranks; see `rankwise.process_group.all_reduce`."""
         reduced: T = self._collective(collectives.all_reduce, tensor, group, reduce_op)
         return reduced
 
-    def all_gather(self, tensor: T, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> T:
-        """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`."""
-        gathered: T = self._collective(collectives.all_gather, tensor, group, sync_grads)
-        return gathered
+    def all_gather(
+        self, tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: bool = False
+    ) -> Any:
+        """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`.
+
+        Numbers and arrays are gathered on this rank's device.
+        """
+        tensors = collectives.to_tensors(tensor, self.root_device)
+        return self._collective(collectives.all_gather, tensors, group, sync_grads)
 
     def gather_all_tensors(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
         """Gather tensors of different sizes; see `rankwise.process_group.gather_all_tensors`."""

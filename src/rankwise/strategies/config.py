@@ -20,6 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.environments import ClusterEnvironment
+from rankwise.environments.detect import find_environment
 from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
@@ -32,6 +33,8 @@ from rankwise.precision import Precision
 from rankwise.process_group import check_backend
 
 Devices = int | str | list[int] | tuple[int, ...]
+RegisteredNames = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""Names of a strategy class, each with its description and arguments of the constructor."""
 T = TypeVar("T")
 
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
@@ -67,11 +70,14 @@ class ProcessConfig:
     command: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        check_accelerator(self.accelerator)
         check_devices(self.devices)
         check_num_nodes(self.num_nodes)
         if self.cluster_environment is not None:
             kinds = (ClusterEnvironment, str)
             check_is_a("cluster_environment", self.cluster_environment, kinds, _ENVIRONMENT)
+        if isinstance(self.cluster_environment, str):
+            find_environment(self.cluster_environment)
         _normalize(
             self,
             start_method=_check_start_method(self.start_method),
@@ -109,6 +115,16 @@ class GroupConfig:
         )
 
 
+def ddp_names(name: str, description: str, **arguments: Any) -> RegisteredNames:
+    """Return a name, and the two that also set `find_unused_parameters`."""
+    names: dict[str, tuple[str, Mapping[str, Any]]] = {name: (description, arguments)}
+    for value in (True, False):
+        more = {**arguments, "find_unused_parameters": value}
+        alias = f"{name}_find_unused_parameters_{str(value).lower()}"
+        names[alias] = (f"{description}; find_unused_parameters={value}", more)
+    return names
+
+
 def take_fields(config: type, arguments: dict[str, Any]) -> dict[str, Any]:
     """Remove the arguments that are fields of a config, and return them."""
     return {each.name: arguments.pop(each.name) for each in fields(config) if each.name in arguments}
@@ -140,8 +156,8 @@ def _normalize(config: Any, **values: Any) -> None:
         object.__setattr__(config, name, value)  # the dataclass is frozen
 
 
-def device_type(accelerator: object) -> str:
-    """Return `"cpu"` or `"cuda"`."""
+def check_accelerator(accelerator: object) -> str:
+    """Return the name of an accelerator, in lower case."""
     if accelerator in _NOT_ACCELERATORS:
         raise UnknownNameError(
             kind="accelerator",
@@ -149,8 +165,12 @@ def device_type(accelerator: object) -> str:
             known=_ACCELERATORS,
             remedy='a strategy is meant: Trainer(strategy="ddp").',
         )
-    name = check_name("accelerator", accelerator, _ACCELERATORS)
-    has_cuda = torch.cuda.device_count() > 0
+    return check_name("accelerator", accelerator, _ACCELERATORS)
+
+
+def device_type(accelerator: object) -> str:
+    """Return `"cpu"` or `"cuda"`, which must exist here."""
+    name, has_cuda = check_accelerator(accelerator), torch.cuda.device_count() > 0
     if name == "cpu" or (name == "auto" and not has_cuda):
         return "cpu"
     if not has_cuda:

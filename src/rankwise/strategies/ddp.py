@@ -31,8 +31,10 @@ from rankwise.strategies.config import (
     GroupConfig,
     PartField,
     ProcessConfig,
+    RegisteredNames,
     agreed_value,
     check_ddp_arguments,
+    ddp_names,
     from_parallel_devices,
     take_fields,
 )
@@ -100,6 +102,12 @@ class DDPStrategy(Strategy):
         UnknownNameError, InvalidArgumentError, InvalidTypeError: for impossible values.
     """
 
+    registered_names: ClassVar[RegisteredNames] = {
+        **ddp_names("ddp", "DDP; the script is run again for each rank"),
+        **ddp_names(
+            "ddp_forkserver", "DDP; processes are forked by a warm server", start_method="forkserver"
+        ),
+    }
     default_start_method: ClassVar[str] = "popen"
     start_method = PartField[str]("process_config")
     rendezvous = PartField[str]("process_config")

@@ -20,6 +20,7 @@ from rankwise.launchers.script import can_rerun, script_place
 from rankwise.process_group.collectives import ALONE, is_distributed
 from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
+from rankwise.strategies.config import RegisteredNames, ddp_names
 from rankwise.strategies.ddp import DDPStrategy
 from rankwise.strategies.placement import Placement, inline_launcher
 
@@ -27,12 +28,17 @@ from rankwise.strategies.placement import Placement, inline_launcher
 class DDPSpawnStrategy(DDPStrategy):
     """`DDPStrategy` that spawns its processes."""
 
+    registered_names: ClassVar[RegisteredNames] = ddp_names("ddp_spawn", "DDP; processes are spawned")
     default_start_method = "spawn"
 
 
 class DDPForkStrategy(DDPStrategy):
     """`DDPStrategy` that forks its processes; works in notebooks."""
 
+    registered_names: ClassVar[RegisteredNames] = {
+        **ddp_names("ddp_fork", "DDP; processes are forked"),
+        **ddp_names("ddp_notebook", "DDP; processes are forked, works in notebooks"),
+    }
     default_start_method = "fork"
 
 
@@ -56,6 +62,9 @@ class DDPElasticStrategy(DDPStrategy):
         InvalidArgumentError, ConfigurationError: for impossible values.
     """
 
+    registered_names: ClassVar[RegisteredNames] = ddp_names(
+        "ddp_elastic", "DDP; torch's elastic agent restarts processes that fail"
+    )
     default_start_method: ClassVar[str] = "forkserver"
 
     def __init__(
@@ -127,6 +136,10 @@ class AutoStrategy(DDPStrategy):
     launch that failed, this process is forked.
     """
 
+    registered_names: ClassVar[RegisteredNames] = {
+        "auto": ("one process where one is enough, DDP otherwise", {})
+    }
+
     @property
     def start_method(self) -> str:
         """The argument; once bound, the start method of the launcher."""
@@ -166,6 +179,8 @@ class SingleDeviceStrategy(Strategy):
         gradient_weighting: how accumulated batches of different sizes are weighted; see `DDPStrategy`.
         arguments: `Strategy`'s.
     """
+
+    registered_names: ClassVar[RegisteredNames] = {"single_device": ("one process, one device", {})}
 
     def __init__(self, *, gradient_weighting: str | None = None, **arguments: Any) -> None:
         super().__init__(gradients=GradientSync(gradient_weighting=gradient_weighting), **arguments)

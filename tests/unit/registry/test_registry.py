@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownArgumentError, UnknownStrategyError
+from rankwise.gradient_sync import CommHookRegistry
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import (
     AutoStrategy,
@@ -18,6 +20,7 @@ from rankwise.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
+from rankwise.strategies.config import RegisteredNames
 
 
 class Own(DDPStrategy):
@@ -210,6 +213,48 @@ def test_removing() -> None:
     assert "own" not in StrategyRegistry
     with pytest.raises(UnknownStrategyError):
         StrategyRegistry.remove("own")
+
+
+def test_lightnings_ways_to_look_up() -> None:
+    """`get` makes a strategy or returns the default; `[...]` is the entry; the names are a list."""
+    strategy = StrategyRegistry.get("DDP_spawn")
+    assert type(strategy) is DDPSpawnStrategy
+    assert StrategyRegistry.get("ddp_spwan", strategy) is strategy
+    with pytest.raises(UnknownStrategyError):
+        StrategyRegistry.get("ddp_spwan")
+    with pytest.raises(UnknownArgumentError):
+        StrategyRegistry.get("ddp:timout=3", strategy)  # the name is known
+    assert StrategyRegistry["ddp_fork"].strategy is DDPForkStrategy
+    assert StrategyRegistry["ddp_forkserver"].init_params == {"start_method": "forkserver"}
+    with pytest.raises(KeyError):
+        StrategyRegistry["ddp_spwan"]
+    assert StrategyRegistry.available_strategies() == list(StrategyRegistry)
+    assert CommHookRegistry["fp16_compress"] is CommHookRegistry.entry("fp16_compress")
+
+
+def test_every_class_registers_itself() -> None:
+    """`register_strategies` of the classes fills a registry with the names of the library's own."""
+    registry = type(StrategyRegistry)()
+    for cls in {entry.strategy for entry in map(StrategyRegistry.entry, StrategyRegistry)}:
+        cls.register_strategies(registry)
+    assert {name: registry[name] for name in registry} == {
+        name: StrategyRegistry[name] for name in StrategyRegistry
+    }
+
+
+class Named(DDPForkStrategy):
+    """Has a name of its own."""
+
+    registered_names: ClassVar[RegisteredNames] = {"named": ("mine", {"timeout": 5})}
+
+
+def test_a_subclass_registers_its_names() -> None:
+    """A subclass registers the names that it declares; without any, those of its base are taken."""
+    Named.register_strategies(StrategyRegistry)
+    assert type(StrategyRegistry.create("named")) is Named
+    assert StrategyRegistry.describe("named") == "mine"
+    with pytest.raises(DuplicateNameError, match="'ddp' is registered"):
+        Own.register_strategies(StrategyRegistry)
 
 
 def test_iterating_is_sorted() -> None:

@@ -18,6 +18,7 @@ from rankwise.errors import (
     InvalidArgumentError,
     InvalidTypeError,
     LifecycleError,
+    RankwiseError,
     UnknownArgumentError,
     UnknownNameError,
 )
@@ -134,6 +135,31 @@ def test_a_private_rendezvous_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = PlainEnvironment({**PLAIN, "WORLD_SIZE": "1"})
     strategy = DDPForkStrategy(rendezvous="private", cluster_environment=alone, accelerator="cpu")
     assert strategy.bind().world_size == 1
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, SingleDeviceStrategy])
+@pytest.mark.parametrize(
+    ("argument", "value", "text"),
+    [
+        ("accelerator", "cpuu", "Unknown accelerator 'cpuu'"),
+        ("accelerator", "ddp", "a strategy is meant"),
+        ("accelerator", 3, "accelerator=3"),
+        ("cluster_environment", "slrum", "Did you mean 'slurm'"),
+    ],
+)
+def test_names_are_checked_at_once(strategy: type[Strategy], argument: str, value: object, text: str) -> None:
+    """An unknown accelerator or environment is an error of the constructor, and of `with_`."""
+    with pytest.raises(RankwiseError, match=text):
+        strategy(**{argument: value})  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(RankwiseError, match=text):
+        strategy().with_(**{argument: value})
+
+
+def test_what_exists_elsewhere_is_no_error_yet() -> None:
+    """A name is enough for the constructor: devices and variables are looked at by `bind`."""
+    strategy = DDPStrategy(accelerator="cuda", cluster_environment="slurm")
+    with pytest.raises(ConfigurationError):
+        strategy.bind()
 
 
 @pytest.mark.parametrize(("argument", "value"), [("devices", 2), ("num_nodes", 2)])
