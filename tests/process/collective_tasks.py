@@ -147,7 +147,7 @@ def derivatives_of_gathered(rank: int) -> list[float]:
     found = []
     for _ in range(3):
         (value,) = torch.autograd.grad(value, x, create_graph=True)  # summed over the ranks' values
-        found.append(float(value) / WORLD)
+        found.append(value.item() / WORLD)
     return found
 
 
