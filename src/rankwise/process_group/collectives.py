@@ -100,6 +100,11 @@ def _numeric_types() -> tuple[type, ...]:
     return (torch.Tensor, bool, int, float, complex, *arrays)
 
 
+def _is_array(value: object) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
 def to_tensors(value: Any, device: torch.device | None = None) -> Any:
     """Return a value with its numbers and arrays as tensors on a device, by default the CPU.
 
@@ -112,7 +117,7 @@ def _to_tensor(value: Any, device: torch.device | None = None) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     dtypes = {float: torch.float64, complex: torch.complex128}
-    own = value.copy() if hasattr(value, "copy") else value  # also of an array that is read-only or reversed
+    own = value.copy() if _is_array(value) else value  # torch takes no array that is read-only or reversed
     return torch.as_tensor(own, dtype=dtypes.get(type(value)), device=device or "cpu")
 
 
@@ -163,7 +168,7 @@ def _reduced_like(value: Any, group: dist.ProcessGroup | None, name: str) -> Any
     reduced = _reduced(_to_tensor(value), group, name)
     if isinstance(value, torch.Tensor):
         return reduced
-    return reduced.numpy() if hasattr(value, "__array_finalize__") and value.ndim else reduced.item()
+    return reduced.numpy() if _is_array(value) else reduced.item()
 
 
 def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> torch.Tensor:
