@@ -162,7 +162,6 @@ class FitLoop:
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
             _step_schedulers(self._context, "step", needs_metric=False)
-            _step_schedulers(self._context, "step", needs_metric=True)
         if is_last:
             _step_schedulers(self._context, "epoch", needs_metric=False)
         publish = self._publish_step if is_window_end else None
@@ -178,6 +177,8 @@ class FitLoop:
         is_logged = self._progress.global_step % self._settings.log_every_n_steps == 0
         values = self._results.step_values(self._strategy, is_synced=is_logged)
         self._context.publish(values, is_logged=is_logged)
+        if self._optimization.has_stepped:
+            _step_schedulers(self._context, "step", needs_metric=True)
 
     def _validate_if_due(self, batch_idx: int, is_last: bool) -> None:
         """Validate if that fell due in the window that this batch ends.
@@ -247,7 +248,7 @@ def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool)
     if not context.schedulers or not context.module.automatic_optimization:
         return
     progress = context.state.progress
-    count = progress.global_step if interval == "step" else progress.current_epoch + 1
+    count = progress.batches_done if interval == "step" else progress.current_epoch + 1
     for config in context.schedulers:
         if config.interval != interval or count % config.frequency or config.needs_metric != needs_metric:
             continue

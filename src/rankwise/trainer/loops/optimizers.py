@@ -26,11 +26,12 @@ _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "str
 @final
 @dataclass
 class SchedulerConfig:
-    """A learning rate scheduler and when it steps: after every `frequency`-th `interval`.
+    """A learning rate scheduler and when it steps in automatic optimisation, which is as in Lightning.
 
     Attributes:
         interval: `"epoch"` or `"step"`.
-        frequency: the number of epochs or steps between two scheduler steps.
+        frequency: it steps after every epoch whose number, counted from 1, is a multiple of this; or after
+            every optimizer step at which the number of batches of the epoch so far is one.
         monitor: the metric that `ReduceLROnPlateau` monitors.
         strict: whether it is an error if that metric was not logged.
     """
@@ -53,11 +54,6 @@ class SchedulerConfig:
             raise InvalidArgumentError(argument="interval", value=self.interval, expected="'epoch' or 'step'")
         if self.frequency < 1:
             raise InvalidArgumentError(argument="frequency", value=self.frequency, expected="1 or more")
-        if self.needs_metric and self.monitor is None:
-            raise ConfigurationError(
-                message="ReduceLROnPlateau needs a metric to monitor.",
-                remedy='return {"optimizer": ..., "lr_scheduler": scheduler, "monitor": "val_loss"}.',
-            )
 
     @property
     def needs_metric(self) -> bool:
@@ -82,7 +78,8 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
             remedy="give one optimizer several parameter groups, or step by hand: "
             "self.automatic_optimization = False, and self.optimizers() in training_step.",
         )
-    return optimizers, [_scheduler_config(scheduler) for scheduler in schedulers]
+    is_automatic = module.automatic_optimization
+    return optimizers, [_scheduler_config(scheduler, is_automatic) for scheduler in schedulers]
 
 
 def _split(returned: Any) -> tuple[list[Any], list[Any]]:
@@ -105,11 +102,22 @@ def _split(returned: Any) -> tuple[list[Any], list[Any]]:
             return [returned], []
 
 
-def _scheduler_config(given: Any) -> SchedulerConfig:
-    if not isinstance(given, Mapping):
-        return SchedulerConfig(given)
-    _check_keys(f"lr_scheduler in {_METHOD}", given, _SCHEDULER_KEYS)
-    return SchedulerConfig(**{"scheduler": None, **given})
+def _scheduler_config(given: Any, is_automatic: bool) -> SchedulerConfig:
+    options = given if isinstance(given, Mapping) else {"scheduler": given}
+    _check_keys(f"lr_scheduler in {_METHOD}", options, _SCHEDULER_KEYS)
+    config = SchedulerConfig(**{"scheduler": None, **options})
+    if is_automatic and config.needs_metric and config.monitor is None:
+        raise ConfigurationError(
+            message="ReduceLROnPlateau needs a metric to monitor.",
+            remedy='return {"optimizer": ..., "lr_scheduler": scheduler, "monitor": "val_loss"}.',
+        )
+    if not is_automatic and (ignored := [key for key in ("interval", "frequency") if key in options]):
+        raise ConfigurationError(
+            message=f"{ignored[0]!r} of a scheduler has no effect in manual optimisation.",
+            facts=f"{_METHOD} returned {ignored[0]}={options[ignored[0]]!r}.",
+            remedy="leave it out, and call self.lr_schedulers().step() where it is due.",
+        )
+    return config
 
 
 def _check_keys(target: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> None:

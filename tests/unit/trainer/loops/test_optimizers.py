@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,70 @@ def test_when_schedulers_step(tmp_path: Path, options: dict[str, Any], halvings:
     model = Returning(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, **options}]))
     train.fit(model, loader())
     assert train.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**halvings)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "frequency", "halvings"),
+    [(1, 2, 4), (1, 5, 2), (1, 6, 0), (2, 2, 4), (2, 3, 0), (2, 5, 2)],
+)
+def test_frequency_counts_the_batches_of_an_epoch(
+    tmp_path: Path, accumulate: int, frequency: int, halvings: int
+) -> None:
+    """In each of two epochs of five batches, the count begins anew; with accumulation batches count, too."""
+    options = {"interval": "step", "frequency": frequency}
+    model = Returning(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, **options}]))
+    train = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulate)
+    train.fit(model, loader(10))
+    assert train.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**halvings)
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
+def test_plateau_by_step(tmp_path: Path, where: str) -> None:
+    """ReduceLROnPlateau by step sees the metric of the step before it, the first one too."""
+    seen = []
+
+    class Noting(ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:  # type: ignore[override]  # as torch's
+            seen.append(float(metrics))
+            super().step(metrics)
+
+    class Numbered(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if where == "training_step":
+                self.log("number", batch_idx)
+            return self.loss(batch)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if where == "on_train_batch_end":
+                self.log("number", batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=1.0)
+            plateau = {"scheduler": Noting(optimizer), "interval": "step", "monitor": "number"}
+            return {"optimizer": optimizer, "lr_scheduler": plateau}
+
+    trainer(tmp_path, accumulate_grad_batches=2).fit(Numbered(), loader(10))
+    assert seen == [1, 3, 4]
+
+
+class Manually(Returning):
+    """Returns a scheduler in manual optimisation."""
+
+    automatic_optimization = False
+
+
+def test_schedulers_of_a_manual_loop() -> None:
+    """The module gives the metric itself; when the Trainer should step has no effect, and is refused."""
+    _, [config] = configure(Manually(lambda optimizer, _: ([optimizer], [ReduceLROnPlateau(optimizer)])))
+    assert config.monitor is None
+    for options in ({"interval": "step"}, {"frequency": 2}):
+        make = partial(_with_options, options)
+        with pytest.raises(ConfigurationError, match="has no effect in manual optimisation"):
+            configure(Manually(make))
+
+
+def _with_options(options: dict[str, Any], optimizer: Any, scheduler: Any) -> Any:
+    return [optimizer], [{"scheduler": scheduler, **options}]
 
 
 def test_plateau(tmp_path: Path) -> None:
