@@ -80,13 +80,15 @@ class Precision:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `main_parameters` by the scale; a second call does nothing."""
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the optimizer; return what its `step` returns."""
-        return optimizer.step() if closure is None else optimizer.step(closure)
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any
+    ) -> Any:
+        """Step the optimizer, with the `options` of its own `step`; return what that returns."""
+        return optimizer.step(**options) if closure is None else optimizer.step(closure, **options)
 
-    def zero_grad(self, optimizer: Optimizer) -> None:
-        """Clear the gradients of the optimizer's parameters."""
-        optimizer.zero_grad()
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        """Remove the gradients of the optimizer's parameters, or fill them with zeros."""
+        optimizer.zero_grad(**({} if set_to_none else {"set_to_none": False}))  # users' own may take none
 
     def clip_gradients_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Limit the total norm of the gradients of the optimizer's parameters to `max_norm`.

@@ -48,8 +48,10 @@ class MixedPrecision(ScaledPrecision):
             output, lambda tensor: tensor.to(default) if tensor.dtype is self.dtype else tensor
         )
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        result = super().optimizer_step(optimizer, closure)
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, **options)
         torch.clear_autocast_cache()  # a step under autocast (manual optimisation) leaves old weights in it
         return result
 

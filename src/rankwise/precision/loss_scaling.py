@@ -82,18 +82,20 @@ class ScaledPrecision(DtypePrecision):
         self._scaler_on(gradients[0].device.type).unscale_(optimizer)
         self._unscaled.add(id(optimizer))
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any
+    ) -> Any:
         """Step the optimizer, unless a scaled gradient is not finite; refuse closures of scaled losses."""
         if not self.scales_loss:
-            return super().optimizer_step(optimizer, closure)
+            return super().optimizer_step(optimizer, closure, **options)
         self._refuse_closure(optimizer, closure)
         self.unscale_gradients(optimizer)
         if id(optimizer) not in self._unscaled:  # it has no gradients
-            return optimizer.step()
+            return optimizer.step(**options)
         done: list[bool] = []
         handle = optimizer.register_step_post_hook(lambda *_: done.append(True))
         try:
-            result = self._scaler_on("cpu").step(optimizer)
+            result = self._scaler_on("cpu").step(optimizer, **options)
         finally:
             handle.remove()
         self.has_skipped_step = not done

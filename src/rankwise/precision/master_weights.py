@@ -128,7 +128,9 @@ class MasterWeightsPrecision(ScaledPrecision):
                 half.grad = None
         super().unscale_gradients(optimizer)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any
+    ) -> Any:
         """Update the 32-bit copies, and round them into the module's weights.
 
         Raises:
@@ -137,17 +139,20 @@ class MasterWeightsPrecision(ScaledPrecision):
         self._refuse_closure(optimizer, closure)
         if not self.scales_loss:
             self.unscale_gradients(optimizer)
-        result = super().optimizer_step(optimizer)
+        result = super().optimizer_step(optimizer, **options)
         if not self.has_skipped_step:
             with torch.no_grad():
                 for half, master in self._pairs.get(id(optimizer), []):
                     half.copy_(master)
         return result
 
-    def zero_grad(self, optimizer: Optimizer) -> None:
-        optimizer.zero_grad()
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        super().zero_grad(optimizer, set_to_none)
         for half, _ in self._pairs.get(id(optimizer), []):
-            half.grad = None
+            if set_to_none:
+                half.grad = None
+            elif half.grad is not None:
+                half.grad.zero_()
 
     def model_parameters(self, optimizer: Optimizer) -> list[Tensor]:
         halves = {id(master): half for half, master in self._pairs.get(id(optimizer), [])}

@@ -365,10 +365,12 @@ class Strategy(ABC):
         report_phase("backward", waits=True)
         self.precision.backward(loss, **options)
 
-    def optimizer_step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def optimizer_step(
+        self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any
+    ) -> Any:
         """Run one step of an optimizer, then average the model if it is due; return what `step` returns."""
         report_phase("optimizer")
-        returned = self.precision.optimizer_step(optimizer, closure)
+        returned = self.precision.optimizer_step(optimizer, closure, **options)
         self.gradients.after_step(optimizer)
         return returned
 

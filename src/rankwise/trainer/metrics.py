@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -124,6 +125,15 @@ class Results:
         self._is_muted = False
         self._is_in_batch = False
         self._batch, self._batch_size = None, None
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Ignore the numbers that are logged in the block."""
+        before, self._is_muted = self._is_muted, True
+        try:
+            yield
+        finally:
+            self._is_muted = before
 
     def log(
         self,

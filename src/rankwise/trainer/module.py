@@ -373,17 +373,22 @@ class ManualOptimizer:
         self._optimization = optimization
         self.optimizer = optimizer
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update the parameters once, in the trainer's precision; return what the optimizer returns.
+
+        Args:
+            closure: computes gradients and returns the loss, of which the optimizer gets the mean over the
+                ranks, weighted as in the last backward pass. Collective: every rank must give one.
+            options: those of the optimizer's own `step`.
 
         Raises:
             NonFiniteLossError: with `on_nonfinite="raise"`.
         """
-        return self._optimization.step(self.optimizer, closure)
+        return self._optimization.step(self.optimizer, closure, **options)
 
-    def zero_grad(self) -> None:
-        """Clear the gradients of the parameters."""
-        self._optimization.zero_grad(self.optimizer)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove the gradients of the parameters, or with `set_to_none=False` fill them with zeros."""
+        self._optimization.zero_grad(self.optimizer, **({} if set_to_none else {"set_to_none": False}))
 
     @contextmanager
     def toggled(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.trainer.loops.closures import check_closures, mean_loss
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.uneven_inputs import PaddingGradients
 from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
@@ -38,6 +40,8 @@ class AutomaticOptimization:
         self._guard = NonFiniteGuard(context)
         self._is_window_start = True
         self._has_gradients = False
+        self._needs_closure = check_closures(context)
+        self._weight: float | Tensor = 1.0  # of the last batch
         self.weighting = BatchWeighting(context, schedule)
         self.has_stepped = False
 
@@ -48,6 +52,8 @@ class AutomaticOptimization:
         self._is_window_start = is_window_end
         if (factor := self.weighting.begin_batch(batch_idx, is_window_end)) != 1:
             self._scale_gradients(factor)
+        if self._needs_closure:
+            return self._step_with_closure(batch, batch_idx)
         outputs = self._forward_backward(batch, batch_idx, is_window_end)
         if is_window_end:
             self._padding.end_window()
@@ -73,7 +79,30 @@ class AutomaticOptimization:
             self._module.on_after_backward()
         return outputs
 
+    def _step_with_closure(self, batch: Any, batch_idx: int) -> Any:
+        """Step an optimizer that computes the gradients itself; return the outputs of the first time."""
+        context, strategy = self._context, self._strategy
+        [optimizer] = context.optimizers
+        seen: list[Any] = []
+
+        def closure() -> Tensor:
+            self._clear_gradients()
+            with context.stage.results.muted() if seen and context.stage.results else nullcontext():
+                outputs = self._forward_backward(batch, batch_idx, is_window_end=True)
+            self._padding.end_window()
+            self._module.on_before_optimizer_step(optimizer)
+            self._clip_gradients(optimizer)
+            seen.append(outputs)
+            loss = self._loss_of(outputs, batch_idx)
+            return mean_loss(strategy, 0.0 if loss is None else loss, self._weight)
+
+        strategy.optimizer_step(optimizer, closure)
+        self.has_stepped = True
+        context.state.progress.global_step += 1
+        return seen[0]
+
     def _backward(self, loss: Tensor, weight: float | Tensor) -> None:
+        self._weight = weight
         is_left_out = float(weight) == 0
         loss = self.weighting.scaled(loss if is_left_out else self._guard.mark(loss), weight)
         self._module.on_before_backward(loss)

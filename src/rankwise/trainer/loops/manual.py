@@ -13,6 +13,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
 from rankwise.gradient_sync.comm_hook import hook_of
 from rankwise.gradient_sync.parameters import share_buffers_next
+from rankwise.trainer.loops.closures import mean_loss
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.uneven_inputs import discard_new_gradients
 from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
@@ -78,7 +79,8 @@ class ManualOptimization:
         self._schedule = schedule
         hook, weighting = hook_of(wrapped), self._strategy.gradient_weighting
         self._hook = None if weighting == "logged" else hook  # a hook would not average the weights
-        self._weight = 1.0
+        self._weight: float = 1.0
+        self._loss_weight: float | Tensor = 1.0  # of the last backward pass
         self._weights = self._strategy.gradients.new_weights()
         self._guard = NonFiniteGuard(context)
         self._parameters: list[Tensor] = []
@@ -119,7 +121,7 @@ class ManualOptimization:
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **options: Any) -> None:
         """Compute gradients; average them over the ranks, which is Collective, unless that is blocked."""
         self._module.on_before_backward(loss)
-        factor = self._factor(weight)
+        self._loss_weight = factor = self._factor(weight)
         self._read_parameters()
         is_left_out = float(factor) == 0
         weights, sync = self._weights, self._strategy.gradients
@@ -183,7 +185,7 @@ class ManualOptimization:
         finally:
             self._is_blocked = before
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step an optimizer once, in the trainer's precision; return what its `step` returns."""
         if closure is not None and self._context.options.on_nonfinite is not None:
             raise ConfigurationError(
@@ -195,12 +197,19 @@ class ManualOptimization:
             if self._guard.allows_step(optimizer):
                 self._strategy.precision.unscale_gradients(optimizer)
                 self._module.on_before_optimizer_step(optimizer)
-                result = self._strategy.optimizer_step(optimizer, closure)
+                agreed = None if closure is None else partial(self._agreed_loss, closure)
+                result = self._strategy.optimizer_step(optimizer, agreed, **options)
         key = id(optimizer)
         (self._spent.add if key in self._cleared else self._spent.discard)(key)
         self._cleared.discard(key)
         self._context.state.progress.global_step += 1
         return result
+
+    def _agreed_loss(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure; return the mean of the ranks' losses, by which all optimizers decide the same."""
+        loss = closure()
+        is_loss = isinstance(loss, (Tensor, float, int))
+        return mean_loss(self._strategy, loss, self._loss_weight) if is_loss else loss
 
     @contextmanager
     def _agree_on_skipping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -215,12 +224,12 @@ class ManualOptimization:
         finally:
             precision.agree = before
 
-    def zero_grad(self, optimizer: Optimizer) -> None:
+    def zero_grad(self, optimizer: Optimizer, **options: Any) -> None:
         """Clear the gradients of an optimizer's parameters."""
         self._module.on_before_zero_grad(optimizer)
         self._guard.clear()
         self._cleared.add(id(optimizer))
-        self._strategy.precision.zero_grad(optimizer)
+        self._strategy.precision.zero_grad(optimizer, **options)
 
     def toggle(self, optimizer: Optimizer) -> None:
         """Make only this optimizer's parameters require gradients, until `untoggle`."""

@@ -1,0 +1,72 @@
+"""Optimizers that compute gradients several times in a step, such as L-BFGS: they get a closure."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rankwise.errors import ConfigurationError
+from rankwise.precision import MasterWeightsPrecision
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from rankwise.strategies import Strategy
+    from rankwise.trainer.state import LoopContext
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer cannot step without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_closures(context: LoopContext) -> bool:
+    """Return whether the optimizer needs a closure in automatic optimisation.
+
+    Raises:
+        ConfigurationError: with options that cannot work then; on every rank.
+    """
+    needing = [optimizer for optimizer in context.optimizers if needs_closure(optimizer)]
+    if not needing:
+        return False
+    options, hook = context.options, context.strategy.gradients.hook
+    precision, name = context.strategy.precision, type(needing[0]).__name__
+    is_16_bit = precision.scales_loss or isinstance(precision, MasterWeightsPrecision)
+    for argument, is_set, remedy in (
+        ("accumulate_grad_batches", options.accumulate_grad_batches > 1, "larger batches"),
+        ("on_nonfinite", options.on_nonfinite is not None, "a check in training_step"),
+        (f"precision={precision.name!r}", is_16_bit, '"bf16-mixed" or "32-true"'),
+        ("comm_hook", hook is not None and hook.is_stateful, 'comm_hook="bf16_compress"'),
+    ):
+        if is_set:
+            raise ConfigurationError(
+                message=f"{argument} cannot be used with {name}, which computes several gradients in a step.",
+                facts=f"{name}.step() needs a closure.",
+                remedy=f"leave it out, or use {remedy} instead.",
+            )
+    return True
+
+
+def mean_loss(strategy: Strategy, loss: Tensor | float, weight: Tensor | float) -> Tensor:
+    """Return the weighted average of the ranks' losses: an optimizer decides by it what to do next.
+
+    Collective: every rank must call this.
+
+    Args:
+        strategy: the ranks.
+        loss: a number, or a tensor with one element.
+        weight: 0 leaves out the loss of this rank, even if it is NaN.
+    """
+    own = torch.as_tensor(loss).detach().reshape(())
+    if strategy.world_size == 1:
+        return own
+    share = float(weight)
+    pair = torch.tensor([0.0, share], dtype=torch.double, device=strategy.root_device)
+    if share:
+        pair[0] = own.to(pair) * share
+    total = strategy.all_reduce(pair, reduce_op="sum")
+    return total[0] / total[1] if total[1] else total[0]

@@ -1,0 +1,230 @@
+"""Optimizers that compute gradients several times in a step, in automatic and in manual optimisation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from rankwise import TrainingModule
+from rankwise.callbacks import ModelCheckpoint
+from rankwise.errors import ConfigurationError
+from rankwise.precision import MasterWeightsPrecision, MixedPrecision, Precision
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.process.training_tasks import quiet_trainer
+from tests.unit.gradient_sync.helpers import batch, loss_of, net
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+STEPS = 3
+SIZES = ((3, 1), (2, 2), (1, 4))  # of the two ranks' batches, step by step
+Sizes = tuple[tuple[int, ...], ...]
+
+
+class Fit(TrainingModule):
+    """Fits sums by L-BFGS, and notes what it logs."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.net = net()
+        self.options = options
+        self.evaluations = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.evaluations += 1
+        self.log("count", 1, on_epoch=True, on_step=False, reduce_fx="sum")
+        return {"loss": loss_of(self.net, batch), **self.weight_of(batch)}
+
+    def weight_of(self, batch: Tensor) -> dict[str, Any]:
+        is_logged = self.trainer.strategy.gradient_weighting == "logged"
+        return {"weight": len(batch)} if is_logged else {}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        options = {"line_search_fn": "strong_wolfe", "max_iter": 4, **self.options}
+        return torch.optim.LBFGS(self.parameters(), **options)
+
+
+class ManualFit(Fit):
+    """The same in manual optimisation."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            self.evaluations += 1
+            optimizer.zero_grad()
+            loss = loss_of(self.net, batch)
+            self.manual_backward(loss, **self.weight_of(batch))
+            return loss
+
+        optimizer.step(closure)
+
+
+class Batches(IterableDataset[Tensor]):
+    """Has the batches of one rank."""
+
+    def __init__(self, rank: int, sizes: Sizes) -> None:
+        self.rank = rank
+        self.sizes = sizes
+
+    def __iter__(self) -> Any:
+        ranks = [step[self.rank] for step in self.sizes if len(step) > self.rank]
+        return (batch(self.rank, number, size) for number, size in enumerate(ranks))
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def fitted(kind: type[Fit], sizes: Sizes, policy: str = "error", **options: Any) -> list[Tensor]:
+    """Fit on as many threads as the first step has batches; return each rank's weights."""
+    world_size = len(sizes[0])
+    modules = [kind() for _ in range(world_size)]
+
+    def fit(rank: int) -> Tensor:
+        strategy = ThreadedStrategy(rank, world_size, **options)
+        keywords: dict[str, Any] = {
+            "max_epochs": 1,
+            "uneven_inputs": policy,
+            "use_distributed_sampler": False,
+        }
+        train = quiet_trainer(strategy, world_size, **keywords)
+        train.fit(modules[rank], DataLoader(Batches(rank, sizes), batch_size=None))
+        assert train.global_step == STEPS
+        assert modules[rank].evaluations == modules[0].evaluations > STEPS
+        return flat(modules[rank])
+
+    return run_ranks(world_size, fit)
+
+
+def by_hand(sizes: Sizes, clip: float | None = None, **options: Any) -> Tensor:
+    """Train one process on the global batch of each step."""
+    model = Fit(**options)
+    optimizer = model.configure_optimizers()
+    for number, step in enumerate(sizes):
+        samples = torch.cat([batch(rank, number, size) for rank, size in enumerate(step)])
+
+        def closure(samples: Tensor = samples) -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model.net, samples)
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            return loss.item()
+
+        optimizer.step(closure)
+    return flat(model)
+
+
+@pytest.mark.parametrize("kind", [Fit, ManualFit])
+@pytest.mark.parametrize("mode", ["auto", "forced_sync"])
+def test_ranks_decide_as_one_process(kind: type[Fit], mode: str) -> None:
+    """The line search sees the loss of the global batch, on every rank."""
+    sizes = ((2, 2),) * STEPS
+    for mine in fitted(kind, sizes, sync_mode=mode):
+        torch.testing.assert_close(mine, by_hand(sizes), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [Fit, ManualFit])
+def test_weighted_losses(kind: type[Fit]) -> None:
+    """Logged weights count in the loss as they do in the gradients."""
+    for mine in fitted(kind, SIZES, gradient_weighting="logged"):
+        torch.testing.assert_close(mine, by_hand(SIZES), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [Fit, ManualFit])
+def test_padding_steps(kind: type[Fit]) -> None:
+    """A rank without a batch has no part in the loss."""
+    sizes = ((2, 2), (2, 2), (2,))
+    for mine in fitted(kind, sizes, "join"):
+        torch.testing.assert_close(mine, by_hand(sizes), rtol=0, atol=1e-9)
+
+
+def test_clipping_and_logging(tmp_path: Path) -> None:
+    """Each gradient is clipped; a batch is logged once, however often it is evaluated."""
+    sizes, model = ((2,),) * STEPS, Fit(max_iter=2)
+    train = trainer(tmp_path, gradient_clip_val=0.05)
+    train.fit(model, DataLoader(Batches(0, sizes), batch_size=None))
+    torch.testing.assert_close(flat(model), by_hand(sizes, 0.05, max_iter=2), rtol=0, atol=1e-12)
+    assert train.callback_metrics["count"] == STEPS < model.evaluations
+
+
+def test_resuming(tmp_path: Path) -> None:
+    """A run that goes on from a checkpoint ends the same."""
+    data = DataLoader(Batches(0, ((2,),) * STEPS), batch_size=None)
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    expected, resumed = Fit(), Fit()
+    trainer(tmp_path, callbacks=saving, enable_checkpointing=True).fit(expected, data)
+    trainer(tmp_path).fit(resumed, data, ckpt_path=tmp_path / "step=1.ckpt")
+    assert torch.equal(flat(resumed), flat(expected))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2},
+        {"on_nonfinite": "skip"},
+        {"precision": "16-mixed"},
+        {"precision": "bf16-master"},
+    ],
+)
+def test_what_cannot_be_combined(tmp_path: Path, options: dict[str, Any]) -> None:
+    """It is refused by name, before the first batch."""
+    model = Fit()
+    with pytest.raises(ConfigurationError, match=f"{next(iter(options))}.* cannot be used with LBFGS"):
+        trainer(tmp_path, **options).fit(model, DataLoader(Batches(0, ((2,),)), batch_size=None))
+    assert model.evaluations == 0
+
+
+class Stepping(torch.optim.SGD):
+    """Has an option of its own."""
+
+    scales: list[float]
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        self.scales = [*getattr(self, "scales", []), scale]
+        return super().step(closure)
+
+
+class WithOptions(Line):
+    """Gives options to `step` and `zero_grad`."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        optimizer.step(scale=2.0)
+        optimizer.zero_grad(set_to_none=batch_idx != 3)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Stepping(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        Precision(),
+        MixedPrecision("bf16-mixed"),
+        MixedPrecision("16-mixed", init_scale=4.0),
+        MasterWeightsPrecision("16-master", init_scale=4.0),
+        MasterWeightsPrecision("bf16-master"),
+    ],
+)
+def test_options_of_step_and_zero_grad(tmp_path: Path, precision: Precision) -> None:
+    """The optimizer gets what the module gives, in every precision."""
+    train, model = trainer(tmp_path, plugins=precision), WithOptions()
+    train.fit(model, loader())
+    [optimizer] = train.optimizers
+    assert optimizer.scales == [2.0] * 4  # type: ignore[attr-defined]  # of the class above
+    gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+    train.max_epochs = 2
+    train.limit_train_batches = 2
+    train.fit(model, loader())
+    assert [parameter.grad for parameter in optimizer.param_groups[0]["params"]] == [None, None]
