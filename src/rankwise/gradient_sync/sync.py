@@ -497,6 +497,10 @@ class GradientSync:
         if self._averaging is not None:
             self._averaging.steps = self._saved_state(0).get("averaging", [])
 
+    def reload_states(self) -> None:
+        """Restore the states with which the job began, if it began with any."""
+        self.load_states(self._saved)
+
     def _saved_state(self, number: int) -> dict[str, Any]:
         """Return the saved state of this rank and a wrapped module; {} for none."""
         by_rank = [states[number] for states in self._saved if number < len(states)]

@@ -238,6 +238,7 @@ class Stage:
         replay_gradient_order(strategy, context.wrapped, order)
         if saved is not None:
             return restore_training(context, saved, self.checkpoint_path)
+        strategy.gradients.reload_states()  # communication hooks have counted the replay
         return RankState(strategy, state, states) if states else None
 
     def _train_data(self, context: LoopContext) -> TrainDataShard:
