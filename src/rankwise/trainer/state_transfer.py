@@ -82,7 +82,7 @@ def capture(
         trainer=_on_cpu(context.state),
         hparams=module.hparams,
         comm_hooks=_on_cpu(comm_hooks),
-        has_optimizers=bool(context.optimizers),
+        has_optimizers=bool(optimizers and context.optimizers),  # an evaluation brings no states back
     )
 
 
