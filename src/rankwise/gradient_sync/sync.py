@@ -40,7 +40,7 @@ from rankwise.gradient_sync.weights import (
     weighted,
 )
 from rankwise.named_options import check_name
-from rankwise.process_group.collectives import is_distributed
+from rankwise.process_group.collectives import has_other_ranks
 
 WEIGHTINGS = ("samples", "logged")
 _OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit")
@@ -214,7 +214,7 @@ class GradientSync:
         own = self._of(module)
         if isinstance(module, DistributedDataParallel):
             group = module.process_group
-        elif not _has_others(group):
+        elif not has_other_ranks(group):
             return None
         return self.track(module, group) if own.tracked is None else own.tracked
 
@@ -388,7 +388,7 @@ class GradientSync:
         """Average the gradients that DDP has not averaged."""
         if isinstance(module, DistributedDataParallel):
             group = module.process_group
-        elif self._must_be_wrapped(module) and parameters and _has_others(group):
+        elif self._must_be_wrapped(module) and parameters and has_other_ranks(group):
             raise InvalidTypeError(
                 argument="module",
                 value=type(module).__name__,
@@ -410,7 +410,7 @@ class GradientSync:
     ) -> None:
         """Average gradients without DDP, with the window's weights, or with a hook, on every rank."""
         weight = None if weights is None or not weights.is_used else weights.take()
-        if parameters and _has_others(group):
+        if parameters and has_other_ranks(group):
             if hook is not None:
                 reduce_with_hook(parameters, hook, group)
             else:
@@ -591,7 +591,3 @@ def _sync_in(mode: GradientSyncMode) -> GradientSync:
 
 def _no_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
     return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()
-
-
-def _has_others(group: dist.ProcessGroup | None) -> bool:
-    return is_distributed(group) and dist.get_world_size(group) > 1

@@ -17,6 +17,7 @@ from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, share
 from rankwise.gradient_sync.trained_set import TrainedSet
 from rankwise.gradient_sync.unused import record_reduced_names
 from rankwise.process_group.change_agreement import ChangeAgreement
+from rankwise.process_group.collectives import has_other_ranks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -63,7 +64,7 @@ class TrackedModule:
         if isinstance(module, DistributedDataParallel) and (is_new or self._is_as_wrapped(module)):
             self._averaged = self.parameters.trained_inside
             record_reduced_names(module)
-        if dist.is_initialized() and dist.get_world_size(group) > 1:
+        if has_other_ranks(group):
             self._agreement = ChangeAgreement(self.parameters.facts, group, timeout, monitor)
 
     def _is_as_wrapped(self, wrapped: DistributedDataParallel) -> bool:

@@ -68,6 +68,11 @@ def is_distributed(group: dist.ProcessGroup | None = None) -> bool:
     return group is not ALONE and dist.is_available() and dist.is_initialized()
 
 
+def has_other_ranks(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group has several ranks."""
+    return is_distributed(group) and dist.get_world_size(group) > 1
+
+
 def group_size_of(group: dist.ProcessGroup | None) -> int:
     """Return the number of ranks of a group; raise if this process is not a member, which torch ignores."""
     if dist.get_rank(group) < 0:
