@@ -8,10 +8,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.programs.program import Action, Data, Job, Learning, Options, Program, Run
+from tests.programs.program import Action, Change, Data, Job, Learning, Options, Program, Run
 
 SIZES = (1, 2, 3)
 SHAPES = ("tuple", "dict", "nested")
+PLAIN_SHAPES = ("tuple", "dict", "nested")
+METRICS = ("mse", "r2", "pearson")
+CHANGES = False
 EVALUATIONS = ("validate", "test", "predict")
 
 
@@ -26,17 +29,19 @@ def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = SIZES, *, shuffles:
         same = math.lcm(*job_sizes)
         train = replace(train, num_samples=math.ceil(train.num_samples / same) * same)
     is_seeded = draw(st.booleans())
+    says_batch_size = draw(st.booleans()) or (train.kind != "map" and train.shape not in PLAIN_SHAPES)
     can_fold = is_seeded and train.kind == "map" and not train.sizes and train.order != "sampler"
     # Iterable data can only be read again from its beginning by the same number of ranks.
     can_stop = train.kind == "map" or len(set(job_sizes)) == 1
     jobs: list[Job] = []
     for size in job_sizes:
-        has_saved = any(run.has_fit for job in jobs for run in job.runs)
+        has_saved = not learning.late and any(run.has_fit for job in jobs for run in job.runs)
         jobs.append(
             draw(
                 _jobs(
                     size,
                     has_saved=has_saved,
+                    can_resume=not learning.late,
                     can_fold=can_fold,
                     can_stop=can_stop,
                     has_validation=True if learning.schedule == "plateau" else None,
@@ -50,8 +55,27 @@ def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = SIZES, *, shuffles:
         learning,
         options,
         tuple(jobs),
+        changes=draw(_changes(learning)),
         is_seeded=is_seeded,
+        metrics=draw(st.sampled_from([(), *((name,) for name in METRICS)])),
+        says_batch_size=says_batch_size,
     )
+
+
+@st.composite
+def _changes(draw: st.DrawFn, learning: Learning) -> tuple[Change, ...]:
+    """Draw what is frozen and unfrozen within fits; the head is always trained."""
+    places: Any = st.builds(
+        Change,
+        epoch=st.integers(0, 2),
+        batch=st.integers(0, 4),
+        action=st.sampled_from(["freeze", "unfreeze"]),
+        part=st.sampled_from([part for part in ("body", "side") if part not in learning.late]),
+    )
+    is_fixed = not CHANGES or learning.is_manual
+    changes: list[Change] = [] if is_fixed else draw(st.lists(places, max_size=3))
+    added = [Change(0, draw(st.integers(0, 2)), "add", part) for part in learning.late]
+    return (*changes, *added)
 
 
 @st.composite
@@ -81,7 +105,7 @@ def _training_data(draw: st.DrawFn, world_size: int, *, shuffles: bool) -> Data:
 def _evaluation_data(draw: st.DrawFn) -> Data:
     batch_size = draw(st.integers(1, 4))
     return Data(
-        draw(st.integers(batch_size, 15)),
+        draw(st.integers(max(3, batch_size), 15)),
         batch_size,
         seed=draw(st.integers(10, 19)),
         order=draw(st.sampled_from(["given", "sampler"])),
@@ -92,11 +116,16 @@ def _evaluation_data(draw: st.DrawFn) -> Data:
 
 @st.composite
 def _learnings(draw: st.DrawFn) -> Learning:
+    is_manual = draw(st.integers(0, 4)) == 0
+    late = draw(st.sampled_from([(), (), ("body",), ("side",)])) if CHANGES else ()
+    frozen = () if late else draw(st.sampled_from([(), ("body",), ("side",)]))
     return Learning(
         net=draw(st.sampled_from(["mlp", "running", "branching"])),
         optimizer=draw(st.sampled_from(["sgd", "nesterov", "adam", "adamw", "rmsprop"])),
-        schedule=draw(st.sampled_from(["", "epoch", "step", "plateau"])),
-        frozen=draw(st.sampled_from([(), ("body",), ("side",)])),
+        schedule="" if late or is_manual else draw(st.sampled_from(["", "epoch", "step", "plateau"])),
+        frozen=frozen,
+        late=late,
+        is_manual=is_manual,
     )
 
 
@@ -106,7 +135,7 @@ def _options(draw: st.DrawFn, train: Data, learning: Learning) -> Options:
     weightings: list[Any] = ["samples", "logged", None]
     policies = ["error", "join", "truncate"]
     return Options(
-        accumulate=draw(st.integers(1, 3)),
+        accumulate=1 if learning.is_manual else draw(st.integers(1, 3)),
         clip=draw(st.sampled_from([0.0, 0.3])),
         clip_algorithm=draw(st.sampled_from(["norm", "value"])),
         uneven_inputs=draw(st.sampled_from(policies)),
@@ -124,6 +153,7 @@ def _jobs(
     world_size: int,
     *,
     has_saved: bool,
+    can_resume: bool,
     can_fold: bool,
     can_stop: bool,
     has_validation: bool | None,
@@ -137,7 +167,7 @@ def _jobs(
         actions = [draw(_fits(can_stop=can_stop)) if name == "fit" else Action(name) for name in names]
         is_fold = can_fold and not resumes and draw(st.integers(0, 3)) == 0
         runs.append(Run(tuple(actions), resumes=resumes, is_fold=is_fold, has_validation=validates))
-        has_saved = has_saved or "fit" in names
+        has_saved = has_saved or (can_resume and "fit" in names)
     return Job(world_size, tuple(runs))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from tests.programs.program import Data, Learning
+from tests.programs.program import Change, Data, Learning
 
 FEATURES = 3
 WIDTH = 4
@@ -277,10 +277,12 @@ def part_of(net: Net, part: str) -> list[nn.Parameter]:
     return list(net.get_submodule(part).parameters())
 
 
-def set_trainable(net: Net, part: str, *, is_trainable: bool) -> None:
-    """Freeze or unfreeze a part."""
-    for parameter in part_of(net, part):
-        parameter.requires_grad_(is_trainable)
+def apply_change(net: Net, optimizer: torch.optim.Optimizer, change: Change) -> None:
+    """Do what a script does within a fit."""
+    for parameter in part_of(net, change.part):
+        parameter.requires_grad_(change.action != "freeze")
+    if change.action == "add":
+        optimizer.add_param_group({"params": part_of(net, change.part), "name": change.part})
 
 
 _OPTIMIZERS: dict[str, Any] = {
@@ -292,12 +294,11 @@ _OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def make_optimizer(net: Net, learning: Learning) -> torch.optim.Optimizer:
-    """Return an optimizer with a group for each part, but for those that come later."""
-    parts = [part for part in PARTS if part not in learning.late]
-    groups = [{"params": part_of(net, part), "name": part} for part in parts]
-    optimizer: torch.optim.Optimizer = _OPTIMIZERS[learning.optimizer](groups)
-    return optimizer
+def make_optimizers(net: Net, learning: Learning) -> list[torch.optim.Optimizer]:
+    """Return an optimizer with a group for each part, but for late ones; in manual optimisation two."""
+    groups = [{"params": part_of(net, part), "name": part} for part in PARTS if part not in learning.late]
+    kind = _OPTIMIZERS[learning.optimizer]
+    return [kind(groups[:-1]), kind(groups[-1:])] if learning.is_manual else [kind(groups)]
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, learning: Learning) -> Any:
@@ -310,3 +311,31 @@ def make_scheduler(optimizer: torch.optim.Optimizer, learning: Learning) -> Any:
         case "plateau":
             return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     return None
+
+
+# ------------------------------------------------------------------------------------- metric objects
+
+
+def make_metrics(names: tuple[str, ...]) -> dict[str, Any]:
+    """Return metric objects of torchmetrics, with states in float64."""
+    if not names:
+        return {}
+    import torchmetrics  # takes a second
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "mse": torchmetrics.MeanSquaredError,
+        "r2": torchmetrics.R2Score,
+        "spearman": torchmetrics.SpearmanCorrCoef,
+        "pearson": torchmetrics.PearsonCorrCoef,
+        "root": lambda: torchmetrics.MeanSquaredError().set_dtype(torch.float64) ** 0.5,
+        "sum": lambda: (
+            torchmetrics.MeanSquaredError().set_dtype(torch.float64)
+            + torchmetrics.MeanAbsoluteError().set_dtype(torch.float64)
+        ),
+    }
+    return {name: kinds[name]().set_dtype(torch.float64) for name in names}
+
+
+def update_metric(metric: Any, predicted: Tensor, batch: Samples) -> None:
+    """Update a metric object with a batch."""
+    metric.update(predicted, batch.y)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from rankwise import Trainer, TrainingModule
 from tests.process.training_tasks import quiet_trainer
 from tests.programs import learning
+from tests.programs.learning import Samples
 from tests.programs.program import Action, Job, Program, Run
 from tests.programs.reference import Outcome, new_fold, new_net
 
@@ -28,6 +29,10 @@ class Module(TrainingModule):
         super().__init__()
         self.net = new_net(program)
         self.program = program
+        self.automatic_optimization = not program.learning.is_manual
+        self.metrics: Any = nn.ModuleDict(
+            {prefix: nn.ModuleDict(learning.make_metrics(program.metrics)) for prefix in ("val", "test")}
+        )
         self.validations: list[float] = []
         self.seen: list[tuple[int, list[int]]] = []
 
@@ -35,24 +40,34 @@ class Module(TrainingModule):
         for change in self.program.changes:
             if (change.epoch, change.batch) != (self.current_epoch, batch_idx):
                 continue
-            if change.action == "add":
-                group = {"params": learning.part_of(self.net, change.part), "name": change.part}
-                self.optimizers().add_param_group(group)
-            else:
-                learning.set_trainable(self.net, change.part, is_trainable=change.action == "unfreeze")
+            learning.apply_change(self.net, self.trainer.optimizers[0], change)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         samples = learning.read_batch(self.program.train.shape, batch)
         self.seen.append((self.current_epoch, samples.numbers.tolist()))
         is_by_token = self.program.options.weighting == "logged"
-        if is_by_token:
-            self.log_weight(samples.tokens.sum())
-        loss = learning.loss_of(self.net, samples, is_by_token=is_by_token)
+        weight = samples.tokens.sum() if is_by_token else None
+        if self.program.learning.is_manual:
+            loss = self._optimize(samples, weight, self.optimizers()[batch_idx % 2])
+        else:
+            loss = learning.loss_of(self.net, samples, is_by_token=is_by_token)
+            if weight is not None:
+                self.log_weight(weight)
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True}
-        self.log("train", loss, **options)
+        self.log("train", loss, batch_size=self._said(samples), **options)
         self.log("train_max", samples.x.max(), reduce_fx="max", **options)
         self.log("train_sum", len(samples), reduce_fx="sum", **options)
         return loss
+
+    def _optimize(self, samples: Samples, weight: Tensor | None, optimizer: Any) -> Tensor:
+        with optimizer.toggled():
+            loss = learning.loss_of(self.net, samples, is_by_token=weight is not None)
+            optimizer.zero_grad()
+            self.manual_backward(loss, weight=weight)
+            if clip := self.program.options.clip:
+                self.clip_gradients(optimizer, clip, self.program.options.clip_algorithm)
+            optimizer.step()
+        return loss.detach()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._measure("val", batch)
@@ -62,10 +77,17 @@ class Module(TrainingModule):
 
     def _measure(self, prefix: str, batch: Any) -> None:
         samples = learning.read_batch(self.program.evaluation.shape, batch)
-        errors = (self.net(samples.x) - samples.y).square()
-        self.log(prefix, errors.mean())
+        predicted = self.net(samples.x)
+        errors = (predicted - samples.y).square()
+        self.log(prefix, errors.mean(), batch_size=self._said(samples))
         self.log(f"{prefix}_max", errors.max(), reduce_fx="max")
         self.log(f"{prefix}_sum", len(samples), reduce_fx="sum")
+        for name, metric in self.metrics[prefix].items():
+            learning.update_metric(metric, predicted, samples)
+            self.log(f"{prefix}_metric_{name}", metric)
+
+    def _said(self, samples: Samples) -> int | None:
+        return len(samples) if self.program.says_batch_size else None
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         predicted: Tensor = self.net(learning.read_batch(self.program.evaluation.shape, batch).x)
@@ -75,13 +97,13 @@ class Module(TrainingModule):
         self.validations.append(float(self.trainer.callback_metrics["val"]))
 
     def configure_optimizers(self) -> Any:
-        optimizer = learning.make_optimizer(self.net, self.program.learning)
-        scheduler = learning.make_scheduler(optimizer, self.program.learning)
+        optimizers = learning.make_optimizers(self.net, self.program.learning)
+        scheduler = learning.make_scheduler(optimizers[0], self.program.learning)
         if scheduler is None:
-            return optimizer
+            return optimizers
         interval = "step" if self.program.learning.schedule == "step" else "epoch"
         return {
-            "optimizer": optimizer,
+            "optimizer": optimizers[0],
             "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": "val"},
         }
 
@@ -170,7 +192,7 @@ def _trainer(program: Program, job: Job, make_strategy: MakeStrategy) -> Trainer
         strategy,
         job.world_size,
         accumulate_grad_batches=options.accumulate,
-        gradient_clip_val=options.clip,
+        gradient_clip_val=0 if program.learning.is_manual else options.clip,
         gradient_clip_algorithm=options.clip_algorithm,
         uneven_inputs=options.uneven_inputs,
         check_val_every_n_epoch=options.check_val_every_n_epoch,
@@ -181,7 +203,5 @@ def _trainer(program: Program, job: Job, make_strategy: MakeStrategy) -> Trainer
 def _state(trainer: Trainer, module: Module) -> Outcome:
     state: Outcome = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     state["position"] = [trainer.current_epoch, trainer.global_step]
-    if trainer.optimizers:
-        [optimizer] = trainer.optimizers
-        state["optimizer"] = copy.deepcopy(optimizer.state_dict())
+    state["optimizers"] = copy.deepcopy([optimizer.state_dict() for optimizer in trainer.optimizers])
     return state

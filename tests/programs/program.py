@@ -33,9 +33,10 @@ class Learning:
     Attributes:
         net: see `learning.Net`.
         frozen: parts whose parameters do not require gradients at first.
-        optimizer: see `learning.make_optimizer`.
+        optimizer: see `learning.make_optimizers`.
         schedule: `""`, `"epoch"`, `"step"` or `"plateau"`.
-        late: parts whose parameters the optimizer does not have at first.
+        is_manual: whether `training_step` steps two optimizers in turn, that of the head after odd batches.
+        late: parts that are frozen, and that the optimizer does not have, until a change adds them.
     """
 
     net: str = "mlp"
@@ -43,6 +44,7 @@ class Learning:
     schedule: str = ""
     frozen: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
+    is_manual: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Change:
     """What the script does within a fit: `action` on `part`, before batch `batch` of epoch `epoch`.
 
     Attributes:
-        action: `"freeze"`, `"unfreeze"`, or `"add"` (a parameter group of the optimizer).
+        action: `"freeze"`, `"unfreeze"`, or `"add"` (unfreeze, and give the optimizer a group of the part).
     """
 
     epoch: int
@@ -126,7 +128,8 @@ class Program:
 
     Attributes:
         is_seeded: whether all ranks build the same module; otherwise rank 0's counts.
-        metric: the metric object that is logged in validation and training; `""` for none.
+        metrics: the metric objects that evaluations log; see `learning.make_metrics`.
+        says_batch_size: whether the module names the batch size where it logs.
     """
 
     seed: int
@@ -137,4 +140,5 @@ class Program:
     jobs: tuple[Job, ...]
     changes: tuple[Change, ...] = ()
     is_seeded: bool = True
-    metric: str = ""
+    metrics: tuple[str, ...] = ()
+    says_batch_size: bool = False

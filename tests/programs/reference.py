@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
@@ -40,7 +41,7 @@ def run_job(program: Program, job: Job, saved: Learner | None, seen: list[Seen])
             outcomes.append({**learner.state(), **result, "random": torch.rand(2)})
             if job.world_size == 1 or not program.is_seeded:
                 del outcomes[-1]["random"]  # only rank 0 has it
-        saved = saved if learner.optimizer is None else learner
+        saved = learner if learner.optimizers else saved
     return outcomes, saved
 
 
@@ -53,18 +54,18 @@ class Learner:
         self.subset = new_fold(program, run)
         self.data = learning.Rows(program.train, self.subset).samples
         self.evaluation_data = learning.samples(program.evaluation)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.scheduler: Any = None
         self.epoch = self.step = self.batches_done = self.items_done = 0
         self.is_validated = False
+        self.logged = Logged()
         self.saved = saved
 
     def state(self) -> Outcome:
         """Return the state that is compared after every action."""
         state: Outcome = {f"net.{name}": tensor.clone() for name, tensor in self.net.state_dict().items()}
         state["position"] = [self.epoch, self.step]
-        if self.optimizer is not None:
-            state["optimizer"] = copy.deepcopy(self.optimizer.state_dict())
+        state["optimizers"] = copy.deepcopy([optimizer.state_dict() for optimizer in self.optimizers])
         return state
 
     # --------------------------------------------------------------------------------- fit
@@ -79,27 +80,26 @@ class Learner:
         return fit
 
     def _begin_fit(self) -> None:
-        if self.optimizer is None:
-            self.optimizer = learning.make_optimizer(self.net, self.program.learning)
-            self.scheduler = learning.make_scheduler(self.optimizer, self.program.learning)
+        if not self.optimizers:
+            self.optimizers = learning.make_optimizers(self.net, self.program.learning)
+            self.scheduler = learning.make_scheduler(self.optimizers[0], self.program.learning)
         if self.saved is not None:
             self._resume(self.saved)
             self.saved = None
 
     def _resume(self, saved: Learner) -> None:
-        assert saved.optimizer is not None
-        assert self.optimizer is not None
         self.net.load_state_dict(saved.net.state_dict())
-        self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
+        for optimizer, other in zip(self.optimizers, saved.optimizers, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
         if self.scheduler is not None:
             self.scheduler.load_state_dict(saved.scheduler.state_dict())
         self.epoch, self.step = saved.epoch, saved.step
         self.batches_done, self.items_done = saved.batches_done, saved.items_done
-        self.is_validated = saved.is_validated
+        self.is_validated, self.logged = saved.is_validated, copy.deepcopy(saved.logged)
 
     def _run_epoch(self, steps: int, stream: list[int] | None, fit: Outcome) -> None:
         first, batches = self.batches_done, self._batches(stream)
-        logged = Logged()
+        self.logged = logged = self.logged if first else Logged()  # a second fit continues it
         window: list[Samples] = []
         total = first + max(map(len, batches))
         if first and first == total:  # an earlier run has left no batch
@@ -109,9 +109,10 @@ class Learner:
         for number in range(first, total):
             self._change(number)
             if not window:
-                self._optimizer.zero_grad()
+                self._optimizer(number).zero_grad()
             mine = [rank_batches[number - first : number - first + 1] for rank_batches in batches]
-            window += self._backward(mine, logged)
+            with self._toggled(number):
+                window += self._backward(mine, logged)
             is_last = number + 1 == total
             if self._end_batch(window, number, is_last, fit):
                 window = []
@@ -132,28 +133,33 @@ class Learner:
         self.batches_done += 1
         self.items_done += self.world_size * (1 if data.sizes else data.batch_size)
         if is_window_end:
-            self._step(window)
+            self._step(window, self._optimizer(number))
         if is_last:
             self._schedule("epoch")
         if is_window_end:
             self._validate_if_due(number, is_last, fit)
         return is_window_end
 
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        assert self.optimizer is not None
-        return self.optimizer
+    def _optimizer(self, number: int) -> torch.optim.Optimizer:
+        return self.optimizers[number % len(self.optimizers)]
+
+    @contextmanager
+    def _toggled(self, number: int) -> Iterator[None]:
+        """Freeze the parameters of the optimizers that do not step after this batch."""
+        others = [optimizer for optimizer in self.optimizers if optimizer is not self._optimizer(number)]
+        frozen = [p for optimizer in others for p in _parameters(optimizer) if p.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        yield
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
     def _change(self, number: int) -> None:
         """Do what the script does before this batch."""
         for change in self.program.changes:
             if (change.epoch, change.batch) != (self.epoch, number):
                 continue
-            if change.action == "add":
-                group = {"params": learning.part_of(self.net, change.part), "name": change.part}
-                self._optimizer.add_param_group(group)
-            else:
-                learning.set_trainable(self.net, change.part, is_trainable=change.action == "unfreeze")
+            learning.apply_change(self.net, self.optimizers[0], change)
 
     def _backward(self, batches: list[list[Samples]], logged: Logged) -> list[Samples]:
         """Add the gradients of the ranks' batches, each times its weight; return those that are there.
@@ -174,9 +180,9 @@ class Learner:
         weights = {"samples": float(len(batch)), "logged": float(batch.tokens.sum()), None: 1.0}
         return weights[self.program.options.weighting]
 
-    def _step(self, window: list[Samples]) -> None:
+    def _step(self, window: list[Samples], optimizer: torch.optim.Optimizer) -> None:
         options, total = self.program.options, sum(map(self._weight, window))
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = _parameters(optimizer)
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad /= total
@@ -184,7 +190,7 @@ class Learner:
             nn.utils.clip_grad_norm_(parameters, options.clip)
         elif options.clip:
             nn.utils.clip_grad_value_(parameters, options.clip)
-        self._optimizer.step()
+        optimizer.step()
         self.step += 1
         self._schedule("step")
 
@@ -278,8 +284,12 @@ class Learner:
             order = order[: len(order) - len(order) % data.batch_size]
         batch = batch.pick(order)
         errors = (self._predict(batch) - batch.y).square()
-        mean, largest = float(errors.mean()), float(errors.max())
-        return {prefix: mean, f"{prefix}_max": largest, f"{prefix}_sum": len(batch)}
+        found = {prefix: float(errors.mean()), f"{prefix}_max": float(errors.max())}
+        for name, metric in learning.make_metrics(self.program.metrics).items():
+            for chunk in _chunks(range(len(batch)), data.batch_size, drop_last=False):
+                learning.update_metric(metric, self._predict(batch.pick(chunk)), batch.pick(chunk))
+            found[f"{prefix}_metric_{name}"] = float(metric.compute())
+        return {**found, f"{prefix}_sum": len(batch)}
 
 
 @dataclass
@@ -296,8 +306,6 @@ class Logged:
 
     def values(self) -> dict[str, float]:
         """Return the mean loss over samples, the largest feature, and the number of samples."""
-        if not self.losses:
-            return {}
         count = sum(size for _, size in self.losses)
         mean = sum(loss * size for loss, size in self.losses) / count
         return {"train": mean, "train_max": self.largest, "train_sum": count}
@@ -306,8 +314,9 @@ class Logged:
 def new_net(program: Program) -> Net:
     """Build the network as the script does, from the global random state."""
     net = Net(program.learning.net)
-    for part in program.learning.frozen:
-        learning.set_trainable(net, part, is_trainable=False)
+    for part in (*program.learning.frozen, *program.learning.late):
+        for parameter in learning.part_of(net, part):
+            parameter.requires_grad_(False)
     return net
 
 
@@ -317,6 +326,10 @@ def new_fold(program: Program, run: Run) -> list[int] | None:
         return None
     order: list[int] = torch.randperm(program.train.num_samples).tolist()
     return order[: (len(order) + 1) // 2]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _chunks(items: Sequence[int], size: int, *, drop_last: bool) -> list[list[int]]:
