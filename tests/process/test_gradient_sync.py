@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from rankwise import Trainer
+from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import ConfigurationError, UnusedParametersError, WorkerRaisedError
 from rankwise.gradient_sync import hook_registry, register_ddp_comm_hook
 from rankwise.strategies import DDPStrategy
@@ -151,6 +152,59 @@ def test_averaging_refuses_a_sharded_optimizer() -> None:
     with pytest.raises(WorkerRaisedError, match="ZeroRedundancyOptimizer") as caught:
         trainer_on(arguments, 3).fit(Sharded(), loader(64, 4))
     assert caught.value.exception_type == ConfigurationError.__name__
+
+
+class Apart(Callback):
+    """Notes, on rank zero, how far the ranks' weights are apart where one model is expected."""
+
+    def __init__(self) -> None:
+        self.distances: dict[str, list[float]] = {"step": [], "validation": [], "checkpoint": []}
+
+    def note(self, moment: str, trainer: Trainer, module: nn.Module) -> None:
+        """Collective: every rank must call this."""
+        first, second = trainer.strategy.all_gather_object(weights(module))
+        self.distances[moment].append(float((first - second).abs().max()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.distances
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.distances = state_dict
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("step", trainer, module)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.note("validation", trainer, module)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.note("checkpoint", trainer, module)
+
+
+def test_one_model_is_validated_and_saved(tmp_path: Path) -> None:
+    """Between averages of post-local SGD, validations and checkpoints average the models too."""
+    arguments = {
+        "comm_hook": "post_localsgd:start_localSGD_iter=0,subgroup_size=1",
+        "model_averaging_period": 4,
+    }
+    apart, module = Apart(), Regression()
+    callbacks = [apart, ModelCheckpoint(tmp_path, every_n_train_steps=7, save_last=True)]
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": callbacks, "val_check_interval": 3}
+    trainer = trainer_on(arguments, 8, **options)
+    trainer.fit(module, loader(64, 4), loader(10, 4))
+    distances = apart.distances
+    assert [bool(distance) for distance in distances["step"]] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert distances["validation"] == [0.0] * 2
+    assert distances["checkpoint"][:1] == [0.0]
 
 
 class Partial(Regression):

@@ -9,6 +9,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import parameters_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
@@ -24,6 +25,7 @@ class ModelAveraging:
     warmup_steps: int
     group: ProcessGroup | None
     _steps: dict[Optimizer, int] = field(default_factory=dict, init=False)
+    _changed: dict[Optimizer, set[Tensor]] = field(default_factory=dict, init=False)  # since the last average
     _restored: list[int] = field(default_factory=list, init=False)  # for optimizers yet to step
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -33,20 +35,27 @@ class ModelAveraging:
             refuse_distributed_optimizer(optimizer)
             self._steps[optimizer] = self._restored[number] if number < len(self._restored) else 0
         since = self._steps[optimizer] - self.warmup_steps
-        if since >= 0 and since % self.period == 0:
-            self._average([one for one in parameters_of(optimizer) if one.grad is not None])
         self._steps[optimizer] += 1
+        if since >= 0:
+            used = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+            self._changed.setdefault(optimizer, set()).update(used)
+            if since % self.period == 0:
+                self._average(optimizer)
 
-    def finish(self) -> None:
+    def average_now(self) -> None:
         """Average the parameters now, on every rank, unless they were averaged after the last step."""
-        for optimizer, steps in self._steps.items():
-            if steps > self.warmup_steps and (steps - 1 - self.warmup_steps) % self.period:
-                self._average(parameters_of(optimizer))
+        for optimizer in self._changed:
+            self._average(optimizer)
 
-    def _average(self, parameters: list[Any]) -> None:
+    def _average(self, optimizer: Optimizer) -> None:
+        """Average what has changed; a mean of equal numbers is rounded, and would change the others."""
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
-        average_parameters(iter(parameters), self.group)  # type: ignore[arg-type]  # None is the default group
+        changed = self._changed[optimizer]
+        if changed:
+            parameters: Any = [parameter for parameter in parameters_of(optimizer) if parameter in changed]
+            average_parameters(iter(parameters), self.group)  # type: ignore[arg-type]  # None is the default group
+            changed.clear()
 
     @property
     def steps(self) -> list[int]:

@@ -466,10 +466,10 @@ class GradientSync:
         if self._averaging is not None:
             self._averaging.after_step(optimizer)
 
-    def finish(self) -> None:
-        """End training: average the model, so that all ranks have the same one."""
+    def average_models(self) -> None:
+        """Give all ranks the mean of their models, if a hook has let them diverge. Collective."""
         if self._averaging is not None:
-            self._averaging.finish()
+            self._averaging.average_now()
 
     def own_states(self) -> list[dict[str, Any]]:
         """Return the states of this rank's hooks, by wrapped module; [] if all are empty."""

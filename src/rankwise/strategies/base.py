@@ -432,7 +432,7 @@ class Strategy(ABC):
 
         Collective: every rank must call this.
         """
-        self.gradients.finish()
+        self.gradients.average_models()
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return a module's state; its keys never have a wrapper's prefix."""

@@ -171,6 +171,7 @@ def check_hyper_parameters(context: LoopContext) -> None:
 
 def save_checkpoint(context: LoopContext, path: str | os.PathLike[str]) -> None:
     """Write all that a fit needs to continue from here, as plain types and tensors. Collective."""
+    context.strategy.gradients.average_models()  # what rank 0 saves is the model of all ranks then
     checkpoint = _checkpoint(context)
     context.hooks.call_checkpoint_hooks("on_save_checkpoint", checkpoint)
     with as_checkpoint_error(path):

@@ -419,10 +419,25 @@ def test_parameters_without_gradients_are_not_averaged() -> None:
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> bool:
         frozen = nn.Parameter(torch.arange(100.0).double() / 3, requires_grad=False)
         before, optimizer = frozen.clone(), torch.optim.SGD([*wrapped.parameters(), frozen], lr=0.1)
-        train_steps(strategy, wrapped, range(3), optimizer)
+        train_steps(strategy, wrapped, range(4), optimizer)
+        strategy.end_training()
         return torch.equal(frozen, before)
 
     assert all(on_ranks(3, run, net(), **LOCAL))
+
+
+def test_what_has_changed_is_averaged() -> None:
+    """A parameter that the last step of a period did not use is averaged with the others."""
+
+    def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Tensor:
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        train_steps(strategy, wrapped, range(5), optimizer)
+        optimizer.zero_grad()
+        strategy.gradients.after_step(optimizer)  # the sixth step
+        return torch.cat([parameter.detach().flatten() for parameter in wrapped.parameters()])
+
+    first, second = on_ranks(2, run, net(), **LOCAL)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_local_sgd_in_groups() -> None:

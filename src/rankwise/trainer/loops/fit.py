@@ -193,6 +193,7 @@ class FitLoop:
         first = batch_idx - batch_idx % settings.accumulate_grad_batches
         is_due = is_last if math.isinf(interval) else (batch_idx + 1) // interval > first // interval
         if is_due:
+            self._strategy.gradients.average_models()  # validate one model
             share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
             self._validate(self._validation)
 
