@@ -154,9 +154,9 @@ def require_dense(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise ConfigurationError(
-                message='sync_mode="forced_sync" cannot average sparse gradients.',
+                message='sync_mode="forced_sync" and manual optimisation cannot average sparse gradients.',
                 facts=f"a parameter of shape {tuple(parameter.shape)} has one.",
-                remedy='use nn.Embedding(sparse=False), or sync_mode="single_auto_sync".',
+                remedy='use dense gradients, or automatic optimisation with sync_mode="single_auto_sync".',
             )
 
 

@@ -146,7 +146,7 @@ def averaged(group: Any, tensor: torch.Tensor) -> torch.futures.Future[torch.Ten
 @final
 @dataclass(frozen=True)
 class CastHook:
-    """Runs another hook on a bucket in `dtype`."""
+    """Runs another hook on a bucket in `dtype`; sparse gradients keep theirs."""
 
     dtype: torch.dtype
     hook: Hook
@@ -154,6 +154,8 @@ class CastHook:
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket."""
         original = bucket.buffer()
+        if original.is_sparse:  # torch adds no sparse tensors in 16 bits
+            return self.hook(state, bucket)
         bucket.set_buffer(original.to(self.dtype))
         return self.hook(state, bucket).then(lambda done: original.copy_(done.value()))
 
@@ -173,10 +175,14 @@ def powersgd_hook(memory: PowerSGDMemory, bucket: Any) -> Any:
     """Call torch's `powerSGD_hook`, which starts its second and third all-reduce in callbacks.
 
     gloo runs callbacks in its own threads, so those of two buckets would start their all-reduces in an order
-    that differs between ranks. So each bucket is finished before the next; NCCL orders them itself.
+    that differs between ranks. So each bucket is finished before the next; NCCL orders them itself. Sparse
+    gradients are averaged as they are.
     """
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
+    if bucket.buffer().is_sparse:
+        memory.state.maybe_increase_iter(bucket)
+        return allreduce_hook(memory.state.process_group, bucket)
     memory.fit(bucket)
     future = powerSGD_hook(memory.state, bucket)
     if dist.get_backend(memory.state.process_group) != "nccl":

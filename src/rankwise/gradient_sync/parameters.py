@@ -71,6 +71,25 @@ def check_parameters(module: nn.Module) -> None:
         )
 
 
+def sparse_layers(module: nn.Module) -> list[str]:
+    """Return the names of the layers whose gradients are sparse, as in `nn.Embedding(sparse=True)`."""
+    return [
+        name
+        for name, layer in module.named_modules()
+        if getattr(layer, "sparse", False) is True and any(one.requires_grad for one in layer.parameters())
+    ]
+
+
+def check_dense(module: nn.Module, averager: str) -> None:
+    """Raise for layers with sparse gradients, which `averager` does not average."""
+    if names := sparse_layers(module):
+        raise ConfigurationError(
+            message=f"{averager} cannot average sparse gradients over several ranks.",
+            facts=f"of the layers {', '.join(names)}, which have sparse=True.",
+            remedy='use sparse=False, or automatic optimisation with sync_mode="single_auto_sync".',
+        )
+
+
 def share_buffers_next(module: nn.Module) -> None:
     """Make DDP broadcast rank 0's buffers before the next forward pass.
 

@@ -24,6 +24,7 @@ from rankwise.gradient_sync.hook_registry import HookPlace, allreduce_hook
 from rankwise.gradient_sync.model_averaging import ModelAveraging, refuse_distributed_optimizer
 from rankwise.gradient_sync.parameters import (
     ParametersOf,
+    check_dense,
     parameters_of,
     share_buffers_next,
     trained_parameters,
@@ -163,6 +164,11 @@ class GradientSync:
     def ddp_defaults(self) -> dict[str, Any]:
         """Defaults of DDP's arguments; with bucket views, dividing gradients takes one kernel per bucket."""
         return {"gradient_as_bucket_view": True} if self._has_carrier else {}
+
+    def check_module(self, module: nn.Module) -> None:
+        """Raise for layers with sparse gradients, where they would be averaged in rankwise's own buckets."""
+        if self.mode is GradientSyncMode.FORCED_SYNC:
+            check_dense(module, 'sync_mode="forced_sync"')
 
     def prepare(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         """Bound the weights if the module has float16 parameters, whose weighted gradients would overflow.

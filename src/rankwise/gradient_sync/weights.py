@@ -221,7 +221,8 @@ class WeightedReduction:
     """A communication hook that averages buckets, and the ranks' weights with them.
 
     It serves wrappers that cannot use a `WeightCarrier`. The weight is one more element of the first bucket,
-    which is sent in full precision; another hook, with `group` as its state, averages the other buckets.
+    which is sent in full precision; where that bucket is sparse, the weight is sent alone. Another hook, with
+    `group` as its state, averages the other buckets.
     """
 
     weights: WeightAccumulator
@@ -234,7 +235,9 @@ class WeightedReduction:
         weights = self.weights
         buffer: Tensor = bucket.buffer()
         weights.num_reductions += 1
-        if bucket.index() > 0:
+        if bucket.index() == 0 and buffer.is_sparse:
+            weights.averaged = weights.averaged + mean_over_ranks(weights.take(), self.group)
+        if bucket.index() > 0 or buffer.is_sparse:
             return self.others(self.group, bucket)
         length = buffer.numel()
         dtype = buffer.dtype if buffer.dtype in FULL_PRECISION else torch.float32

@@ -1,6 +1,6 @@
 """The number format in which a module computes, and how gradients are scaled and clipped in it."""
 
-from rankwise.precision.base import Precision
+from rankwise.precision.base import Precision, gradient_values
 from rankwise.precision.formats import (
     DoublePrecision,
     HalfPrecision,
@@ -18,4 +18,5 @@ __all__ = [
     "Precision",
     "are_finite",
     "create_precision",
+    "gradient_values",
 ]

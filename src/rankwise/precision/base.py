@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from rankwise.errors import UnknownNameError
@@ -102,14 +102,17 @@ class Precision:
             The norm before clipping.
         """
         self.unscale_gradients(optimizer)
-        return clip_grad_norm_(self.main_parameters(optimizer), max_norm, norm_type)
+        parameters = self.main_parameters(optimizer)
+        norm = get_total_norm(gradient_values(parameters), norm_type)
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def clip_gradients_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Unscale the optimizer's gradients, and clamp them to `[-clip_value, clip_value]`."""
         self.unscale_gradients(optimizer)
-        with_gradients = [one for one in self.main_parameters(optimizer) if one.grad is not None]
-        if with_gradients:  # torch's function raises for none
-            clip_grad_value_(with_gradients, clip_value)
+        if values := gradient_values(self.main_parameters(optimizer)):  # torch's functions raise for none
+            torch._foreach_clamp_min_(values, -clip_value)
+            torch._foreach_clamp_max_(values, clip_value)
 
     def main_parameters(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the parameters that `optimizer` updates, whose gradients are clipped."""
@@ -164,6 +167,22 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of `parameters`: of a sparse one its values, coalesced; nothing of empty ones.
+
+    Mutates: `parameter.grad` of sparse gradients; what is written to the tensors changes the gradients.
+    """
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            parameter.grad = gradient = gradient.coalesce()
+            gradient = gradient._values()
+        if gradient is not None and gradient.numel():
+            found.append(gradient)
+    return found
 
 
 def floats_to(batch: T, dtype: torch.dtype) -> T:

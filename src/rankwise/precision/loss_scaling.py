@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
-from rankwise.precision.base import DtypePrecision
+from rankwise.precision.base import DtypePrecision, gradient_values
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -152,7 +152,7 @@ class ScaledPrecision(DtypePrecision):
         self._stepped.clear()
 
     def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        return [one.grad for one in self.main_parameters(optimizer) if one.grad is not None]
+        return gradient_values(self.main_parameters(optimizer))
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the numbers only, without tensors and optimizers."""

@@ -329,6 +329,8 @@ class Strategy(ABC):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and prepare it for training; return the module to call."""
         module = self.module_to_device(self.precision.convert_module(module))
+        if self.world_size > 1:
+            self.gradients.check_module(module)
         self.gradients.prepare(module, self.data_parallel_group)
         return module
 

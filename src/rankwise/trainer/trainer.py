@@ -370,6 +370,8 @@ class Trainer:
             check_manual(model, self.strategy, self.options)
             check_hook(self.strategy, self.on_nonfinite)
             check_can_compare(self.strategy, self.check_ranks_every_n_steps)
+            if self.world_size > 1:
+                self.strategy.gradients.check_module(model)
             check_hyper_parameters(self.context(model))
         for phase, given in stage.loaders.items():
             check_loaders(stage.name, phase, given, self.options, self.world_size)

@@ -45,10 +45,9 @@ def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[in
     parameters = _trainable(module)
     is_static = getattr(wrapped, "static_graph", False)  # later steps must have the graph of the first pass
     is_complete = sorted(order) == list(range(len(parameters)))
-    is_sparse = any(getattr(submodule, "sparse", False) for submodule in module.modules())
-    is_complex = any(parameter.is_complex() for parameter in module.parameters())
-    if module is wrapped or is_static or not is_complete or is_sparse or is_complex:
+    if module is wrapped or is_static or not is_complete:
         return
+    sparse = {id(one) for name in sparse_layers(module) for one in module.get_submodule(name).parameters()}
 
     def touch() -> Tensor:
         total = torch.zeros((), device=strategy.root_device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
 from rankwise.gradient_sync.comm_hook import hook_of
-from rankwise.gradient_sync.parameters import share_buffers_next
+from rankwise.gradient_sync.parameters import check_dense, share_buffers_next
 from rankwise.trainer.loops.closures import mean_loss
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.uneven_inputs import discard_new_gradients
@@ -52,6 +52,12 @@ def check_manual(module: TrainingModule, strategy: Strategy, settings: TrainerOp
             f"weights; gradient_weighting={weighting!r}.",
             remedy='comm_hook="fp16_compress" or "bf16_compress", with gradient_weighting="samples" or None.',
         )
+    if strategy.world_size > 1:
+        check_dense(module, _name_of(module))
+
+
+def _name_of(module: nn.Module) -> str:
+    return f"{type(module).__name__}'s manual optimisation"
 
 
 @final
@@ -82,6 +88,8 @@ class ManualOptimization:
         self._weight: float = 1.0
         self._loss_weight: float | Tensor = 1.0  # of the last backward pass
         self._weights = self._strategy.gradients.new_weights()
+        if self._strategy.world_size > 1:
+            check_dense(self._module, _name_of(self._module))
         self._guard = NonFiniteGuard(context)
         self._parameters: list[Tensor] = []
         self._is_blocked = False

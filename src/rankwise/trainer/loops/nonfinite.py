@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rankwise.errors import ConfigurationError, NonFiniteLossError
-from rankwise.precision import MasterWeightsPrecision, are_finite
+from rankwise.precision import MasterWeightsPrecision, are_finite, gradient_values
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -95,7 +95,6 @@ class NonFiniteGuard:
     def _are_finite(self, optimizer: Optimizer) -> bool:
         precision = self._strategy.precision
         precision.unscale_gradients(optimizer)
-        parameters = precision.main_parameters(optimizer)
-        is_finite = are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
+        is_finite = are_finite(gradient_values(precision.main_parameters(optimizer)))
         must_agree = self._may_differ or precision.agree is not None
         return self._strategy.reduce_boolean_decision(is_finite) if must_agree else is_finite

@@ -1,0 +1,156 @@
+"""Sparse gradients, of `nn.Embedding(sparse=True)`, on two real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rankwise import TrainingModule
+from rankwise.errors import ConfigurationError, WorkerRaisedError
+from tests.process.helpers import ddp
+from tests.process.training_tasks import quiet_trainer
+
+ROWS, BATCH = 10, 3
+
+
+class Embedded(TrainingModule):
+    """Regression on embeddings, whose last parameter, in DDP's first bucket, has sparse gradients too."""
+
+    def __init__(self, is_sparse: bool = True, *, is_manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Embedding(ROWS, 4, sparse=is_sparse).double()
+        self.hidden = nn.Linear(4, 4).double()
+        self.last = nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=is_sparse).double()
+        self.automatic_optimization = not is_manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        numbers, targets = batch
+        prediction = self.hidden(self.first(numbers)) + self.last(numbers.unsqueeze(1))
+        loss: Tensor = (prediction.sum(dim=1) - targets).square().mean()
+        if self.automatic_optimization:
+            if self.trainer.strategy.gradient_weighting == "logged":
+                self.log_weight(len(numbers))
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def samples(bad: int | None = None) -> TensorDataset:
+    """Return samples of which two ranks have one batch of each size; `bad` is the number of one with NaN."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, ROWS, (28,), generator=generator)
+    targets = torch.randn(28, dtype=torch.float64, generator=generator)
+    if bad is not None:
+        targets[bad] = float("nan")
+    return TensorDataset(numbers, targets)
+
+
+def expected(trainer_options: dict[str, Any], bad: int | None) -> list[Tensor]:
+    """Return the weights of one process with dense gradients, on the batches of both ranks."""
+    module = Embedded(is_sparse=False)
+    trainer = quiet_trainer("single_device", 1, max_epochs=2, **trainer_options)
+    trainer.fit(module, DataLoader(samples(bad), batch_size=2 * BATCH))
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer_options", "atol"),
+    [
+        ({"gradient_weighting": "samples"}, {}, 1e-12),
+        ({"gradient_weighting": "logged"}, {"gradient_clip_val": 0.3}, 1e-12),
+        (
+            {"gradient_weighting": "logged", "find_unused_parameters": True},
+            {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+            1e-12,
+        ),
+        ({"gradient_weighting": "logged", "comm_hook": "fp16_compress"}, {}, 1e-2),
+        ({"gradient_weighting": "samples", "comm_hook": "bf16_compress"}, {"on_nonfinite": "skip"}, 1e-1),
+        ({"gradient_weighting": "samples", "comm_hook": "allreduce", "comm_wrapper": "fp16"}, {}, 1e-2),
+        (
+            {
+                "gradient_weighting": "samples",
+                "comm_hook": "powersgd:start_powerSGD_iter=2,matrix_approximation_rank=4",
+            },
+            {},
+            1e-12,
+        ),
+    ],
+)
+def test_ranks_equal_one_process(
+    options: dict[str, Any], trainer_options: dict[str, Any], atol: float
+) -> None:
+    """Hooks, weights, clipping and skipped steps: the weights of one process with dense gradients."""
+    bad = 20 if "on_nonfinite" in trainer_options else None
+    module = Embedded()
+    trainer = quiet_trainer(ddp("fork", **options), 2, max_epochs=2, **trainer_options)
+    trainer.fit(module, DataLoader(samples(bad), batch_size=BATCH))
+    for own, other in zip(module.parameters(), expected(trainer_options, bad), strict=True):
+        torch.testing.assert_close(own.detach(), other, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_one_process_too(number: int) -> None:
+    """Clipping and skipping do not need several ranks."""
+    for algorithm in ("norm", "value"):
+        options = {"on_nonfinite": "skip", "gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
+        module = Embedded()
+        trainer = quiet_trainer("single_device", 1, max_epochs=2, accumulate_grad_batches=number, **options)
+        trainer.fit(module, DataLoader(samples(20), batch_size=2 * BATCH))
+        dense = expected({**options, "accumulate_grad_batches": number}, 20)
+        for own, other in zip(module.parameters(), dense, strict=True):
+            torch.testing.assert_close(own.detach(), other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "words"),
+    [
+        ({"sync_mode": "forced_sync"}, Embedded(), "forced_sync.* sparse gradients"),
+        ({}, Embedded(is_manual=True), "manual optimisation.* sparse gradients"),
+    ],
+)
+def test_refused_before_anything_starts(options: dict[str, Any], module: Embedded, words: str) -> None:
+    """Where rankwise averages itself, in dense buckets, the layers are named in the caller."""
+    trainer = quiet_trainer(ddp("fork", **options), 2, max_epochs=1)
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        trainer.fit(module, DataLoader(samples(), batch_size=BATCH))
+    assert "first, last" in str(caught.value)
+
+
+class MadeInSetup(Embedded):
+    """Makes its layers on the ranks."""
+
+    def setup(self, stage: str) -> None:
+        self.first = nn.Embedding(ROWS, 4, sparse=True).double()
+
+    def __init__(self, *, is_manual: bool) -> None:
+        super().__init__(is_sparse=False, is_manual=is_manual)
+
+
+@pytest.mark.parametrize("is_manual", [True, False])
+def test_refused_on_every_rank(is_manual: bool) -> None:
+    """Layers that exist on the ranks only are refused before the first step."""
+    strategy = ddp("fork", sync_mode="auto" if is_manual else "forced_sync")
+    with pytest.raises(WorkerRaisedError, match=r"sparse gradients[\s\S]*the same on global_rank") as caught:
+        quiet_trainer(strategy, 2, max_epochs=1).fit(
+            MadeInSetup(is_manual=is_manual), DataLoader(samples(), batch_size=BATCH)
+        )
+    assert caught.value.exception_type == ConfigurationError.__name__
+
+
+def test_one_process_averages_nothing() -> None:
+    """Manual optimisation in one process has no gradients to average."""
+    module = Embedded(is_manual=True)
+    quiet_trainer("single_device", 1, max_epochs=2).fit(module, DataLoader(samples(), batch_size=2 * BATCH))
+    for own, other in zip(module.parameters(), expected({}, None), strict=True):
+        torch.testing.assert_close(own.detach(), other, rtol=0, atol=1e-12)
