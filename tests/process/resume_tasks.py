@@ -61,6 +61,24 @@ class Weighing(Net):
         return super().training_step(batch, batch_idx)
 
 
+class Looking(Net):
+    """Has an embedding with sparse gradients in the middle, and a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(SAMPLES, WIDTH, sparse=True)
+        self.phases = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        phases = torch.view_as_real(self.phases).sum(dim=1)
+        return super().training_step(
+            (batch[0] * phases + self.rows(batch[1].long()[:, 0]), batch[1]), batch_idx
+        )
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 class Noting(Net):
     """Writes down which samples each rank trains on, a file for each step."""
 
@@ -126,6 +144,7 @@ def train(
     module: Net | None = None,
     samples: Noisy | None = None,
     ckpt_path: str | None = "last",
+    accumulate: int = 1,
 ) -> Trainer:
     """Train from the last checkpoint on, if there is one; return the Trainer."""
     seed_everything(seed)
@@ -136,6 +155,7 @@ def train(
         max_epochs=max_epochs,
         callbacks=[*([kill] if isinstance(kill, Callback) else []), saving],
         plugins=kill if isinstance(kill, CheckpointIO) else None,
+        accumulate_grad_batches=accumulate,
         logger=False,
         enable_progress_bar=False,
         default_root_dir=folder,

@@ -13,7 +13,17 @@ import torch
 from rankwise.errors import WorkerKilledError
 from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import ddp, with_tests
-from tests.process.resume_tasks import SAMPLES, KillAt, KillWhileSaving, Noting, Weighing, everything, train
+from tests.process.resume_tasks import (
+    SAMPLES,
+    KillAt,
+    KillWhileSaving,
+    Looking,
+    Net,
+    Noting,
+    Weighing,
+    everything,
+    train,
+)
 
 
 def strategy(devices: int, **options: Any) -> Any:
@@ -38,17 +48,31 @@ def test_killed_run_ends_the_same(devices: int, workers: int, tmp_path: Path) ->
     assert killed_and_resumed(devices, tmp_path / "parts", kills, workers) == whole
 
 
-def test_logged_weights_go_on(tmp_path: Path) -> None:
-    """A run with `gradient_weighting="logged"` ends the same if it stopped in between."""
+@pytest.mark.parametrize(("weighting", "module"), [("logged", Weighing), (None, Looking)])
+def test_it_goes_on_to_the_bit(weighting: str | None, module: type[Net], tmp_path: Path) -> None:
+    """A run with logged weights, or with sparse and complex gradients, ends the same if it stopped."""
 
     def run(folder: str, max_epochs: int) -> dict[str, Any]:
-        weighing = strategy(3, gradient_weighting="logged")
-        return everything(
-            train(weighing, tmp_path / folder, seed=3, max_epochs=max_epochs, module=Weighing())
-        )
+        weighing = strategy(3, gradient_weighting=weighting)
+        return everything(train(weighing, tmp_path / folder, seed=3, max_epochs=max_epochs, module=module()))
 
     run("parts", 1)
     assert run("parts", 2) == run("whole", 2)
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_a_static_graph_goes_on(devices: int, tmp_path: Path) -> None:
+    """Two ranks end with the same bits; three, whose first buckets are others, with the same numbers."""
+
+    def run(folder: str, max_epochs: int) -> dict[str, Any]:
+        static = strategy(devices, static_graph=True)
+        return everything(train(static, tmp_path / folder, seed=3, max_epochs=max_epochs, accumulate=3))
+
+    run("parts", 1)
+    resumed, whole = run("parts", 2), run("whole", 2)
+    assert resumed == whole or devices == 3
+    for name, values in whole["weights"].items():
+        torch.testing.assert_close(torch.tensor(resumed["weights"][name]), torch.tensor(values))
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])

@@ -30,13 +30,15 @@ from rankwise.gradient_sync.parameters import (
     trained_parameters,
 )
 from rankwise.gradient_sync.tracking import TrackedModule, rebuild_reducer
-from rankwise.gradient_sync.unused import UnusedParameterMonitor, check_finished, record_reduced_names
+from rankwise.gradient_sync.unused import UnusedParameterMonitor, record_reduced_names
 from rankwise.gradient_sync.weights import (
     WeightAccumulator,
     WeightCarrier,
     WeightedReduction,
     WeightUnit,
+    check_averaged,
     divide,
+    local_gradients_kept,
     missing_gradient_error,
     weighted,
 )
@@ -338,11 +340,13 @@ class GradientSync:
         before = None if carrier is None else carrier.before()
         counting = nullcontext() if weights is None else self.counting(weights, carrier)
         checked = nullcontext() if tracked is None else tracked.checked()
-        with counting, checked, no_sync(module, not is_reducing):
+        is_first = is_reducing and not is_final_microbatch and self.mode is GradientSyncMode.SINGLE_AUTO_SYNC
+        kept = local_gradients_kept(module, carrier) if is_first else nullcontext()
+        with kept, counting, checked, no_sync(module, not is_reducing):
             yield
         is_averaged = isinstance(module, DistributedDataParallel) and is_reducing
         if isinstance(module, DistributedDataParallel) and is_averaged:
-            _check_averaged(module, carrier, before)
+            check_averaged(module, carrier, before)
         if is_final_microbatch:
             self._end_window(module, own, used, parameters_of, group, is_averaged=is_averaged)
         if is_averaged and own.monitor is not None:
@@ -382,7 +386,8 @@ class GradientSync:
             return False
         if is_final_microbatch or self.mode is GradientSyncMode.MULTI_AUTO_SYNC:
             return True
-        # DDP records a static graph in its first backward pass, and fails if that one does not average.
+        # DDP records a static graph in its first backward pass, and fails if that one does not average. What
+        # it averages there is not used: it would be rounded twice, in this window and in no other.
         is_first = bool(getattr(module, "static_graph", False)) and module not in _recorded_graphs
         if is_first:
             _recorded_graphs.add(module)
@@ -519,15 +524,6 @@ class GradientSync:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._clear()
-
-
-def _check_averaged(module: DistributedDataParallel, carrier: WeightCarrier | None, before: Any) -> None:
-    """Check that DDP has averaged all gradients in the last backward pass, and the weight with them."""
-    if carrier is not None:
-        carrier.check_weighted()
-    check_finished(module)
-    if carrier is not None:
-        carrier.check_after(before)
 
 
 def _divide(module: DistributedDataParallel, own: _OfModule, others: Sequence[Tensor]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -20,6 +20,7 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError, ProcessGro
 from rankwise.gradient_sync.buckets import FULL_PRECISION, FlatGradients, mean_over_ranks
 from rankwise.gradient_sync.hook_registry import averaged
 from rankwise.gradient_sync.parameters import trained_parameters
+from rankwise.gradient_sync.unused import check_finished
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -261,6 +262,34 @@ def weighted(loss: Tensor, weight: float, zeros: Sequence[Tensor]) -> Tensor:
         return loss * weight
     zero = sum(zeros[1:], zeros[0])
     return torch.add(zero if zero.device == loss.device else zero.to(loss.device), loss, alpha=weight)
+
+
+@contextmanager
+def local_gradients_kept(module: nn.Module, carrier: WeightCarrier | None) -> Iterator[None]:
+    """Give parameters the gradients that they have in the block before DDP averages them."""
+    parameters = [*trained_parameters(module), *([] if carrier is None else [carrier.total])]
+    local: dict[Tensor, Tensor] = {}
+
+    def keep(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            local[parameter] = parameter.grad.clone()
+
+    with ExitStack() as handles:
+        for parameter in parameters:
+            handles.enter_context(parameter.register_post_accumulate_grad_hook(keep))
+        yield
+    for parameter, gradient in local.items():
+        if parameter.grad is not None:
+            parameter.grad.copy_(gradient)
+
+
+def check_averaged(wrapped: DistributedDataParallel, carrier: WeightCarrier | None, before: Any) -> None:
+    """Check that DDP has averaged all gradients in the last backward pass, and the weight with them."""
+    if carrier is not None:
+        carrier.check_weighted()
+    check_finished(wrapped)
+    if carrier is not None:
+        carrier.check_after(before)
 
 
 def divide(parameters: Iterable[Tensor], mean: float | Tensor) -> None:

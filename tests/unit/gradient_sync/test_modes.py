@@ -83,6 +83,24 @@ def test_a_static_graph_may_accumulate() -> None:
         assert_close(result, alone(model, [batch(rank, number) for rank in range(2) for number in range(3)]))
 
 
+@pytest.mark.parametrize("weighting", [None, "logged"])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_static_graph_has_equal_windows(weighting: str | None, view: bool) -> None:
+    """The first window gives the same bits as later ones, so that a run can resume with any of them."""
+
+    def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[list[torch.Tensor | None]]:
+        results = []
+        for _ in range(3):
+            wrapped.zero_grad()
+            results.append(accumulate(strategy, wrapped, (2, 1, 3), weighted=weighting is not None))
+        return results
+
+    options: dict[str, Any] = {"gradient_weighting": weighting, "gradient_as_bucket_view": view}
+    for first, *others in on_ranks(2, work, net(), static_graph=True, **options):
+        for other in others:
+            assert_close(first, other, atol=0)
+
+
 @pytest.mark.parametrize("mode", [*MODES, "auto"])
 def test_ddp_sync_context_without_a_trainer(mode: str) -> None:
     """Composer's `_ddp_sync_context`: the same gradients in any training loop, under each mode."""

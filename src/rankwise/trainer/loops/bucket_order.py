@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.gradient_sync.parameters import sparse_layers
+
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.state import LoopContext
@@ -52,7 +54,11 @@ def replay_gradient_order(strategy: Strategy, wrapped: nn.Module, order: list[in
     def touch() -> Tensor:
         total = torch.zeros((), device=strategy.root_device)
         for number in reversed(order):  # the backward pass reaches the last term first
-            total = total + parameters[number].sum().float() * 0
+            parameter: Tensor = parameters[number]
+            if id(parameter) in sparse:  # its gradient must be sparse here, too
+                row = torch.zeros(1, dtype=torch.long, device=parameter.device)
+                parameter = nn.functional.embedding(row, parameter, sparse=True)
+            total = total + parameter.sum().abs().float() * 0
         return total
 
     module.__dict__[_ATTRIBUTE] = touch  # call_method takes a name; not in nn.Module's registries
