@@ -1,4 +1,4 @@
-"""docs/features.md: every row names existing tests, one of them on several processes."""
+"""docs/features.md: every row names existing tests, one on several processes; so do the limits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "features.md"
+LIMITS = REPOSITORY / "docs" / "gradients.md"
 ON_PROCESSES = tuple(f"tests/{folder}/" for folder in ("process", "contract", "cluster", "gpu"))
 
 
-def rows() -> list[tuple[str, list[str]]]:
+def rows(page: str = PAGE.read_text()) -> list[tuple[str, list[str]]]:
     """Return each row's feature, and the tests that it names."""
-    lines = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     rows = [(cells[0], re.findall(r"`(tests/[^`]+)`", cells[-1])) for cells in lines]
     return [(feature, tests) for feature, tests in rows if feature != "| feature"]
 
@@ -32,6 +33,14 @@ def names_in(path: str) -> set[str]:
     return {name for name in found if name.rpartition("::")[2].startswith("test_")}
 
 
+def missing(tests: list[str]) -> list[str]:
+    """Return the tests that do not exist."""
+    named = [(test, *test.split("::", 1)) for test in tests]
+    return [
+        test for test, path, name in named if not (REPOSITORY / path).is_file() or name not in names_in(path)
+    ]
+
+
 def test_there_are_rows() -> None:
     """The page is not empty, and no feature stands there twice."""
     features = [feature for feature, _ in rows()]
@@ -42,10 +51,15 @@ def test_there_are_rows() -> None:
 @pytest.mark.parametrize(("feature", "tests"), rows())
 def test_feature(feature: str, tests: list[str]) -> None:
     """The tests of a row exist, and one of them runs real processes."""
-    missing = []
-    for test in tests:
-        path, _, name = test.partition("::")
-        if not (REPOSITORY / path).is_file() or name not in names_in(path):
-            missing.append(test)
-    assert missing == []
+    assert missing(tests) == []
     assert any(test.startswith(ON_PROCESSES) for test in tests), feature
+
+
+def test_limits() -> None:
+    """Each row of docs/gradients.md, "Limits", names tests, all of which exist."""
+    _, _, section = LIMITS.read_text().partition("\n## Limits\n")
+    limits = [(what, tests) for what, tests in rows(section) if what != "| what"]
+    assert len(limits) > 20
+    for what, tests in limits:
+        assert tests, what
+        assert missing(tests) == [], what

@@ -1,0 +1,54 @@
+"""What N ranks do not compute as one process does: see the table in docs/gradients.md."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.threaded import ThreadedStrategy
+from tests.unit.gradient_sync.helpers import (
+    FEATURES,
+    alone,
+    assert_close,
+    batch,
+    gradients,
+    loss_of,
+    net,
+    on_ranks,
+)
+
+
+def own_step(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
+    """Return the gradients after one batch on each rank."""
+    with strategy.gradient_sync_context(wrapped):
+        loss_of(wrapped, batch(strategy.global_rank, size=4)).backward()
+    return gradients(strategy.unwrap_module(wrapped))
+
+
+def test_batch_normalisation_uses_each_ranks_batch() -> None:
+    """Without `sync_batchnorm` the gradients are the mean of those of the ranks' own batches."""
+    model = nn.Sequential(nn.BatchNorm1d(FEATURES), net()).double()
+    by_rank = [alone(model, [batch(rank, size=4)]) for rank in range(2)]
+    means = [None if a is None or b is None else (a + b) / 2 for a, b in zip(*by_rank, strict=True)]
+    for result in on_ranks(2, own_step, model):
+        assert_close(result, means)
+        with pytest.raises(AssertionError):
+            assert_close(result, alone(model, [batch(rank, size=4) for rank in range(2)]), 1e-3)
+
+
+def test_a_loss_that_is_a_sum() -> None:
+    """Averaged over N ranks, gradients of sums are one N-th of one process's."""
+
+    def step(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
+        with strategy.gradient_sync_context(wrapped):
+            (loss_of(wrapped, batch(strategy.global_rank)) * 2).backward()  # a sum over two samples
+        return gradients(strategy.unwrap_module(wrapped))
+
+    model = net()
+    single = copy.deepcopy(model)
+    (loss_of(single, torch.cat([batch(rank) for rank in range(2)])) * 4).backward()
+    for result in on_ranks(2, step, model):
+        assert_close([None if each is None else each * 2 for each in result], gradients(single))
