@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rankwise import Trainer
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint
 from rankwise.loggers import CSVLogger
-from tests.process.training_tasks import Regression, dataset, loader, quiet_trainer
+from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
 ELSEWHERE = ["ddp_spawn", "ddp_fork", "ddp_forkserver"]
 
@@ -101,6 +102,40 @@ def test_a_second_run_has_a_last_checkpoint_of_its_own(tmp_path: Path) -> None:
         found = {path.name: torch.load(path)["global_step"] for path in tmp_path.iterdir()}
         assert found == steps
         assert Path(saving.last_model_path) == tmp_path / list(steps)[-1]
+
+
+class Adapter(nn.Module):
+    """A trained layer beside one that it keeps, as adapters for fine-tuning have."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.added = nn.Linear(FEATURES, 7).double()
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x) + self.added(x)
+
+
+class Adapted(Regression):
+    """Replaces a layer when a fit begins."""
+
+    def setup(self, stage: str) -> None:
+        torch.manual_seed(8)
+        self.net[0] = Adapter(self.net[0])
+
+
+def test_replaced_submodules_come_back() -> None:
+    """What `setup` makes of the layers is in the caller, around the layers that it has."""
+    expected, module = Adapted(), Adapted()
+    first = module.net[0]
+    for each, strategy, devices in ((expected, "single_device", 1), (module, "ddp_fork", 2)):
+        quiet_trainer(strategy, devices, max_steps=3).fit(each, loader(24, 8 // devices))
+    assert list(module.state_dict()) == list(expected.state_dict())
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=1e-12)
+    x = dataset(15).tensors[0]
+    torch.testing.assert_close(module(x), expected(x), rtol=0, atol=1e-12)
+    assert module.net[0].base is first
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_forkserver"])

@@ -13,16 +13,20 @@ import pickle
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from multiprocessing import reduction
 from typing import Any, final
 
 import torch
 
-from rankwise.errors import NotPicklableError
+from rankwise.errors import NotPicklableError, text_of
 
 _HEADER = struct.Struct("!Q")
 _ALIGNMENT = 64
+_NOTHING: Mapping[str, object] = {}
+_sent_by_name = ContextVar("sent_by_name", default=_NOTHING)
+_read_by_name = ContextVar("read_by_name", default=_NOTHING)
 
 
 def create_memory_file() -> int:
@@ -53,6 +57,21 @@ def owned_descriptor(cleanup: ExitStack) -> Descriptor:
     descriptor = create_memory_file()
     cleanup.callback(os.close, descriptor)
     return Descriptor(descriptor)
+
+
+def send_by_name(objects: Mapping[str, object]) -> None:
+    """Pack only the names of these objects from now on, as the reader has its own; see `read_by_name`."""
+    _sent_by_name.set(objects)
+
+
+@contextmanager
+def read_by_name(objects: Mapping[str, object]) -> Iterator[None]:
+    """In the block, put these objects where a value was packed with their names."""
+    token = _read_by_name.set(objects)
+    try:
+        yield
+    finally:
+        _read_by_name.reset(token)
 
 
 def pack(value: object, descriptor: int) -> None:
@@ -108,8 +127,11 @@ class _Pickler(pickle.Pickler):
         self.storages: list[tuple[int, torch.UntypedStorage]] = []
         self.size = 0
         self._places: dict[int, int] = {}
+        self._names = {id(named): name for name, named in _sent_by_name.get().items()}
 
-    def persistent_id(self, obj: object) -> tuple[int, int, torch.dtype | None] | None:
+    def persistent_id(self, obj: object) -> tuple[int, int, torch.dtype | None] | str | None:
+        if (name := self._names.get(id(obj))) is not None:
+            return name
         storage, dtype = obj, None
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype = obj._untyped_storage, obj.dtype
@@ -144,7 +166,9 @@ class _Unpickler(pickle.Unpickler):
         found = super().find_class(module, name)
         return _rebuild_tensor if found is torch._utils._rebuild_tensor_v3 else found
 
-    def persistent_load(self, pid: tuple[int, int, torch.dtype | None]) -> object:
+    def persistent_load(self, pid: tuple[int, int, torch.dtype | None] | str) -> object:
+        if isinstance(pid, str):
+            return _read_by_name.get()[pid]
         offset, size, dtype = pid
         storage = self._storages.get(offset) if size else torch.UntypedStorage(0)
         if storage is None:
@@ -165,7 +189,7 @@ def pack_or_explain(value: object, descriptor: int, start_method: str, roots: Ma
         pack(value, descriptor)
     except Exception as error:  # noqa: BLE001  pickling runs anybody's code
         path, culprit = _find(roots)
-        reason = str(culprit or error).partition("\n")[0]
+        reason = text_of(culprit or error).partition("\n")[0]
         raise NotPicklableError(path=path, reason=reason, start_method=start_method) from None
 
 

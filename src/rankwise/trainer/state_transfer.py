@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from rankwise.errors import ConfigurationError
 from rankwise.nested import map_tensors
+from rankwise.processes.shared_memory import send_by_name
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metrics import Results
 
@@ -33,8 +34,8 @@ _METRICS = {  # keys in checkpoints, and attributes of `TrainerState`
 class CallerState:
     """What the calling process gets after a stage that ran in other processes; picklable, on the CPU."""
 
-    tensors: dict[str, Tensor]  # every parameter and buffer of the module, by dotted name
-    new_modules: dict[str, nn.Module]  # submodules that the stage has added, by dotted name
+    values: dict[str, tuple[Tensor, bool] | None]  # of the parameters that the caller has, by `named_parts`
+    contents: dict[str, _Contents]  # of the submodules that the caller has; others are in these
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     callbacks: list[dict[str, Any]]
@@ -47,13 +48,13 @@ class CallerState:
 
 
 def capture(
-    context: LoopContext, known_modules: set[str], callbacks: list[Callback], loggers: list[Logger]
+    context: LoopContext, known: dict[str, object], callbacks: list[Callback], loggers: list[Logger]
 ) -> CallerState | None:
     """Return the state on each node's first rank, for the calling process there; None on the others.
 
-    Moves the module to the CPU. The other arguments are what the calling process has: the dotted names of
-    submodules, callbacks and loggers. Collective: every rank must call this, as sharded optimizers gather
-    their state.
+    Moves the module to the CPU. The other arguments are what the calling process has: the `named_parts` of
+    the module, which are sent by name, callbacks and loggers. Collective: every rank must call this, as
+    sharded optimizers gather their state.
     """
     strategy, module = context.strategy, context.module
     module.cpu()
@@ -64,15 +65,14 @@ def capture(
         optimizers = strategy.broadcast(optimizers)
     if strategy.local_rank != 0:
         return None
+    send_by_name(known)
+    present = set(map(id, module.modules()))
     return CallerState(
-        tensors={
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        },
-        new_modules={
-            name: submodule  # with its own submodules
-            for name, submodule in module.named_modules(remove_duplicate=False)
-            if name not in known_modules and name.rpartition(".")[0] in known_modules
+        values={name: _value_of(part) for name, part in known.items() if isinstance(part, nn.Parameter)},
+        contents={
+            name: _Contents(part)
+            for name, part in known.items()
+            if isinstance(part, nn.Module) and id(part) in present
         },
         optimizers=_on_cpu(optimizers),
         schedulers=_on_cpu(schedulers),
@@ -93,12 +93,7 @@ def _on_cpu(state: Any) -> Any:
 def restore(context: LoopContext, state: CallerState) -> None:
     """Give the calling process's objects the worker's state; parameters keep their identity."""
     module = context.module
-    for name, submodule in state.new_modules.items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, submodule)
-    for name, tensor in state.tensors.items():
-        owner, _, leaf = name.rpartition(".")
-        _put(module.get_submodule(owner), leaf, tensor)
+    _restore_module(module, state)
     module.hparams = state.hparams
     for field in dataclasses.fields(state.trainer):
         setattr(context.state, field.name, getattr(state.trainer, field.name))
@@ -118,24 +113,78 @@ def restore(context: LoopContext, state: CallerState) -> None:
     context.strategy.precision.load_state_dict(state.precision)
 
 
-def _put(owner: nn.Module, name: str, value: Tensor) -> None:
-    """Set a parameter or buffer, in place if its shape and dtype allow it."""
-    is_parameter = isinstance(value, nn.Parameter)
-    current = (owner._parameters if is_parameter else owner._buffers).get(name)
-    if isinstance(current, (UninitializedParameter, UninitializedBuffer)):
-        current.materialize(value.shape, dtype=value.dtype)
-    if is_parameter and current is not None and current.dtype != value.dtype:
-        current.data = value.data  # the stage converted it
-        current.requires_grad_(value.requires_grad)
-    elif current is None or current.shape != value.shape or current.dtype != value.dtype:
-        if is_parameter or name in owner._buffers:
-            setattr(owner, name, value)
-        else:
-            owner.register_buffer(name, value)
+def named_parts(module: nn.Module) -> dict[str, object]:
+    """Return a module's submodules and parameters by names, which its copies in other processes have too."""
+    modules = {f"module {name}": part for name, part in module.named_modules(remove_duplicate=False)}
+    parameters = {f"parameter {name}": part for name, part in module.named_parameters(remove_duplicate=False)}
+    return {**modules, **parameters}
+
+
+def _value_of(parameter: nn.Parameter) -> tuple[Tensor, bool] | None:
+    is_empty = isinstance(parameter, UninitializedParameter)
+    return None if is_empty else (parameter.detach(), parameter.requires_grad)
+
+
+def _restore_module(module: nn.Module, state: CallerState) -> None:
+    """Give a module the worker's parameters, buffers and submodules; known ones stay the same objects."""
+    parts: dict[str, Any] = named_parts(module)
+    for name, value in state.values.items():
+        if value is not None:
+            _put(parts[name], *value)
+    for name, contents in state.contents.items():
+        contents.give_to(parts[name])
+
+
+def _put(parameter: nn.Parameter, value: Tensor, requires_grad: bool) -> None:
+    """Set a parameter, in place if its shape and dtype allow it."""
+    if isinstance(parameter, UninitializedParameter):
+        parameter.materialize(value.shape, dtype=value.dtype)
+    if parameter.shape != value.shape or parameter.dtype != value.dtype:
+        parameter.data = value  # the stage converted it
     else:
         with torch.no_grad():
-            current.copy_(value)
-        current.requires_grad_(value.requires_grad)
+            parameter.copy_(value)
+    parameter.requires_grad_(requires_grad)
+
+
+@final
+class _Contents:
+    """What one submodule consists of."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = dict(module._modules.items())
+        self._parameters = dict(module._parameters.items())
+        self._buffers = dict(module._buffers.items())
+        self._transient = module._non_persistent_buffers_set
+        self._training = module.training
+
+    def give_to(self, module: nn.Module) -> None:
+        """Make a module consist of it. Buffers keep their identity, if their shape and dtype allow it."""
+        buffers = {name: _kept(module._buffers.get(name), value) for name, value in self._buffers.items()}
+        _replace(module, module._modules, self._modules)
+        _replace(module, module._parameters, self._parameters)
+        _replace(module, module._buffers, buffers)
+        module._non_persistent_buffers_set = self._transient
+        module.training = self._training
+
+
+def _replace(owner: nn.Module, mapping: dict[str, Any], new: dict[str, Any]) -> None:
+    if list(map(id, mapping.values())) == list(map(id, new.values())) and list(mapping) == list(new):
+        return
+    for name in new:
+        owner.__dict__.pop(name, None)  # a plain attribute hides it
+    mapping.clear()
+    mapping.update(new)
+
+
+def _kept(current: Tensor | None, value: Tensor | None) -> Tensor | None:
+    """Return the buffer that has the value: the current one, changed in place, if that is possible."""
+    if current is None or value is None or is_lazy(current) or is_lazy(value):
+        return value
+    if current.shape != value.shape or current.dtype != value.dtype:
+        return value
+    with torch.no_grad():
+        return current.copy_(value)
 
 
 def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import InvalidTypeError, LifecycleError
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.processes.shared_memory import read_by_name
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
@@ -23,7 +24,7 @@ from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import Hooks, TrainingModule
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state import LoopContext, Progress, StageName, StageState, TrainerState
-from rankwise.trainer.state_transfer import CallerState, capture, restore
+from rankwise.trainer.state_transfer import CallerState, capture, named_parts, restore
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -136,7 +137,8 @@ class Trainer:
         epoch_results: what was logged in the current training epoch so far.
         callback_metrics: the last value of everything logged.
         logged_metrics: the last values that loggers got.
-        optimizers: the optimizers, once `fit` has created them; also after a fit in other processes.
+        optimizers: the optimizers, once `fit` has created them; also after a fit in other processes. Sharded
+            ones exist within a fit only.
         lr_scheduler_configs: the learning rate schedulers, and when they step.
         should_stop: set it, on one rank or on several, to end training on all after the same optimizer step.
 
@@ -344,13 +346,11 @@ class Trainer:
                 stage.checkpoint = self.strategy.load_checkpoint(stage.checkpoint_path)
         self._set_module(model, stage.name)
         self.ckpt_path = stage.checkpoint_path or None
-        value, state = self.strategy.launch(
-            _run_on_rank,
-            model=model,
-            trainer=self,
-            stage=stage,
-            brings_state_back=not self.strategy.runs_in_caller,
-        )
+        brings_state_back = not self.strategy.runs_in_caller
+        with read_by_name(named_parts(model) if brings_state_back else {}):
+            value, state = self.strategy.launch(
+                _run_on_rank, model=model, trainer=self, stage=stage, brings_state_back=brings_state_back
+            )
         if state is not None:
             restore(self.context(model), state)
         return value
@@ -539,7 +539,7 @@ def _run_on_rank(
     brings_state_back: bool,
 ) -> tuple[Any, CallerState | None]:
     """Run a stage on this rank; return its value, and the state for this node's caller. Collective."""
-    known_modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known = named_parts(model) if brings_state_back else {}
     callbacks, loggers = list(trainer.callbacks), list(trainer.loggers)  # the calling process has no others
     context = trainer.enter_stage(strategy, model, stage.name)
     try:
@@ -547,4 +547,4 @@ def _run_on_rank(
     finally:
         trainer._stage = StageState()
         report_phase("running")
-    return value, capture(context, known_modules, callbacks, loggers) if brings_state_back else None
+    return value, capture(context, known, callbacks, loggers) if brings_state_back else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +16,14 @@ from typing_extensions import override
 from rankwise.environments import ClusterEnvironment
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
+from rankwise.processes.shared_memory import owned_descriptor, pack, read_by_name, unpack
 from rankwise.ranks import RankInfo
 from rankwise.strategies import Strategy
 from rankwise.strategies.placement import Placement
 from rankwise.trainer import Trainer, TrainingModule
+from rankwise.trainer.state_transfer import named_parts
+
+T = TypeVar("T")
 
 
 class Line(TrainingModule):
@@ -112,3 +118,13 @@ def with_second_rank(other: Callable[[Any], Any]) -> WithSecondRank:
     strategy = WithSecondRank(other)
     strategy.bind()
     return strategy
+
+
+def sent_back(work: Callable[[], T], mine: nn.Module) -> T:
+    """Return what a worker's `work` returns, sent to the process that has the module `mine`."""
+    with ExitStack() as cleanup:
+        descriptor = owned_descriptor(cleanup).number
+        contextvars.copy_context().run(lambda: pack(work(), descriptor))
+        with read_by_name(named_parts(mine)):
+            value: T = unpack(descriptor, copy=True)
+            return value

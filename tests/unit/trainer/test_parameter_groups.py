@@ -17,7 +17,7 @@ from rankwise.trainer import Trainer
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state_transfer import restore
 from rankwise.trainer.trainer import _run_on_rank
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, loader, sent_back, trainer
 
 
 class Tuned(Line):
@@ -60,10 +60,13 @@ def fit_elsewhere(train: Trainer, model: Line) -> None:
     stage = Stage("fit", {"train": loader(), "validate": None}, seed=0)
     strategy = copy.copy(train.strategy)
     strategy.precision = pickle.loads(pickle.dumps(strategy.precision))
-    result = strategy.launch(
-        _run_on_rank, model=their_model, trainer=their_train, stage=stage, brings_state_back=True
-    )
-    restore(train.context(model), pickle.loads(pickle.dumps(result[1])))
+
+    def work() -> Any:
+        return strategy.launch(
+            _run_on_rank, model=their_model, trainer=their_train, stage=stage, brings_state_back=True
+        )
+
+    restore(train.context(model), sent_back(work, model)[1])
 
 
 def fit(folder: Path, max_epochs: int, **options: Any) -> tuple[Trainer, Tuned]:

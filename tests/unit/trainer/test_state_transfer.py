@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -16,7 +17,7 @@ from rankwise.trainer import Trainer
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state_transfer import restore
 from rankwise.trainer.trainer import _run_on_rank
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, loader, sent_back, trainer
 
 
 class Growing(Line):
@@ -57,14 +58,119 @@ def fit_elsewhere(train: Trainer, model: Line) -> None:
     their_train, their_model = pickle.loads(pickle.dumps((train, model)))
     stage = Stage("fit", {"train": loader(), "validate": None}, seed=0)
     train._set_module(model, "fit")
-    result = train.strategy.launch(
-        _run_on_rank,
-        model=their_model,
-        trainer=their_train,
-        stage=stage,
-        brings_state_back=True,
-    )
-    restore(train.context(model), pickle.loads(pickle.dumps(result[1])))
+
+    def work() -> Any:
+        return train.strategy.launch(
+            _run_on_rank,
+            model=their_model,
+            trainer=their_train,
+            stage=stage,
+            brings_state_back=True,
+        )
+
+    _, state = sent_back(work, model)
+    restore(train.context(model), state)
+
+
+class Adapter(nn.Module):
+    """Adds a trained layer to one that it keeps, as adapters for fine-tuning do."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.added = nn.Linear(2, 1)
+        self.base = base
+        self.also_base = [base]  # not registered
+
+    def forward(self, x: Tensor) -> Any:
+        return self.also_base[0](x) + self.added(x)
+
+
+class TakesOver(nn.Module):
+    """Uses another layer's weight as its own."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Parameter(torch.ones(1, 2)), weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight + self.first).T
+
+
+class Changing(Line):
+    """Changes its submodules in `setup`, in one of several ways."""
+
+    layer: Any  # a linear layer at first
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.extra = nn.Linear(2, 1)
+        self.late: Any = None
+
+    def setup(self, stage: str) -> None:
+        torch.manual_seed(2)
+        if self.way == "adapter":
+            self.layer = Adapter(self.layer)
+        elif self.way == "compiled":
+            self.layer = torch.compile(self.layer, backend="eager")
+        elif self.way == "removed":
+            del self.extra
+        elif self.way == "moved":
+            layer = self.layer
+            del self.layer
+            self.layer = layer
+        elif self.way == "tied":
+            self.layer.weight = self.extra.weight
+        elif self.way == "taken over":
+            self.layer = TakesOver(self.layer.weight)
+        elif self.way == "was None":
+            self.late = nn.Linear(2, 1)
+        elif self.way == "frozen":
+            self.extra.eval()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        late = 0 if self.late is None else self.late(batch[0])
+        loss = nn.functional.mse_loss(self.layer(batch[0]) + late, batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+WAYS = ["adapter", "compiled", "removed", "moved", "tied", "taken over", "was None", "frozen"]
+
+
+@pytest.mark.filterwarnings("ignore:Training begins with modules in evaluation mode")
+@pytest.mark.parametrize("way", WAYS)
+def test_changed_submodules_come_back(tmp_path: Path, way: str) -> None:
+    """After a stage that changes the submodules the caller has what one process has; so goes a second fit."""
+    torch.manual_seed(0)
+    here = Changing(way)
+    elsewhere = copy.deepcopy(here)
+    layer, weight, extra = elsewhere.layer, elsewhere.layer.weight, elsewhere.extra
+    trains = []
+    for model in (here, elsewhere):
+        train = trainer(tmp_path)
+        train.fit(model, loader()) if model is here else fit_elsewhere(train, model)
+        trains.append(train)
+
+    assert list(elsewhere.state_dict()) == list(here.state_dict())
+    for name, value in here.state_dict().items():
+        assert torch.equal(elsewhere.state_dict()[name], value), name
+    assert [part.training for part in elsewhere.modules()] == [part.training for part in here.modules()]
+    states = [train.optimizers[0].state_dict()["state"] for train in trains]
+    assert [list(map(float, map(torch.sum, state.values()))) for state in states[0].values()] == [
+        list(map(float, map(torch.sum, state.values()))) for state in states[1].values()
+    ]
+    x = torch.ones(3, 2)
+    assert torch.equal(elsewhere.layer(x), here.layer(x))
+    kept = {id(part) for part in [*elsewhere.modules(), *elsewhere.parameters()]}
+    assert id(layer) in kept or way == "taken over"
+    assert id(weight) in kept or way == "tied"
+    assert id(extra) in kept or way == "removed"
+    if way == "adapter":
+        assert elsewhere.layer.also_base[0] is elsewhere.layer.base is layer
 
 
 def test_weights_come_back_in_place(tmp_path: Path) -> None:

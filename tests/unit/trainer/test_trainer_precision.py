@@ -13,8 +13,8 @@ from torch import nn
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
 from rankwise.precision import MasterWeightsPrecision, Precision, create_precision
 from rankwise.strategies import SingleDeviceStrategy
-from rankwise.trainer.state_transfer import capture, restore
-from tests.unit.trainer.helpers import Line, loader, trainer
+from rankwise.trainer.state_transfer import CallerState, capture, named_parts, restore
+from tests.unit.trainer.helpers import Line, loader, sent_back, trainer
 
 NAMES = ["64-true", "bf16-mixed", "16-mixed", "16-true", "bf16-true", "16-master", "bf16-master"]
 
@@ -55,9 +55,12 @@ def test_state_comes_back(tmp_path: Path, name: str) -> None:
     """A worker's formats, scale and copies are restored in the caller; parameters keep their identity."""
     there, model = trainer(tmp_path, precision=name), Line()
     there.fit(model, loader())
-    known_modules = {name for name, _ in model.named_modules()}
-    state = capture(there.context(model), known_modules, there.callbacks, there.loggers)
     here, mine = trainer(tmp_path, precision=name), Line()
+
+    def captured() -> CallerState | None:
+        return capture(there.context(model), named_parts(model), there.callbacks, there.loggers)
+
+    state = sent_back(captured, mine)
     here._set_module(mine, "fit")
     weight = mine.layer.weight
     assert state is not None
