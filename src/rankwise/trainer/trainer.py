@@ -25,6 +25,7 @@ from rankwise.trainer.module import Hooks, TrainingModule
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state import LoopContext, Progress, StageName, StageState, TrainerState
 from rankwise.trainer.state_transfer import CallerState, capture, named_parts, restore
+from rankwise.trainer.unused_hooks import check_hooks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -366,6 +367,7 @@ class Trainer:
                 remedy="for torch.compile(model): model.compile(), and fit(model)" if is_compiled else "",
             )
         stage.check_module(model)
+        check_hooks(model, self.callbacks)
         if stage.name == "fit":
             check_manual(model, self.strategy, self.options)
             check_hook(self.strategy, self.on_nonfinite)
