@@ -81,6 +81,7 @@ __all__ = [
     "WorldSizeMismatchError",
     "nearest",
     "signal_name",
+    "text_of",
 ]
 
 
@@ -104,6 +105,14 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def text_of(error: BaseException) -> str:
+    """Return an exception's text; a note where the user's `__str__` fails."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  whatever the user's code raises
+        return "(its text could not be had)"
+
+
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
@@ -122,6 +131,14 @@ class RankwiseError(Exception):
 
     SUMMARY: ClassVar[str] = ""
     ADVICE: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Replace each value of a user's class whose `repr` fails: the text would fail too."""
+        for name, value in vars(self).items():
+            try:
+                f"{value!r}{value}"
+            except Exception:  # noqa: BLE001  whatever the user's code raises
+                setattr(self, name, f"({type(value).__name__} whose repr() fails)")
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -405,3 +405,29 @@ def test_subclasses_of_users() -> None:
 
     assert (Decorated("It failed.").details, str(Decorated("It failed."))) == ({}, "It failed.")
     assert (Constructed(3).code, str(Constructed(3))) == (3, "It failed.")
+
+
+class Unreadable:
+    """A value whose text raises an exception."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+class Halfway(Unreadable):
+    """A value that has a `repr`, but no `str`."""
+
+    def __repr__(self) -> str:
+        return "halfway"
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("value", [Unreadable(), Halfway(), [Unreadable()]], ids=["repr", "str", "within"])
+def test_a_value_whose_text_fails(value: object) -> None:
+    """An error about a value of a user's class has a text, whatever the value's own text raises."""
+    error = errors.InvalidTypeError(argument="devices", value=value, expected="a number")
+    assert "whose repr() fails" in str(error)
+    assert "devices" in str(error)
+    assert "devices" in str(pickle.loads(pickle.dumps(error)))

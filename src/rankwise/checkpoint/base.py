@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, text_of
 
 
 class CheckpointIO(ABC):
@@ -83,5 +83,5 @@ def reason_for(error: BaseException, handled: BaseException | None) -> str:
         error = error.__context__
     if isinstance(error, RecursionError):
         return "it contains itself, or is nested too deeply"
-    lines = str(error).splitlines()
+    lines = text_of(error).splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

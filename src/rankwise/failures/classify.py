@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, text_of
 
 # The types of torch's errors from gloo, NCCL and the stores; not the types that derive from them.
 _TORCH_TYPES = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -76,14 +76,6 @@ def _what_led_to(error: BaseException) -> list[BaseException]:
 def _matches(patterns: Mapping[str, re.Pattern[str]], error: BaseException) -> bool:
     pattern = patterns.get(type(error).__name__)
     return pattern is not None and bool(pattern.search(text_of(error)))
-
-
-def text_of(error: BaseException) -> str:
-    """Return an exception's text; a note where the user's `__str__` fails."""
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001  whatever the user's code raises
-        return "(its text could not be had)"
 
 
 def chain_of(error: BaseException) -> list[BaseException]:

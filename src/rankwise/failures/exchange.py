@@ -15,8 +15,8 @@ from typing import final
 
 import torch.distributed as dist
 
-from rankwise.errors import NodesLostError
-from rankwise.failures.classify import is_of_user_code, text_of
+from rankwise.errors import NodesLostError, text_of
+from rankwise.failures.classify import is_of_user_code
 from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.heartbeat import failure_time_of
 from rankwise.monitoring.rank_monitor import STATUS, PollingMonitor, own_status, reply_key, send_message

@@ -20,8 +20,9 @@ from rankwise.errors import (
     WorkerRaisedError,
     WorkerTimedOutError,
     signal_name,
+    text_of,
 )
-from rankwise.failures.classify import is_consequence, is_timeout, text_of
+from rankwise.failures.classify import is_consequence, is_timeout
 from rankwise.monitoring.heartbeat import Heartbeat, failure_time_of
 from rankwise.ranks import RankInfo
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.errors import UnusedParametersError
-from rankwise.failures.classify import text_of
+from rankwise.errors import UnusedParametersError, text_of
 from rankwise.stores.tcp import default_store
 
 _MESSAGE = "Expected to have finished reduction in the prior iteration"
@@ -63,7 +62,7 @@ def explain_unused(
     wrapped = _wrapped_module_in(error.__traceback__) if wrapped is None else wrapped
     if wrapped is None:
         return None
-    match = _INDICES.search(str(error))
+    match = _INDICES.search(text_of(error))
     names = reduced_names(wrapped)
     numbers = [] if match is None else [int(number) for number in match.group(1).split()]
     own = tuple(names[number] for number in numbers if number < len(names))

@@ -11,8 +11,7 @@ from typing import final
 
 import torch.distributed as dist
 
-from rankwise.errors import InvalidArgumentError, LifecycleError, RankZeroFailedError
-from rankwise.failures.classify import text_of
+from rankwise.errors import InvalidArgumentError, LifecycleError, RankZeroFailedError, text_of
 from rankwise.process_group.collectives import is_distributed
 from rankwise.process_group.interception import intercepted
 from rankwise.ranks import RankInfo, is_in_rank_zero_section

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
+from rankwise.checkpoint.base import as_checkpoint_error
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError, UnknownArgumentError
 from rankwise.failures.classify import mark_propagated, start_exception_chain
@@ -485,7 +486,8 @@ class Strategy(ABC):
         if self.is_global_zero:
             try:
                 report_phase("checkpoint")
-                self.checkpoint_io.save_checkpoint(checkpoint, path)
+                with as_checkpoint_error(path):  # which other ranks can always read, unlike a user's error
+                    self.checkpoint_io.save_checkpoint(checkpoint, path)
             except Exception as raised:  # noqa: BLE001  raised below, on all ranks
                 error = raised
         error = self.broadcast(error)

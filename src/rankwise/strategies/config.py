@@ -27,6 +27,7 @@ from rankwise.errors import (
     InvalidTypeError,
     UnknownArgumentError,
     UnknownNameError,
+    text_of,
 )
 from rankwise.named_options import check_is_a, check_name
 from rankwise.precision import Precision
@@ -333,7 +334,7 @@ def copied_precision(precision: Precision, *, is_used: bool) -> Precision:
             return precision
         raise ConfigurationError(
             message=f"The precision plug-in {precision!r} cannot be copied, and a bound strategy uses it.",
-            facts=f"{type(error).__name__}: {error}.",
+            facts=f"{type(error).__name__}: {text_of(error)}.",
             remedy="give the other trainer one of its own: Trainer(plugins=[...]).",
         ) from error
     if is_used:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankwise.failures.classify import chain_of, start_exception_chain, text_of
+from rankwise.errors import text_of
+from rankwise.failures.classify import chain_of, start_exception_chain
 
 
 def test_a_text_that_cannot_be_had() -> None:
