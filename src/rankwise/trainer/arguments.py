@@ -72,9 +72,14 @@ def _check_no_sanity_steps(name: str, value: Any) -> None:
         raise InvalidArgumentError(argument=name, value=value, expected="0: there are none")
 
 
-def _by(check: Callable[..., None], *, is_optional: bool = False, **arguments: Any) -> Mapping[str, Any]:
-    """Return the metadata of a field whose values `check` accepts; and None, with `is_optional`."""
-    return {"check": partial(check, **arguments), "is_optional": is_optional}
+def _by(
+    check: Callable[..., None], *, is_optional: bool = False, default: Any = None, **arguments: Any
+) -> Mapping[str, Any]:
+    """Return the metadata of a field whose values `check` accepts; and None, with `is_optional`.
+
+    None stands for `default`, if there is one.
+    """
+    return {"check": partial(check, **arguments), "is_optional": is_optional, "default": default}
 
 
 @final
@@ -85,23 +90,25 @@ class TrainerOptions:
     max_epochs: int | None = field(metadata=_by(_check_number, minimum=0, is_endless=True, is_optional=True))
     max_steps: int = field(metadata=_by(_check_number, minimum=0, is_endless=True))
     min_epochs: int = field(metadata=_by(_check_number, minimum=0, is_optional=True))
-    limit_train_batches: _Limit = field(metadata=_by(_check_limit))
-    limit_val_batches: _Limit = field(metadata=_by(_check_limit))
-    limit_test_batches: _Limit = field(metadata=_by(_check_limit))
-    limit_predict_batches: _Limit = field(metadata=_by(_check_limit))
-    val_check_interval: _Limit = field(metadata=_by(_check_limit, is_zero_allowed=False))
+    limit_train_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
+    limit_val_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
+    limit_test_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
+    limit_predict_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
+    val_check_interval: _Limit = field(metadata=_by(_check_limit, is_zero_allowed=False, default=1.0))
     check_val_every_n_epoch: int = field(metadata=_by(_check_number, minimum=1))
     num_sanity_val_steps: int = field(metadata=_by(_check_no_sanity_steps))
     accumulate_grad_batches: int = field(metadata=_by(_check_number, minimum=1))
     gradient_clip_val: float = field(metadata=_by(_check_number, minimum=0, kinds=_NUMBER, is_optional=True))
-    gradient_clip_algorithm: str = field(metadata=_by(check_choice, choices=("norm", "value")))
+    gradient_clip_algorithm: str = field(
+        metadata=_by(check_choice, choices=("norm", "value"), default="norm")
+    )
     on_nonfinite: str | None = field(metadata=_by(check_choice, choices=("raise", "skip"), is_optional=True))
     sync_batchnorm: bool = field(metadata=_by(check_choice, choices=(True, False)))
     deterministic: bool | str = field(metadata=_by(check_choice, choices=(True, False, "warn")))
     benchmark: bool | None = field(metadata=_by(check_choice, choices=(True, False), is_optional=True))
     use_distributed_sampler: bool = field(metadata=_by(check_choice, choices=(True, False)))
     uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
-    log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1))
+    log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1, default=50))
     check_ranks_every_n_steps: int | None = field(metadata=_by(_check_number, minimum=1, is_optional=True))
     default_root_dir: str
     fast_dev_run: int = field(metadata=_by(_check_number, minimum=0))
@@ -122,8 +129,10 @@ class TrainerOptions:
 
     def __setattr__(self, name: str, value: Any) -> None:
         metadata = self.__dataclass_fields__[name].metadata
-        if metadata and not (value is None and metadata["is_optional"]):
-            metadata["check"](name, value)
+        if metadata:
+            value = metadata["default"] if value is None else value
+            if value is not None or not metadata["is_optional"]:
+                metadata["check"](name, value)
         if name == "default_root_dir":
             value = absolute_path(value or Path.cwd())
         super().__setattr__(name, value)

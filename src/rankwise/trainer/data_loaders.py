@@ -113,7 +113,7 @@ def shard_for_phase(
 ) -> LoaderShard:
     """Return this rank's batches of `loader` in a phase: `train`, `validate`, `test` or `predict`."""
     limit = options.limit(phase)
-    replica = strategy.distributed_sampler_kwargs
+    replica = _replica_of(strategy)
     if options.use_distributed_sampler and phase == "predict":
         loader = in_dataset_order(loader)
     if strategy.job_group is ALONE and getattr(getattr(loader, "dataset", None), "shards_itself", False):
@@ -130,6 +130,17 @@ def shard_for_phase(
     whole = limited(length_of(batches_before_split(loader)), limit)
     own = whole if math.isinf(whole) else len(range(replica["rank"], int(whole), replica["num_replicas"]))
     return LoaderShard(shard, own)
+
+
+def _replica_of(strategy: Strategy) -> dict[str, int]:
+    replica = strategy.distributed_sampler_kwargs
+    if set(replica) != {"num_replicas", "rank"}:
+        raise ConfigurationError(
+            message=f"{type(strategy).__name__}.distributed_sampler_kwargs has the keys {sorted(replica)}.",
+            facts="it says how many parts the data have, and which one is this rank's.",
+            remedy='return {"num_replicas": ..., "rank": ...}. Give shuffle and drop_last to the DataLoader.',
+        )
+    return replica
 
 
 def _is_split_for_one_rank(phase: str, loader: Any) -> bool:

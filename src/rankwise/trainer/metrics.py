@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,13 +144,13 @@ class Results:
         logger: bool = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str = "mean",
+        reduce_fx: Any = "mean",
         sync_dist: bool | None = None,
         batch_size: int | None = None,
     ) -> None:
         """Add one value; see `TrainingModule.log`."""
         if reduce_fx not in _REDUCTIONS:
-            raise UnknownNameError(kind="reduce_fx", name=str(reduce_fx), known=tuple(_REDUCTIONS))
+            reduce_fx = _reduction_named(reduce_fx)
         if is_metric_object(value):
             _check_by_epoch(name, on_step, on_epoch)
             self._objects[name + self.suffix] = _LoggedObject(value, prog_bar, logger)
@@ -229,6 +230,14 @@ class Results:
             full_name = name + ending if metric.on_step and metric.on_epoch else name
             reported.append(Reported(name, full_name, value, metric.prog_bar, metric.logger))
         return reported
+
+
+def _reduction_named(given: Any) -> str:
+    """Return the name of a reduction that is given as torch's or Python's function of that name."""
+    name = getattr(given, "__name__", given)
+    if name not in _REDUCTIONS or given not in (getattr(torch, name), getattr(builtins, name, None)):
+        raise UnknownNameError(kind="reduce_fx", name=str(given), known=tuple(_REDUCTIONS))
+    return str(name)
 
 
 def batch_size_of(batch: Any) -> int:

@@ -188,7 +188,7 @@ class TrainingModule(nn.Module):
         logger: bool = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str = "mean",
+        reduce_fx: str | Callable[..., Any] = "mean",
         sync_dist: bool | None = None,
         batch_size: int | None = None,
     ) -> None:
@@ -203,7 +203,7 @@ class TrainingModule(nn.Module):
             on_step: whether each step's value is logged; by default only in training batches. It has no
                 effect in evaluation.
             on_epoch: whether the values are reduced over the epoch; by default if `on_step` is false.
-            reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`.
+            reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`, or torch's function.
             sync_dist: whether values are reduced over the ranks too; by default only in evaluation.
             batch_size: the weight of this value; by default the size of the batch.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +107,24 @@ def test_other_names_of_true_formats() -> None:
     """Names are checked."""
     with pytest.raises(UnknownNameError):
         HalfPrecision("16")
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_the_norm_of_large_gradients(norm_type: float) -> None:
+    """A norm that float16 cannot hold clips gradients to the limit, not to 0."""
+    precision = create_precision("16-true")
+    layer: Any = precision.convert_module(nn.Linear(200, 200, bias=False))
+    unused = nn.Parameter(torch.ones(1).half())
+    optimizer = torch.optim.SGD([layer.weight, unused], lr=1.0)
+    layer.weight.grad = torch.full_like(layer.weight, 600.0)
+    expected = torch.linalg.vector_norm(layer.weight.grad.float(), norm_type)
+    norm = precision.clip_gradients_norm(optimizer, 512.0, norm_type)
+    torch.testing.assert_close(norm, expected)
+    clipped = torch.linalg.vector_norm(layer.weight.grad.float(), norm_type)
+    assert float(clipped) == pytest.approx(512.0, rel=1e-2)
+
+
+def test_the_norm_of_no_gradients() -> None:
+    """Without gradients the norm is 0."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1).half())], lr=1.0)
+    assert float(create_precision("16-true").clip_gradients_norm(optimizer, 1.0)) == 0

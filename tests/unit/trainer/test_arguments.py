@@ -361,3 +361,13 @@ def test_names_that_other_systems_have(tmp_path: Path, options: dict[str, Any], 
     with pytest.raises(UnknownNameError) as caught:
         trainer(tmp_path, **options)
     assert remedy in str(caught.value)
+
+
+def test_none_stands_for_the_default(tmp_path: Path) -> None:
+    """None is Lightning's default of several options; it has the value of ours, also when it is assigned."""
+    names = [f"limit_{phase}_batches" for phase in ("train", "val", "test", "predict")]
+    names += ["val_check_interval", "gradient_clip_algorithm", "log_every_n_steps"]
+    train, expected = trainer(tmp_path, **dict.fromkeys(names)), trainer(tmp_path)
+    train.limit_val_batches = 3
+    train.limit_val_batches = None  # type: ignore[assignment]  # as a program that is not checked may
+    assert [getattr(train, name) for name in names] == [getattr(expected, name) for name in names]

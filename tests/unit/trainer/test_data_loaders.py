@@ -18,7 +18,7 @@ from rankwise.trainer.data_loaders import (
     check_loaders,
     shard_for_phase,
 )
-from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
+from tests.unit.trainer.helpers import Line, WithSecondRank, loader, samples, trainer, with_second_rank
 
 
 def on_two_ranks(folder: Path, **options: Any) -> Trainer:
@@ -90,6 +90,23 @@ def test_a_part_of_more_ranks_than_there_are_is_refused(tmp_path: Path, phase: s
     split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
     with pytest.raises(UnshardableLoaderError, match="part 0 of 2 already, but this rank's is part 0 of 1"):
         shard(trainer(tmp_path), phase, split)
+
+
+class Shuffling(WithSecondRank):
+    """Returns another argument of torch's sampler too."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        return {**super().distributed_sampler_kwargs, "shuffle": False}
+
+
+def test_other_arguments_of_a_sampler(tmp_path: Path) -> None:
+    """A strategy that overrides how the data are split gives number and rank only: others have no effect."""
+    train = on_two_ranks(tmp_path)
+    train.strategy = Shuffling(lambda mine: mine)
+    train.strategy.bind()
+    with pytest.raises(ConfigurationError, match=r"Shuffling\.distributed_sampler_kwargs .*'shuffle'"):
+        shard(train, "train", loader())
 
 
 @pytest.mark.parametrize("limit", [2, 0.5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
 from torch.optim import Optimizer
@@ -96,6 +97,9 @@ def _split(returned: Any) -> tuple[list[Any], list[Any]]:
             return optimizers, schedulers
         case [[*optimizers], Mapping() as scheduler]:
             return optimizers, [scheduler]
+        case [Mapping(), *_]:  # a dictionary for each optimizer
+            optimizers, schedulers = zip(*map(_split, returned), strict=True)
+            return list(chain(*optimizers)), list(chain(*schedulers))
         case [*optimizers]:
             return optimizers, []
         case _:

@@ -42,6 +42,7 @@ class Returning(Line):
         (lambda optimizer, scheduler: {"optimizer": optimizer}, 0),
         (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": scheduler}, 1),
         (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}}, 1),
+        (lambda optimizer, scheduler: [{"optimizer": optimizer, "lr_scheduler": scheduler}], 1),
     ],
 )
 def test_forms(make: Any, schedulers: int) -> None:
@@ -49,6 +50,16 @@ def test_forms(make: Any, schedulers: int) -> None:
     optimizers, configs = configure(Returning(make))
     assert [isinstance(optimizer, Optimizer) for optimizer in optimizers] == [True]
     assert len(configs) == schedulers
+
+
+def test_a_dictionary_for_each_optimizer() -> None:
+    """Several optimizers may be dictionaries, each with a scheduler or without."""
+    module = Returning(lambda first, scheduler: [{"optimizer": first, "lr_scheduler": scheduler}, second])
+    second = {"optimizer": SGD(module.parameters(), lr=0.1)}
+    module.automatic_optimization = False
+    optimizers, [config] = configure(module)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [1e-3, 0.1]
+    assert config.scheduler.optimizer is optimizers[0]
 
 
 @pytest.mark.parametrize(
