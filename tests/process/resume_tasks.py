@@ -61,7 +61,14 @@ class Weighing(Net):
         return super().training_step(batch, batch_idx)
 
 
-class Looking(Net):
+class Descending(Net):
+    """Does not enlarge gradients that are nothing but rounding, as Adam does."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Looking(Descending):
     """Has an embedding with sparse gradients in the middle, and a complex parameter."""
 
     def __init__(self) -> None:
@@ -74,9 +81,6 @@ class Looking(Net):
         return super().training_step(
             (batch[0] * phases + self.rows(batch[1].long()[:, 0]), batch[1]), batch_idx
         )
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Noting(Net):

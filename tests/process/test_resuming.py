@@ -15,6 +15,7 @@ from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import ddp, with_tests
 from tests.process.resume_tasks import (
     SAMPLES,
+    Descending,
     KillAt,
     KillWhileSaving,
     Looking,
@@ -66,7 +67,10 @@ def test_a_static_graph_goes_on(devices: int, tmp_path: Path) -> None:
 
     def run(folder: str, max_epochs: int) -> dict[str, Any]:
         static = strategy(devices, static_graph=True)
-        return everything(train(static, tmp_path / folder, seed=3, max_epochs=max_epochs, accumulate=3))
+        module = Descending()
+        return everything(
+            train(static, tmp_path / folder, seed=3, max_epochs=max_epochs, accumulate=3, module=module)
+        )
 
     run("parts", 1)
     resumed, whole = run("parts", 2), run("whole", 2)
