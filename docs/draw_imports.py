@@ -39,7 +39,7 @@ SUBJECTS = {
 }
 """What each folder (or file, such as `registry.py`) is for."""
 
-BASICS = ("start", "errors", "ranks", "seed", "named_options")
+BASICS = ("start", "nested", "paths", "errors", "ranks", "seed", "named_options")
 NOT_DRAWN = (*BASICS, "__init__", "__main__")
 
 BOX_WIDTH, BOX_HEIGHT, COLUMN, ROW, MARGIN = 178, 44, 194, 86, 16

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, final
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
 
 from rankwise.data.sampler import ShardedSampler, length_of, own_generators, own_seed, set_epoch_of
-from rankwise.data.sharding import Loader, is_shardable, with_indices_from
+from rankwise.data.sharding import Loader, is_shardable, with_attributes, with_indices_from
 from rankwise.seed import isolated_random_state, mixed_seed, seed_process
 
 
@@ -95,6 +104,102 @@ def sharded_sampler_of(loader: Any) -> ShardedSampler | None:
     inner = outer.batches if isinstance(outer, BatchStream) else outer
     candidates = (inner, getattr(outer, "sampler", None), getattr(loader, "sampler", None))
     return next((found for found in candidates if isinstance(found, ShardedSampler)), None)
+
+
+@final
+class SizedBatches:
+    """A loader's batches, with the number of samples in each.
+
+    That is known for a plain `DataLoader` that puts samples together: by torch's own collate function, by
+    batches of indices in their order, or, of iterable data, by any collate function.
+
+    Attributes:
+        sizes: of the batches that were yielded since the last begin, in their order; None for unknown.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.sizes: deque[int | None] = deque()
+        self._loader = loader
+        self._with_size: Callable[[Any], tuple[int | None, Any]] = _without_size
+        is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+        if not is_plain or loader.batch_sampler is None:
+            return
+        if loader.collate_fn is default_collate:
+            self._with_size = _with_size_of_collated
+        elif isinstance(loader.dataset, IterableDataset):
+            self._loader = with_attributes(loader, collate_fn=_CountedCollate(loader.collate_fn))
+            self._with_size = tuple
+        elif not loader.num_workers or getattr(loader, "in_order", True):
+            counted = _CountedBatches(loader.batch_sampler)
+            self._loader = with_indices_from(loader, counted)
+            self._with_size = counted.with_size
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sizes.clear()
+        return self._counted(iter(self._loader))
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for loaded in batches:
+            size, batch = self._with_size(loaded)
+            self.sizes.append(size)
+            yield batch
+
+
+@final
+class _CountedCollate:
+    """A collate function that also returns the number of samples."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        return len(samples), self.collate(samples)
+
+
+@final
+class _CountedBatches(Sampler[Any]):
+    """Yield a batch sampler's batches of indices, and keep the size of each until it is taken."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self._sizes: deque[int | None] = deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._sizes.clear()
+        for batch in self._batches:
+            size = length_of(batch)
+            self._sizes.append(None if math.isinf(size) else int(size))
+            yield batch
+
+    def with_size(self, batch: Any) -> tuple[int | None, Any]:
+        return self._sizes.popleft(), batch
+
+
+def _without_size(batch: Any) -> tuple[None, Any]:
+    return None, batch
+
+
+def _with_size_of_collated(batch: Any) -> tuple[int | None, Any]:
+    return _size_of_collated(batch), batch
+
+
+def _size_of_collated(batch: Any) -> int | None:
+    """Return the number of samples that torch's own collate function has put into a batch.
+
+    It stacks tensors and numbers, lists strings and bytes, and keeps the containers around them.
+    """
+    if isinstance(batch, Tensor):
+        return batch.size(0)
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
+        return None
+    if batch and isinstance(batch[0], (str, bytes)):
+        return len(batch)
+    return next((size for part in batch if (size := _size_of_collated(part)) is not None), None)
 
 
 class BatchSizes(NamedTuple):

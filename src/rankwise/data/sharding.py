@@ -92,7 +92,7 @@ def _sharded(
 ) -> Loader:
     check_shardable(loader)
     if isinstance(loader.dataset, IterableDataset):
-        return _changed(loader, dataset=ShardedIterable(loader.dataset, num_replicas, rank))
+        return with_attributes(loader, dataset=ShardedIterable(loader.dataset, num_replicas, rank))
     if _is_split_for(loader, num_replicas, rank):
         return loader
     samples = _sampler_of(loader)
@@ -257,7 +257,7 @@ def is_shardable(loader: Any) -> bool:
 def with_indices_from(loader: Loader, stream: Any, sampler: Any = None) -> Loader:
     """Return a copy of `loader` that reads its indices, or its batches of indices, from `stream`."""
     kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    return _changed(loader, **{kind: stream}, **({} if sampler is None else {"sampler": sampler}))
+    return with_attributes(loader, **{kind: stream}, **({} if sampler is None else {"sampler": sampler}))
 
 
 def _index_stream(loader: DataLoader[Any]) -> Any:
@@ -283,7 +283,8 @@ def _resampled(loader: Loader, sampler: Any, **changes: Any) -> Loader:
     return with_indices_from(loader, resampled, sampler)
 
 
-def _changed(loader: Loader, **attributes: Any) -> Loader:
+def with_attributes(loader: Loader, **attributes: Any) -> Loader:
+    """Return a copy of `loader` with other attributes, also those that its constructor fixes."""
     changed = copy.copy(loader)
     attributes["_iterator"] = None  # persistent workers belong to the original
     for name, value in attributes.items():

@@ -249,8 +249,9 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any], path: str
         progress.end_epoch()
     context.module.zero_grad()
     context.state.gradients = checkpoint.get("gradients", {})
-    rank_state = RankState(context.strategy, context.state, checkpoint["ranks"])
+    rank_state = RankState(context, checkpoint["ranks"])
     rank_state.restore_metrics()
+    rank_state.restore_metric_objects(path)
     try:
         context.optimizer_set.load(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
         context.strategy.precision.load_state_dict(checkpoint.get("precision", {}))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from rankwise.data.batches import BatchStream, sharded_sampler_of, with_batch_stream
+from rankwise.data.batches import BatchStream, SizedBatches, sharded_sampler_of, with_batch_stream
 from rankwise.data.sampler import ShardedSampler, length_of, set_epoch_of
 from rankwise.data.sharding import (
     batches_before_split,
@@ -51,8 +51,15 @@ class LoaderShard:
     loader: Iterable[Any]
     num_batches: float
 
+    def __post_init__(self) -> None:
+        self.sized = SizedBatches(self.loader)
+
     def __iter__(self) -> Iterator[Any]:
-        return _first(self.num_batches, self.loader) if self.num_batches else iter(())
+        return _first(self.num_batches, self.sized) if self.num_batches else iter(())
+
+    def take_size(self) -> int | None:
+        """Return the number of samples in the batch that follows the last one asked for; None if unknown."""
+        return self.sized.sizes.popleft()
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of samplers and iterable data sets, which then shuffle differently."""
@@ -220,6 +227,7 @@ class TrainDataShard:
         replicas = strategy.distributed_sampler_kwargs["num_replicas"]
         self.samples_per_batch = replicas * _batch_size_of_samples(self.loader)
         self._replayed = 0
+        self.take_size = self._shard.take_size
 
     def place(self, progress: Progress) -> None:
         """Make the next `start` begin at the position of `progress` in the current epoch."""
@@ -240,10 +248,11 @@ class TrainDataShard:
         seed = mixed_seed(self._seed, progress.current_epoch, self._rank)
         generator = getattr(self.loader, "generator", None)
         with isolated_random_state(seed, *([] if generator is None else [generator])):
-            batches = iter(self.loader)
+            batches = iter(self._shard.sized)
         self.replayed = None
         for _ in range(self._replayed):
             self.replayed = next(batches, self.replayed)
+        self._shard.sized.sizes.clear()
         return _first(self.num_batches - progress.batches_done, batches)
 
     @property

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import builtins
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
+from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
+from rankwise.trainer.metric_objects import (
+    Metrics,
+    States,
+    check_is_part,
+    is_metric_object,
+    merged_states,
+    metric_objects,
+    on_cpu,
+    states_of,
+)
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
@@ -46,20 +55,8 @@ class _Part(NamedTuple):
     weight: float
 
 
-class _LoggedObject(NamedTuple):
-    """A logged metric object, which is computed once for the whole epoch; None if only other ranks log it."""
-
-    metric: Any = None
-    prog_bar: bool = False
-    logger: bool = True
-    on_step: bool = False
-    on_epoch: bool = True
-
-
-@final
-@dataclass
-class _Metric:
-    """A logged number: its last value, and its sum or extreme value in this epoch."""
+class _Options(NamedTuple):
+    """How a number is reduced and shown."""
 
     reduce_fx: str
     on_step: bool
@@ -67,65 +64,123 @@ class _Metric:
     sync_dist: bool
     prog_bar: bool
     logger: bool
+
+    def names(self, name: str) -> set[str]:
+        """Return the names under which the values are reported."""
+        return {name, f"{name}_step", f"{name}_epoch"} if self.on_step and self.on_epoch else {name}
+
+
+class _LoggedObject(NamedTuple):
+    """A logged metric object, which is computed once for the whole epoch."""
+
+    metric: Any
+    options: _Options
+    is_restored: bool = False
+
+
+_OF_OBJECTS = _Options("mean", on_step=False, on_epoch=True, sync_dist=True, prog_bar=False, logger=True)
+
+
+@final
+@dataclass
+class _Metric:
+    """A logged number: its last value, and its sum or extreme value in this epoch."""
+
+    options: _Options
     last: Tensor
     total: Tensor
     weight: float = 0.0
     last_weight: float = 0.0
     is_fresh: bool = False
+    is_restored: bool = False
 
     def add(self, value: Tensor, weight: float) -> None:
         """Add a value. Does not wait for the device."""
-        self.last, self.last_weight, self.is_fresh = value, weight, True
-        self.merge(value * weight if self.reduce_fx == "mean" else value, weight)
+        self.last, self.last_weight, self.is_fresh, self.is_restored = value, weight, True, False
+        self.merge(value * weight if self.options.reduce_fx == "mean" else value, weight)
 
     def merge(self, total: Tensor, weight: float) -> None:
         """Add values whose sum, or extreme value, is `total`."""
-        combine, _ = _REDUCTIONS[self.reduce_fx]
+        combine, _ = _REDUCTIONS[self.options.reduce_fx]
         self.total = combine(self.total.to(total.device), total)
         self.weight += weight
 
     def state(self) -> dict[str, Any]:
-        return vars(replace(self, last=self.last.cpu(), total=self.total.cpu(), is_fresh=False))
+        own = replace(self, last=self.last.cpu(), total=self.total.cpu(), is_fresh=False, is_restored=True)
+        return {**vars(own), "options": self.options._asdict()}
 
     def part(self) -> _Part:
-        return _Part(self.reduce_fx, self.total.item(), self.weight)
+        return _Part(self.options.reduce_fx, self.total.item(), self.weight)
 
     def last_part(self) -> _Part:
-        weight = self.last_weight if self.reduce_fx == "mean" else 1.0
-        return _Part(self.reduce_fx, self.last.item() * weight, weight)
+        weight = self.last_weight if self.options.reduce_fx == "mean" else 1.0
+        return _Part(self.options.reduce_fx, self.last.item() * weight, weight)
+
+    def last_row(self) -> Tensor:
+        """Return the same, and a one, as a tensor."""
+        weight = self.last_weight if self.options.reduce_fx == "mean" else 1.0
+        one = torch.ones_like(self.last)
+        return torch.stack([self.last * weight, one * weight, one])
+
+
+class _Step(NamedTuple):
+    """The last value that was logged by step, reduced over the ranks."""
+
+    reduce_fx: str
+    value: Tensor
+
+    def reduced(self, totals: Tensor, weights: Tensor, counts: Tensor) -> _Step:
+        """Return the value of another step: that of the ranks that have logged it, of this one if none has.
+
+        All arguments have shape `(world_size,)`.
+        """
+        combine, empty = _REDUCTIONS[self.reduce_fx]
+        value = reduce(combine, totals.masked_fill(counts == 0, empty).unbind())
+        value = value / weights.sum() if self.reduce_fx == "mean" else value
+        return self._replace(value=torch.where(counts.any(), value, self.value.to(value.device)))
 
 
 @final
 class Results:
-    """The metrics of one epoch of training, or of one evaluation.
+    """The metrics of one epoch of training, or of one evaluation, of a module.
 
     In evaluation, values are reduced over ranks by default, and never logged by step. `suffix` is appended
     to every logged name, to distinguish several loaders.
+
+    Attributes:
+        is_open: whether values can still be logged.
+        object_states: those of the metric objects before the reset, for a fit that continues the epoch.
     """
 
-    def __init__(self, *, is_evaluation: bool) -> None:
+    def __init__(self, module: nn.Module, *, is_evaluation: bool) -> None:
         self.suffix = ""
+        self.is_open = True
+        self.object_states: States = {}
+        self._module = module
         self._num_batches = 0
         self._is_evaluation = is_evaluation
         self._is_in_batch = False
         self._is_muted = False
-        self._batch: Any = None
-        self._batch_size: int | None = None
+        self._batch_size: int | None = 1
+        self._steps: dict[str, _Step] | None = None  # None before the epoch's first step
         self._metrics: dict[str, _Metric] = {}
         self._objects: dict[str, _LoggedObject] = {}
 
-    def begin_batch(self, batch: Any, *, is_muted: bool = False) -> None:
-        """Weight the values logged from here on by the size of `batch`; with `is_muted`, ignore them."""
+    def begin_batch(self, batch_size: int | None, *, is_muted: bool = False) -> None:
+        """Weight the values logged from here on by `batch_size`, None if it is not known.
+
+        With `is_muted`, ignore them.
+        """
         self._is_muted = is_muted
         self._num_batches += 1
         self._is_in_batch = True
-        self._batch, self._batch_size = batch, None
+        self._batch_size = batch_size
 
     def end_batch(self) -> None:
         """Weight the values logged from here on by 1."""
         self._is_muted = False
         self._is_in_batch = False
-        self._batch, self._batch_size = None, None
+        self._batch_size = 1
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -151,84 +206,201 @@ class Results:
         """Add one value; see `TrainingModule.log`."""
         if reduce_fx not in _REDUCTIONS:
             reduce_fx = _reduction_named(reduce_fx)
+        if not self.is_open:
+            raise _late_error(name)
         if is_metric_object(value):
-            _check_by_epoch(name, on_step, on_epoch)
-            self._objects[name + self.suffix] = _LoggedObject(value, prog_bar, logger)
+            _check_object_options(name, on_step, on_epoch, reduce_fx, sync_dist)
+            self._log_object(name, value, _OF_OBJECTS._replace(prog_bar=prog_bar, logger=logger))
             return
         number = _number(name, value)
         if self._is_muted:
             return
+        by_step = (self._is_in_batch if on_step is None else on_step) and not self._is_evaluation
+        by_epoch = (not by_step if on_epoch is None else on_epoch) or self._is_evaluation
+        is_synced = self._is_evaluation if sync_dist is None else sync_dist
+        options = _Options(reduce_fx, by_step, by_epoch, is_synced, prog_bar, logger)
         metric = self._metrics.get(name + self.suffix)
-        if metric is None:
-            by_step = (self._is_in_batch if on_step is None else on_step) and not self._is_evaluation
-            by_epoch = (not by_step if on_epoch is None else on_epoch) or self._is_evaluation
-            is_synced = self._is_evaluation if sync_dist is None else sync_dist
-            empty = torch.full_like(number, _REDUCTIONS[reduce_fx][1])
-            metric = _Metric(reduce_fx, by_step, by_epoch, is_synced, prog_bar, logger, number, empty)
-            self._metrics[name + self.suffix] = metric
-        metric.add(number, self._weight() if batch_size is None else batch_size)
+        if metric is None or metric.options != options:
+            metric = self._with_options(name, number, options)
+        metric.add(number, self._weight(name, options) if batch_size is None else batch_size)
 
-    def _weight(self) -> int:
-        if self._batch_size is None:
-            self._batch_size = 1 if self._batch is None else batch_size_of(self._batch)
-        return self._batch_size
+    def _with_options(self, name: str, number: Tensor, options: _Options) -> _Metric:
+        """Return a new metric, or one of a checkpoint, which a run that continues may show differently."""
+        name += self.suffix
+        metric = self._metrics.get(name)
+        if metric is not None and metric.is_restored and metric.options.reduce_fx == options.reduce_fx:
+            metric.options = options
+            return metric
+        self._check_names(name, options)
+        empty = torch.full_like(number, _REDUCTIONS[options.reduce_fx][1])
+        self._metrics[name] = metric = _Metric(options, number, empty)
+        return metric
+
+    def _log_object(self, name: str, metric: Any, options: _Options) -> None:
+        logged, before = _LoggedObject(metric, options), self._objects.get(name + self.suffix)
+        if before is not None and before.metric is metric and before.options == options:
+            return
+        if before is not None and before.is_restored:
+            del self._objects[name + self.suffix]  # a run that continues may show it differently
+        check_is_part(metric, name, self._module)
+        self._check_names(name + self.suffix, options)
+        others = {other for other, found in self._objects.items() if found.metric is metric}
+        if any(not other.endswith(self.suffix) for other in others):
+            raise ConfigurationError(
+                message=f"log({name!r}) got the same metric object for several loaders.",
+                facts="its value is computed once, over all of them.",
+                remedy="make a metric object for each loader, and choose it by dataloader_idx.",
+            )
+        self._objects[name + self.suffix] = logged
+
+    def _check_names(self, name: str, options: _Options) -> None:
+        """Raise ConfigurationError if a name is logged in two ways, of which only one would be shown."""
+        logged: Mapping[str, _Metric | _LoggedObject] = {**self._metrics, **self._objects}
+        for other, found in logged.items():
+            if common := options.names(name) & found.options.names(other):
+                raise ConfigurationError(
+                    message=f"{min(common)!r} is logged in two ways in the same epoch.",
+                    facts=f"log({other!r}) has {_described(found.options)}; log({name!r}) now has "
+                    f"{_described(options)}.",
+                    remedy="log with the same options, or under different names.",
+                )
+
+    def _weight(self, name: str, options: _Options) -> int:
+        is_weighted = options.reduce_fx == "mean" and (options.on_epoch or options.sync_dist)
+        if self._batch_size is None and is_weighted:
+            raise ConfigurationError(
+                message=f"log({name!r}) averages over batches, but the size of this batch is not known.",
+                facts="it is known for a plain DataLoader that makes batches of samples itself.",
+                remedy=f'self.log("{name}", value, batch_size=number_of_samples).',
+            )
+        return 1 if self._batch_size is None else self._batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that was logged so far, as plain types and CPU tensors."""
         return {name: metric.state() for name, metric in self._metrics.items()}
 
-    def add_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Add what another instance's `state_dict` returned."""
+    def logged_objects(self) -> dict[str, Any]:
+        """Return the metric objects that were logged so far: their dotted names, and options."""
+        names = {id(metric): name for name, metric in metric_objects(self._module).items()}
+        return {
+            name: (names[id(logged.metric)], logged.options._asdict())
+            for name, logged in self._objects.items()
+            if id(logged.metric) in names
+        }
+
+    def add_state_dict(self, state_dict: dict[str, Any], objects: dict[str, Any]) -> None:
+        """Add what another instance's `state_dict` and `logged_objects` returned."""
         for name, state in state_dict.items():
-            added = _Metric(**state)
+            added = _Metric(**{**state, "options": _Options(**state["options"])})
             if name in self._metrics:
                 self._metrics[name].merge(added.total, added.weight)
             else:
                 self._metrics[name] = added
+        own = metric_objects(self._module) if objects else {}
+        for name, (dotted_name, options) in objects.items():
+            if dotted_name in own:
+                self._objects[name] = _LoggedObject(own[dotted_name], _Options(**options), is_restored=True)
 
-    def step_values(self, strategy: Strategy, *, is_synced: bool) -> list[Reported]:
-        """Return what was logged by step since the last call.
+    def step_values(self, strategy: Strategy, *, is_checked: bool) -> list[Reported]:
+        """Return what was logged by step since the last call; with `sync_dist=True` reduced over the ranks.
 
-        With `is_synced` this is Collective: values with `sync_dist=True` are reduced over the ranks.
+        Collective in an epoch's first step, with `is_checked`, and, if a rank had such a value in one of
+        these, in all later steps. Raises when the ranks logged different names. If no rank had one, a value
+        that is first logged in a later step waits for the next of these.
         """
-        fresh = {name: metric for name, metric in self._metrics.items() if metric.on_step and metric.is_fresh}
-        values = {name: metric.last for name, metric in fresh.items()}
-        if is_synced and strategy.world_size > 1:
-            parts = {name: metric.last_part() for name, metric in fresh.items() if metric.sync_dist}
-            values.update(self._over_ranks(strategy, parts))
-        for metric in fresh.values():
-            metric.is_fresh = False
+        by_step = {name: logged for name, logged in self._metrics.items() if logged.options.on_step}
+        fresh = {name: logged for name, logged in by_step.items() if logged.is_fresh}
+        synced = {name: logged for name, logged in fresh.items() if logged.options.sync_dist}
+        if strategy.world_size == 1:
+            synced = {}
+        elif is_checked or self._steps is None:
+            self._compare_steps(strategy, synced)
+        elif self._steps:
+            self._reduce_steps(strategy, synced)
+        steps = self._steps or {}
+        values = {name: logged.last for name, logged in fresh.items() if name not in synced}
+        values.update({name: steps[name].value for name in synced if name in steps})
+        if self._is_muted:
+            values.update({name: step.value for name, step in steps.items()})
+        for name in fresh.keys() & values.keys():
+            fresh[name].is_fresh = False
         return self._reported(values, "_step")
 
-    def epoch_values(self, strategy: Strategy) -> list[Reported]:
+    def _compare_steps(self, strategy: Strategy, synced: dict[str, _Metric]) -> None:
+        """Reduce a step's values over the ranks, and note their names, the same on every rank. Collective."""
+        own = {name: logged.last_part() for name, logged in synced.items()}
+        by_name, _ = self._by_name(strategy, own)
+        found = {name: _Step(parts[0].reduce_fx, _reduced(name, parts)) for name, parts in by_name.items()}
+        self._steps = {**(self._steps or {}), **found}
+
+    def _reduce_steps(self, strategy: Strategy, synced: dict[str, _Metric]) -> None:
+        """Reduce the values of the noted names with one small tensor; compare, if a rank has another name."""
+        steps, device = self._steps or {}, strategy.root_device
+        absent = torch.zeros(3, dtype=torch.double, device=device)
+        rows = [synced[name].last_row().to(device) if name in synced else absent for name in steps]
+        others = absent + len(synced.keys() - steps.keys())
+        others_found, *found = strategy.all_gather(torch.stack([others, *rows])).unbind(1)
+        if others_found.any():
+            self._compare_steps(strategy, synced)
+            return
+        for (name, step), by_rank in zip(steps.items(), found, strict=True):
+            steps[name] = step.reduced(*by_rank.unbind(1))
+
+    def epoch_values(self, strategy: Strategy, *, is_continued: bool = False) -> list[Reported]:
         """Return what was logged by epoch, reduced over the ranks with `sync_dist=True`.
 
-        Collective: every rank must call this, and raises when the ranks logged different names.
+        Resets metric objects; with `is_continued`, for a later fit, keeps their states. Nothing can be logged
+        afterwards. Collective: every rank must call this, and raises when the ranks logged different names.
         """
-        chosen = {name: metric for name, metric in self._metrics.items() if metric.on_epoch}
-        synced: dict[str, Any] = {name: logged.metric.clone().cpu() for name, logged in self._objects.items()}
-        synced |= {name: metric.part() for name, metric in chosen.items() if metric.sync_dist}
-        values = {name: _reduced([metric.part()]) for name, metric in chosen.items() if not metric.sync_dist}
-        values.update(self._over_ranks(strategy, synced))
-        for logged in self._objects.values():
-            logged.metric.reset()
+        self.is_open = False
+        chosen = {name: logged for name, logged in self._metrics.items() if logged.options.on_epoch}
+        synced = {name: logged.part() for name, logged in chosen.items() if logged.options.sync_dist}
+        own = {name: logged.part() for name, logged in chosen.items() if name not in synced}
+        values = {name: _reduced(name, [part]) for name, part in own.items()}
+        objects = metric_objects(self._module, [logged.metric for logged in self._objects.values()])
+        parts = {**dict.fromkeys(self._objects), **synced}
+        states_here = on_cpu(states_of(objects))
+        by_name, states = self._by_name(strategy, parts, states_here)
+        values.update({name: _reduced(name, found) for name, found in by_name.items()})
+        self.object_states = states_here if is_continued else {}
+        if any(states):
+            values.update(self._computed(strategy, objects, states))
         return self._reported(values, "_epoch")
 
-    def _over_ranks(self, strategy: Strategy, parts: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Reduce all metrics with one collective, which also compares the ranks' names."""
-        gathered = strategy.all_gather_object((self._num_batches > 0 and not self._is_muted, parts))
+    def _computed(self, strategy: Strategy, objects: Metrics, by_rank: list[States]) -> dict[str, Tensor]:
+        """Return the values of all metric objects, on every rank those of the first that logged them."""
+        with merged_states(objects, by_rank):
+            own = {name: _number(name, logged.metric.compute()) for name, logged in self._objects.items()}
+        for logged in self._objects.values():
+            logged.metric.reset()
+        values: dict[str, Tensor] = {}
+        for found in strategy.all_gather_object(on_cpu(own)):
+            values = {**found, **values}
+        return values
+
+    def _by_name(
+        self, strategy: Strategy, parts: Mapping[str, _Part | None], states: States | None = None
+    ) -> tuple[dict[str, list[_Part]], list[States]]:
+        """Gather all ranks' parts and states with one collective, and compare the names."""
+        own = (self._num_batches > 0 and not self._is_muted, parts, states or {})
+        gathered = strategy.all_gather_object(own)
         _check_same_names(
-            {rank: set(part) for rank, (has_batches, part) in enumerate(gathered) if has_batches}
+            {rank: set(part) for rank, (is_counted, part, _) in enumerate(gathered) if is_counted}
         )
-        names = dict.fromkeys(name for _, part in gathered for name in part)
-        return {name: _combined(name, [part[name] for _, part in gathered if name in part]) for name in names}
+        by_name: dict[str, list[_Part]] = {}
+        for _, others, _ in gathered:
+            for name, part in others.items():
+                if part is not None:
+                    by_name.setdefault(name, []).append(part)
+        return by_name, [states for _, _, states in gathered]
 
     def _reported(self, values: Mapping[str, Tensor], ending: str) -> list[Reported]:
         reported = []
         for name, value in values.items():
-            metric = self._objects.get(name) or self._metrics.get(name) or _LoggedObject()
-            full_name = name + ending if metric.on_step and metric.on_epoch else name
-            reported.append(Reported(name, full_name, value, metric.prog_bar, metric.logger))
+            logged = self._objects.get(name) or self._metrics.get(name)
+            options = _OF_OBJECTS if logged is None else logged.options
+            full_name = name + ending if options.on_step and options.on_epoch else name
+            reported.append(Reported(name, full_name, value, options.prog_bar, options.logger))
         return reported
 
 
@@ -238,24 +410,6 @@ def _reduction_named(given: Any) -> str:
     if name not in _REDUCTIONS or given not in (getattr(torch, name), getattr(builtins, name, None)):
         raise UnknownNameError(kind="reduce_fx", name=str(given), known=tuple(_REDUCTIONS))
     return str(name)
-
-
-def batch_size_of(batch: Any) -> int:
-    """Return the first dimension of the first tensor in a batch; of a batch without tensors, its length."""
-    tensor = _first_tensor(batch)
-    if tensor is not None:
-        return int(tensor.shape[0]) if tensor.ndim else 1
-    return len(batch) if isinstance(batch, (list, tuple)) else 1
-
-
-def _first_tensor(batch: Any) -> Tensor | None:
-    if isinstance(batch, Tensor):
-        return batch
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return next((found for item in batch if (found := _first_tensor(item)) is not None), None)
-    return None
 
 
 def _number(name: str, value: Any) -> Tensor:
@@ -271,13 +425,13 @@ def _number(name: str, value: Any) -> Tensor:
     )
 
 
-def _combined(name: str, parts: list[Any]) -> Tensor:
-    """Combine the ranks' parts of a number, or copies of a metric object."""
-    return _reduced(parts) if isinstance(parts[0], _Part) else _number(name, computed(parts))
-
-
-def _reduced(parts: list[_Part]) -> Tensor:
+def _reduced(name: str, parts: list[_Part]) -> Tensor:
     """Combine the ranks' parts, in the order of the ranks."""
+    if len(kinds := {part.reduce_fx for part in parts}) > 1:
+        raise ConfigurationError(
+            message=f"The ranks logged {name!r} with different reduce_fx: {sorted(kinds)}.",
+            remedy="log it with the same options on every rank.",
+        )
     combine, _ = _REDUCTIONS[parts[0].reduce_fx]
     total = reduce(combine, [torch.tensor(part.total, dtype=torch.double) for part in parts])
     return total / sum(part.weight for part in parts) if parts[0].reduce_fx == "mean" else total
@@ -296,47 +450,27 @@ def _check_same_names(logged_by: Mapping[int, set[str]]) -> None:
         )
 
 
-def is_metric_object(value: object) -> bool:
-    """Return whether a value is a metric of torchmetrics. Does not import torchmetrics."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+def _described(options: _Options) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options._asdict().items())
 
 
-def _check_by_epoch(name: str, on_step: bool | None, on_epoch: bool | None) -> None:
-    if on_step or on_epoch is False:
+def _late_error(name: str) -> LifecycleError:
+    return LifecycleError(
+        call=f"log({name!r})",
+        state="metrics reported",
+        needed="metrics that are not reduced yet",
+        remedy="log in a step, or in a hook up to the one that ends the epoch, such as on_train_epoch_end.",
+    )
+
+
+def _check_object_options(
+    name: str, on_step: bool | None, on_epoch: bool | None, reduce_fx: str, sync_dist: bool | None
+) -> None:
+    given = {"on_step": on_step, "on_epoch": on_epoch, "reduce_fx": reduce_fx, "sync_dist": sync_dist}
+    if on_step or on_epoch is False or reduce_fx != "mean" or sync_dist is False:
         raise ConfigurationError(
-            message=f"log({name!r}) got a metric object, which is computed once for the whole epoch.",
-            facts=f"on_step={on_step}, on_epoch={on_epoch}.",
-            remedy="leave both out; for each step's value: value = metric(...), then self.log(name, value).",
+            message=f"log({name!r}) got a metric object, which is computed once for the whole epoch, over "
+            "all ranks, in its own way.",
+            facts=", ".join(f"{option}={value!r}" for option, value in given.items()) + ".",
+            remedy="leave these out; for each step's value: value = metric(...), then self.log(name, value).",
         )
-
-
-def computed(copies: Sequence[Any]) -> Tensor:
-    """Return the value of a metric over all ranks' updates, from a copy of each rank's metric.
-
-    torchmetrics itself reduces the states, as in its own `sync`. Metrics without an update are left out.
-    """
-    updated = [metric for metric in copies if metric.update_count > 0] or copies[:1]
-    states = [_states(metric.clone()) for metric in updated]
-    merged = updated[0].clone()
-    if len(updated) > 1:
-        by_state = iter(zip(*states, strict=True))
-        _sync(merged, lambda state, group=None: list(next(by_state)))
-    value: Tensor = type(merged).compute(merged)  # not the instance's wrapper, which synchronises again
-    return value
-
-
-def _states(metric: Any) -> list[Tensor]:
-    """Return a metric's states in the order and form in which torchmetrics exchanges them."""
-    states: list[Tensor] = []
-
-    def record(state: Tensor, group: Any = None) -> list[Tensor]:
-        states.append(state)
-        return [state]
-
-    _sync(metric, record)
-    return states
-
-
-def _sync(metric: Any, exchange: Any) -> None:
-    metric.sync(dist_sync_fn=exchange, distributed_available=lambda: True)

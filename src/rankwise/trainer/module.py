@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from rankwise.callbacks import MonitoringCallback
 from rankwise.errors import ConfigurationError, LifecycleError
 from rankwise.trainer.arguments import check_choice
+from rankwise.trainer.metric_objects import items_of
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
@@ -196,30 +197,34 @@ class TrainingModule(nn.Module):
 
         Args:
             name: its name in `trainer.callback_metrics` and for loggers.
-            value: a number, a tensor with one element, or a metric object of torchmetrics, which is computed
-                over all ranks at the end of the epoch, and reset.
+            value: a number, a tensor with one element, or a metric object of torchmetrics that is a
+                submodule: computed over all ranks at the end of the epoch, then reset.
             prog_bar: whether the progress bar shows it.
             logger: whether loggers get it.
             on_step: whether each step's value is logged; by default only in training batches. It has no
-                effect in evaluation.
+                effect in evaluation. With `sync_dist` each step has one more collective.
             on_epoch: whether the values are reduced over the epoch; by default if `on_step` is false.
             reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`, or torch's function.
             sync_dist: whether values are reduced over the ranks too; by default only in evaluation.
-            batch_size: the weight of this value; by default the size of the batch.
+            batch_size: the weight of this value in a mean; by default the number of samples in the batch.
 
-        Collective: with `sync_dist`, every rank must log the same names in the same epoch.
+        Collective: with `sync_dist`, every rank must log the same names in the same steps.
 
         Raises:
             InvalidTypeError, UnknownNameError: when it is not one number, or for another `reduce_fx`.
-            LifecycleError: outside of a stage of a trainer.
+            ConfigurationError: for options that contradict another call with this name, or that a metric
+                object does not have; in a mean without `batch_size`, if the number of samples is not known
+                (for loaders without automatic batches, and those that are no `DataLoader` or change its
+                batches).
+            LifecycleError: outside of the loops of a trainer, in prediction, and after the epoch's end.
         """
         self.trainer.results.log(
             name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size
         )
 
-    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """Log several numbers with the same options of `log`."""
-        for name, value in dictionary.items():
+    def log_dict(self, dictionary: Mapping[str, Any] | nn.ModuleDict, **kwargs: Any) -> None:
+        """Log several numbers or metric objects (also a `MetricCollection`) with the same options."""
+        for name, value in items_of(dictionary):
             self.log(name, value, **kwargs)
 
     def log_weight(self, weight: Tensor | float) -> None:

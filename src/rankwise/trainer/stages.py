@@ -239,7 +239,11 @@ class Stage:
         if saved is not None:
             return restore_training(context, saved, self.checkpoint_path)
         strategy.gradients.reload_states()  # communication hooks have counted the replay
-        return RankState(strategy, state, states) if states else None
+        if not states:
+            return None
+        rank_state = RankState(context, states)
+        rank_state.restore_metric_objects("the fit before")
+        return rank_state
 
     def _train_data(self, context: LoopContext) -> TrainDataShard:
         order_seed = (self.checkpoint or {}).get("order_seed")  # a run that continues keeps its order

@@ -94,6 +94,16 @@ class Progress:
 
 @final
 @dataclass
+class PublishedMetrics:
+    """The last values of all metrics of a stage: for callbacks, loggers and the progress bar."""
+
+    callback: dict[str, Tensor] = field(default_factory=dict)
+    logged: dict[str, Tensor] = field(default_factory=dict)
+    progress_bar: dict[str, Tensor] = field(default_factory=dict)
+
+
+@final
+@dataclass
 class TrainerState:
     """What a Trainer, which documents it, keeps between stages, and a worker sends back to the caller."""
 
@@ -103,14 +113,17 @@ class TrainerState:
     gradient_order: list[int] = field(default_factory=list)
     should_stop: bool = False
     ckpt_path: str | None = None
-    callback_metrics: dict[str, Tensor] = field(default_factory=dict)
-    logged_metrics: dict[str, Tensor] = field(default_factory=dict)
-    progress_bar_metrics: dict[str, Tensor] = field(default_factory=dict)
+    metrics: PublishedMetrics = field(default_factory=PublishedMetrics)  # of the last stage
+    fit_metrics: PublishedMetrics = field(default_factory=PublishedMetrics)
     has_validation: bool = False
     num_batches: dict[str, list[float]] = field(default_factory=dict)  # of each loader of a phase
     gradients: dict[str, Tensor] = field(default_factory=dict)  # that no step of a manual fit has used yet
     process_seed: int = 0  # rank 0's `torch.initial_seed()` when the run began
     rank_states: list[dict[str, Any]] = field(default_factory=list)  # what each rank needs after the last fit
+
+    def begin_stage(self, name: StageName) -> None:
+        """Forget the metrics of the stage before; a fit that continues has those of the fit."""
+        self.metrics = self.fit_metrics if name == "fit" else PublishedMetrics()
 
 
 @final
@@ -120,12 +133,13 @@ class StageState:
 
     name: StageName | None = None
     phase: str | None = None  # "train", "validate", "test" or "predict"; None outside of the loops
-    results: Results | None = None  # where the module logs to; None outside of the loops
+    results: Results | None = None  # where the module logs to; None outside of the loops, and in prediction
     epoch_results: Results | None = None  # what was logged in the current training epoch so far
+    before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation
     manual_optimization: Any = None
 
     @contextlib.contextmanager
-    def in_phase(self, phase: str, results: Results) -> Iterator[None]:
+    def in_phase(self, phase: str, results: Results | None) -> Iterator[None]:
         """Set the phase, and log into `results`, in the block."""
         before = self.phase, self.results
         self.phase, self.results = phase, results
@@ -176,14 +190,14 @@ class LoopContext:
 
     def publish(self, values: list[Reported], *, is_logged: bool) -> None:
         """Show metrics to callbacks and the progress bar, and with `is_logged` to rank 0's loggers."""
-        state = self.state
+        state, metrics = self.state, self.state.metrics
         for value in values:
-            state.callback_metrics[value.name] = state.callback_metrics[value.base_name] = value.value
+            metrics.callback[value.name] = metrics.callback[value.base_name] = value.value
             if value.prog_bar:
-                state.progress_bar_metrics[value.name] = value.value
+                metrics.progress_bar[value.name] = value.value
         logged = {value.name: value.value for value in values if value.logger}
         if is_logged and logged:
-            state.logged_metrics.update(logged)
+            metrics.logged.update(logged)
             epoch, step = state.progress.current_epoch, state.progress.global_step
             for logger in self.loggers if self.strategy.is_global_zero else ():
                 numbers = {name: float(value) for name, value in logged.items()}

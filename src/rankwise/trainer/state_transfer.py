@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -10,22 +11,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from rankwise.errors import ConfigurationError
+from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.nested import map_tensors
 from rankwise.processes.shared_memory import send_by_name
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
+from rankwise.trainer.metric_objects import (
+    merged,
+    metric_objects,
+    on_cpu,
+    saved_states,
+    set_states,
+    unmergeable,
+)
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
     from rankwise.callbacks import Callback
     from rankwise.loggers import Logger
-    from rankwise.strategies import Strategy
     from rankwise.trainer.state import LoopContext, TrainerState
 
-_METRICS = {  # keys in checkpoints, and attributes of `TrainerState`
-    "callback_metrics": "callback_metrics",
-    "logged_metrics": "logged_metrics",
-    "_progress_bar_metrics": "progress_bar_metrics",
+_METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
+    "callback_metrics": "callback",
+    "logged_metrics": "logged",
+    "_progress_bar_metrics": "progress_bar",
 }
 
 
@@ -194,13 +202,27 @@ def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:
     """
     if context.stage.name != "fit" and context.state.rank_states:
         return context.state.rank_states
-    results = context.stage.epoch_results
+    results, before = context.stage.epoch_results, context.stage.before_validation
+    # A run that continues from within a validation validates again.
     own = {
-        "random": get_random_state(context.strategy.root_device),
+        **on_cpu(
+            changing_state(context) if before is None or context.state.progress.is_validated else before
+        ),
         "results": None if results is None else results.state_dict(),
-        "metrics": {key: dict(getattr(context.state, name)) for key, name in _METRICS.items()},
+        "logged_objects": {} if results is None else results.logged_objects(),
+        "metrics": {key: dict(getattr(context.state.fit_metrics, name)) for key, name in _METRICS.items()},
     }
     return context.strategy.all_gather_object(own, context.strategy.job_group)
+
+
+def changing_state(context: LoopContext) -> dict[str, Any]:
+    """Return what evaluation changes of a rank's part of a checkpoint."""
+    results = context.stage.epoch_results
+    computed = {} if results is None else results.object_states
+    return {
+        "random": get_random_state(context.strategy.root_device),
+        "metric_objects": {**saved_states(context.module), **computed},
+    }
 
 
 def seed_rank(seed: int, global_step: int, global_rank: int) -> None:
@@ -215,25 +237,45 @@ class RankState:
     Another number of ranks shares the parts: metrics are merged, and each rank gets a new random stream.
     """
 
-    def __init__(self, strategy: Strategy, state: TrainerState, states: list[dict[str, Any]]) -> None:
+    def __init__(self, context: LoopContext, states: list[dict[str, Any]]) -> None:
+        strategy = context.strategy
         self._strategy = strategy
-        self._state = state
+        self._state = context.state
+        self._module = context.module
         self._is_same_world = len(states) == strategy.world_size
-        self._states = states[strategy.global_rank :: strategy.world_size]
+        self._shares = [states[rank :: strategy.world_size] for rank in range(strategy.world_size)]
+        self._states = self._shares[strategy.global_rank]
         self._any_state = states[0]
 
     def restore_metrics(self) -> None:
         """Restore the last values of everything logged."""
         own = self._states[0] if self._states else self._any_state
         for key, name in _METRICS.items():
-            setattr(self._state, name, dict(own["metrics"][key]))
+            setattr(self._state.fit_metrics, name, dict(own["metrics"][key]))
+
+    def restore_metric_objects(self, path: str) -> None:
+        """Restore the module's metric objects; raise CheckpointError where a rank cannot continue several."""
+        metrics = metric_objects(self._module)
+        shares = [[state.get("metric_objects", {}) for state in share] for share in self._shares]
+        if odd := sorted({name for share in shares for name in unmergeable(metrics, share)}):
+            raise CheckpointError(
+                path=path,
+                problem=f"holds states of the metric objects {odd} that fewer ranks cannot continue",
+                remedy=f"continue on {len(self._shares)} ranks, or from the end of an epoch.",
+            )
+        found = {name for share in shares for states in share for name in states}
+        if (lost := sorted(found - metrics.keys())) and self._strategy.is_global_zero:
+            warnings.warn(
+                f"{path} has states of metric objects that the module has not: {lost}.", stacklevel=2
+            )
+        set_states(metrics, merged(metrics, shares[self._strategy.global_rank]))
 
     def results(self) -> Results:
         """Return what was logged in the epoch so far."""
-        results = Results(is_evaluation=False)
+        results = Results(self._module, is_evaluation=False)
         for state in self._states:
             if state["results"] is not None:
-                results.add_state_dict(state["results"])
+                results.add_state_dict(state["results"], state.get("logged_objects", {}))
         return results
 
     def restore_random(self) -> None:

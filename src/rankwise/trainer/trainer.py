@@ -38,11 +38,9 @@ if TYPE_CHECKING:
 
 def _forwarded(path: str) -> Any:
     """Return a property that reads and sets `path`, an attribute of a part of the Trainer."""
-    part, _, name = path.partition(".")
-    return property(
-        lambda trainer: getattr(getattr(trainer, part), name),
-        lambda trainer, value: setattr(getattr(trainer, part), name, value),
-    )
+    part, _, name = path.rpartition(".")
+    owner = operator.attrgetter(part)
+    return property(operator.attrgetter(path), lambda trainer, value: setattr(owner(trainer), name, value))
 
 
 def _read_only(path: str) -> Any:
@@ -136,7 +134,7 @@ class Trainer:
         order_seed: the seed of the order of training data: of its loader's generator, or `seed`.
         gradient_order: the trainable parameters' numbers, in the order in which a backward pass reaches them.
         epoch_results: what was logged in the current training epoch so far.
-        callback_metrics: the last value of everything logged.
+        callback_metrics: the last value of everything logged in this stage.
         logged_metrics: the last values that loggers got.
         optimizers: the optimizers, once `fit` has created them; also after a fit in other processes. Sharded
             ones exist within a fit only.
@@ -383,6 +381,7 @@ class Trainer:
         self.strategy = strategy
         self._set_module(model, stage)
         self._stage = StageState(stage)
+        self.state.begin_stage(stage)
         return self.context(model)
 
     def _set_module(self, model: TrainingModule, stage: StageName) -> None:
@@ -442,8 +441,8 @@ class Trainer:
     gradient_order: list[int] = _forwarded("state.gradient_order")
     should_stop: bool = _forwarded("state.should_stop")
     ckpt_path: str | None = _forwarded("state.ckpt_path")
-    callback_metrics: dict[str, Tensor] = _forwarded("state.callback_metrics")
-    logged_metrics: dict[str, Tensor] = _forwarded("state.logged_metrics")
+    callback_metrics: dict[str, Tensor] = _forwarded("state.metrics.callback")
+    logged_metrics: dict[str, Tensor] = _forwarded("state.metrics.logged")
     has_validation: bool = _forwarded("state.has_validation")
     num_val_batches: list[float] = _num_batches("validate")
     num_test_batches: list[float] = _num_batches("test")
@@ -489,7 +488,7 @@ class Trainer:
             raise LifecycleError(
                 call="self.log()",
                 state=self._stage.name or "no stage",
-                needed="a loop that runs",
+                needed="a loop that reduces metrics",
                 remedy="log in the steps, or in hooks between on_train_start and on_train_end.",
             )
         return self._stage.results
@@ -509,7 +508,7 @@ class Trainer:
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The last values logged with `prog_bar=True`."""
-        return {name: float(value) for name, value in self.state.progress_bar_metrics.items()}
+        return {name: float(value) for name, value in self.state.metrics.progress_bar.items()}
 
     @property
     def num_training_batches(self) -> float:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from torch import nn
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
 from rankwise.strategies import SingleDeviceStrategy, Strategy
-from rankwise.trainer.metrics import Results, batch_size_of, computed, is_metric_object
+from rankwise.trainer.metric_objects import is_metric_object, merged_states, metric_objects, states_of
+from rankwise.trainer.metrics import Results
 from tests.unit.trainer.helpers import Line, loader, trainer, with_second_rank
 
 
@@ -29,9 +31,9 @@ def epoch(results: Results, strategy: Strategy) -> dict[str, float]:
 
 def logged(*batches: tuple[int, float], is_evaluation: bool = True, **options: Any) -> Results:
     """Return results with one value logged for each (batch size, value)."""
-    results = Results(is_evaluation=is_evaluation)
+    results = Results(nn.Module(), is_evaluation=is_evaluation)
     for size, value in batches:
-        results.begin_batch(torch.zeros(size))
+        results.begin_batch(size)
         results.log("x", value, **options)
         results.end_batch()
     return results
@@ -61,26 +63,28 @@ def test_over_ranks(reduce_fx: str, expected: float) -> None:
     other = logged((2, 7.0), reduce_fx=reduce_fx)
     parts = {name: metric.part() for name, metric in other._metrics.items()}
     mine = logged((1, 1.0), (1, 1.0), *([(2, 5.0)] if reduce_fx == "sum" else []), reduce_fx=reduce_fx)
-    assert epoch(mine, with_second_rank(lambda _: (True, parts))) == {"x": expected}
+    assert epoch(mine, with_second_rank(lambda _: (True, parts, {}))) == {"x": expected}
 
 
 def test_rank_without_batches() -> None:
     """A rank whose shard was empty takes part without having logged anything."""
-    assert epoch(logged((2, 3.0)), with_second_rank(lambda _: (False, {}))) == {"x": 3.0}
+    assert epoch(logged((2, 3.0)), with_second_rank(lambda _: (False, {}, {}))) == {"x": 3.0}
     parts = {name: metric.part() for name, metric in logged((2, 3.0))._metrics.items()}
-    assert epoch(Results(is_evaluation=True), with_second_rank(lambda _: (True, parts))) == {"x": 3.0}
+    assert epoch(Results(nn.Module(), is_evaluation=True), with_second_rank(lambda _: (True, parts, {}))) == {
+        "x": 3.0
+    }
 
 
 def test_different_names() -> None:
     """Ranks that log different metrics get an error that names them."""
     with pytest.raises(ConfigurationError, match=r"not all logged \['x'\](.|\n)*'x' on global_rank 0 only"):
-        logged((2, 3.0)).epoch_values(with_second_rank(lambda _: (True, {})))
+        logged((2, 3.0)).epoch_values(with_second_rank(lambda _: (True, {}, {})))
 
 
 def test_training_is_local_by_default() -> None:
     """In training only sync_dist=True reduces over the ranks."""
     local = logged((1, 3.0), is_evaluation=False, on_epoch=True)
-    assert epoch(local, with_second_rank(lambda _: (True, {}))) == {"x_epoch": 3.0}
+    assert epoch(local, with_second_rank(lambda _: (True, {}, {}))) == {"x_epoch": 3.0}
     synced = logged((1, 3.0), is_evaluation=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
     assert epoch(synced, with_second_rank(lambda mine: mine)) == {"x_epoch": 6.0}
 
@@ -88,20 +92,33 @@ def test_training_is_local_by_default() -> None:
 def test_step_values(alone: Strategy) -> None:
     """A training step's values come once, and not again until they are logged again."""
     results = logged((1, 3.0), is_evaluation=False)
-    assert [(value.name, value.value.item()) for value in results.step_values(alone, is_synced=True)] == [
+    assert [(value.name, value.value.item()) for value in results.step_values(alone, is_checked=True)] == [
         ("x", 3.0)
     ]
-    assert results.step_values(alone, is_synced=True) == []
+    assert results.step_values(alone, is_checked=True) == []
     assert results.epoch_values(alone) == []
 
 
+def other_part(mine: Any) -> Any:
+    """Return what rank 1 sends in a step, of what rank 0 does: another value under the same name."""
+    return (True, {name: part._replace(total=7.0) for name, part in mine[1].items()}, {})
+
+
 def test_step_values_over_ranks() -> None:
-    """A step's value is reduced over the ranks when it is logged, and is this rank's own before."""
-    for is_synced, expected in ((True, 5.0), (False, 3.0)):
-        results = logged((1, 3.0), is_evaluation=False, sync_dist=True)
-        other = with_second_rank(lambda mine: (True, {"x": mine[1]["x"]._replace(total=7.0)}))
-        [value] = results.step_values(other, is_synced=is_synced)
-        assert value.value.item() == expected
+    """The value of an epoch's first step is reduced over the ranks."""
+    results = logged((1, 3.0), is_evaluation=False, sync_dist=True)
+    [value] = results.step_values(with_second_rank(other_part), is_checked=False)
+    assert value.value.item() == 5.0
+
+
+def test_step_values_that_begin_later() -> None:
+    """A value that no rank had in the first step waits for a step in which the ranks compare their names."""
+    results, other = Results(nn.Module(), is_evaluation=False), with_second_rank(other_part)
+    assert results.step_values(other, is_checked=False) == []
+    results.log("x", 3.0, on_step=True, sync_dist=True)
+    assert results.step_values(other, is_checked=False) == []
+    [value] = results.step_values(other, is_checked=True)
+    assert value.value.item() == 5.0
 
 
 def test_names_of_both(tmp_path: Path) -> None:
@@ -133,13 +150,13 @@ def test_loggers_get_every_nth_step(tmp_path: Path) -> None:
 def test_no_number(value: Any) -> None:
     """Only numbers can be logged."""
     with pytest.raises(InvalidTypeError, match="log\\('x'\\) value"):
-        Results(is_evaluation=True).log("x", value)
+        Results(nn.Module(), is_evaluation=True).log("x", value)
 
 
 def test_unknown_reduction() -> None:
     """An unknown reduction is refused, and the nearest one suggested."""
     with pytest.raises(UnknownNameError, match="Did you mean 'mean'"):
-        Results(is_evaluation=True).log("x", 1.0, reduce_fx="meen")
+        Results(nn.Module(), is_evaluation=True).log("x", 1.0, reduce_fx="meen")
 
 
 def test_logging_outside_a_loop(tmp_path: Path) -> None:
@@ -154,32 +171,99 @@ def test_logging_outside_a_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "size"),
+    ("first", "second"),
     [
-        (torch.zeros(3, 2), 3),
-        (torch.tensor(1.0), 1),
-        ([torch.zeros(4), torch.zeros(5)], 4),
-        ({"name": "x", "data": (torch.zeros(2),)}, 2),
-        (["a", "b", "c"], 3),
-        ("text", 1),
-        (None, 1),
+        ({"prog_bar": True}, {}),
+        ({"reduce_fx": "max"}, {"reduce_fx": "min"}),
+        ({"sync_dist": False}, {}),
+        ({"logger": False}, {"logger": True}),
     ],
 )
-def test_batch_size(batch: Any, size: int) -> None:
-    """The size is the first dimension of the first tensor; without tensors, the length of a list."""
-    assert batch_size_of(batch) == size
+def test_one_name_with_different_options(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """A name that is logged with other options than before is an error that shows both."""
+    results = logged((1, 1.0), **first)
+    with pytest.raises(ConfigurationError, match=r"(?s)'x' is logged in two ways.*log\('x'\) now has"):
+        results.log("x", 1.0, **second)
+
+
+def test_one_name_from_two_metrics() -> None:
+    """A name that a step's or an epoch's value has already cannot be another metric's."""
+    results = logged((1, 1.0), is_evaluation=False, on_step=True, on_epoch=True)
+    with pytest.raises(ConfigurationError, match="'x_epoch' is logged in two ways"):
+        results.log("x_epoch", 1.0)
+
+
+def test_ranks_with_different_options() -> None:
+    """Ranks that reduce a metric in different ways get an error that names it."""
+    parts = {name: metric.part() for name, metric in logged((2, 7.0), reduce_fx="max")._metrics.items()}
+    with pytest.raises(ConfigurationError, match="logged 'x' with different reduce_fx: \\['max', 'mean'\\]"):
+        logged((1, 1.0)).epoch_values(with_second_rank(lambda _: (True, parts, {})))
+
+
+@pytest.mark.parametrize("options", [{"reduce_fx": "sum"}, {"on_epoch": False, "on_step": True}])
+def test_sizes_that_no_value_needs(options: dict[str, Any]) -> None:
+    """Only means of several batches or ranks need the number of samples."""
+    results = Results(nn.Module(), is_evaluation=False)
+    results.begin_batch(None)
+    results.log("x", 1.0, **options)
+    with pytest.raises(ConfigurationError, match=r"(?s)log\('mean'\) averages over batches.*batch_size="):
+        results.log("mean", 1.0, on_epoch=True)
+    results.log("mean", 1.0, on_epoch=True, batch_size=3)
+
+
+class Late(Line):
+    """Logs in the hook that `hook` names."""
+
+    hook = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        setattr(self, self.hook, lambda *details: self.log("late", 2.0))
+
+
+def test_logging_before_the_first_epoch(tmp_path: Path) -> None:
+    """What `on_train_start` logs belongs to the first epoch."""
+    train = trainer(tmp_path, max_epochs=2, logger=True)
+    train.fit(type("Early", (Late,), {"hook": "on_train_start"})(), loader())
+    assert train.callback_metrics["late"] == 2.0
+    assert train.logged_metrics["late"] == 2.0
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_validation_end", "on_predict_batch_end"])
+def test_logging_what_is_not_reduced(hook: str, tmp_path: Path) -> None:
+    """What is logged after the epoch's metrics were reduced, or in prediction, is an error, not lost."""
+    train, model = trainer(tmp_path), type("TooLate", (Late,), {"hook": hook})()
+    with pytest.raises(LifecycleError, match="log"):
+        train.predict(model, loader()) if "predict" in hook else train.fit(model, loader(), loader())
+
+
+def test_metrics_of_each_stage(tmp_path: Path) -> None:
+    """A stage begins without the metrics of the one before; a fit that continues has those of the fit."""
+    train, model = trainer(tmp_path, max_epochs=1), Line()
+    train.fit(model, loader(), loader())
+    assert set(train.callback_metrics) == {"loss", "val_loss"}
+    train.test(model, loader())
+    assert set(train.callback_metrics) == set(train.logged_metrics) == {"test_loss"}
+    train.max_epochs, train.limit_val_batches = 2, 0
+    train.fit(model, loader(), loader())
+    assert set(train.callback_metrics) == {"loss", "val_loss"}
 
 
 # ------------------------------------------------------------------------ metric objects of torchmetrics
 
 
-def metrics(kind: Any, parts: list[Any]) -> list[Any]:
-    """Return a metric for each part, updated with it where it is not None."""
-    made = [kind() for _ in parts]
-    for metric, part in zip(made, parts, strict=True):
+def computed(kind: Any, parts: list[Any]) -> Any:
+    """Return the value of a metric over ranks that have updated theirs with a part each, or not for None."""
+    by_rank, metrics = [], {"metric": kind()}
+    for part in parts:
+        metrics = metric_objects(nn.ModuleDict({"metric": kind()}))
         if part is not None:
-            metric.update(torch.tensor(part))
-    return made
+            metrics["metric"].update(torch.tensor(part))
+        by_rank.append(states_of(metrics))
+    with merged_states(metrics, by_rank):
+        value = metrics["metric"].compute()
+    assert metrics["metric"].update_count == int(parts[-1] is not None)  # as before
+    return value
 
 
 @pytest.mark.parametrize(
@@ -193,14 +277,13 @@ def metrics(kind: Any, parts: list[Any]) -> list[Any]:
 )
 def test_states_are_reduced(kind: Any, expected: Any) -> None:
     """Every kind of state is reduced over copies; one that has seen nothing adds nothing."""
-    copies = metrics(kind, [[1.0, 2.0], None, [3.0]])
-    assert computed(copies).tolist() == expected
-    assert copies[0].update_count == 1  # the copies are left as they are
+    assert computed(kind, [[1.0, 2.0], None, [3.0]]).tolist() == expected
 
 
 def test_nothing_seen() -> None:
     """A metric that no rank has updated has the value that it begins with."""
-    assert computed(metrics(torchmetrics.SumMetric, [None, None])) == 0
+    with pytest.warns(UserWarning, match="before the ``update`` method"):
+        assert computed(torchmetrics.SumMetric, [None, None]) == 0
 
 
 def test_what_is_a_metric_object() -> None:
@@ -230,10 +313,57 @@ def test_training_epochs_start_anew(tmp_path: Path) -> None:
     assert model.total.update_count == 0
 
 
-@pytest.mark.parametrize("options", [{"on_step": True}, {"on_epoch": False}])
+@pytest.mark.parametrize(
+    "options", [{"on_step": True}, {"on_epoch": False}, {"sync_dist": False}, {"reduce_fx": "sum"}]
+)
 def test_metric_objects_are_logged_by_epoch(options: dict[str, Any], tmp_path: Path) -> None:
     """By step a metric object has no value of its own; the error says what to log."""
     model = WithObject()
     model.options = options
     with pytest.raises(ConfigurationError, match="computed once for the whole epoch"):
         trainer(tmp_path).fit(model, loader())
+
+
+class OfLoaders(Line):
+    """Logs one metric object for all loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torchmetrics.SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.total.update(batch[0])
+        self.log("total", self.total)
+
+
+def test_one_metric_object_for_several_loaders(tmp_path: Path) -> None:
+    """The value of a metric object cannot be that of each loader."""
+    assert trainer(tmp_path).validate(OfLoaders(), [loader()])[0]["total"] > 0
+    with pytest.raises(ConfigurationError, match="the same metric object for several loaders"):
+        trainer(tmp_path).validate(OfLoaders(), [loader(), loader()])
+
+
+class Composing(WithObject):
+    """Logs an object that is made for each batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("squared", self.total**2)
+        return super().training_step(batch, batch_idx)
+
+
+def test_metric_objects_outside_of_the_module(tmp_path: Path) -> None:
+    """A metric object that no checkpoint would hold is refused; the error says where to keep it."""
+    with pytest.raises(ConfigurationError, match=r"(?s)not part of Composing.*__init__"):
+        trainer(tmp_path).fit(Composing(), loader())
+
+
+def test_metric_objects_that_a_module_has_no_more(tmp_path: Path) -> None:
+    """A checkpoint's states without a metric object in the module are named in a warning."""
+
+    class Saving(WithObject):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    trainer(tmp_path, limit_train_batches=2).fit(Saving(), loader(8))
+    with pytest.warns(UserWarning, match=r"metric objects that the module has not: \['total'\]"):
+        trainer(tmp_path).fit(Line(), loader(8), ckpt_path=tmp_path / "saved.ckpt")

@@ -11,7 +11,6 @@ from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.seed import get_random_state, set_random_state
 from rankwise.trainer.checkpointing import pending_gradients
 from rankwise.trainer.consistency import check_same_order, check_values
 from rankwise.trainer.loops.automatic import AutomaticOptimization
@@ -20,7 +19,7 @@ from rankwise.trainer.loops.manual import ManualOptimization
 from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, no_batch_error
 from rankwise.trainer.metrics import Results
-from rankwise.trainer.state_transfer import RankState, gather_rank_states, seed_rank
+from rankwise.trainer.state_transfer import RankState, changing_state, gather_rank_states, seed_rank
 
 if TYPE_CHECKING:
     from rankwise.trainer.data_loaders import TrainDataShard
@@ -55,7 +54,7 @@ class FitLoop:
         self._schedule = schedule = BatchSchedule(context.strategy, context.module, share, policy)
         self._validation = validation
         self._rank_state = rank_state
-        self._results = Results(is_evaluation=False)
+        self._results = Results(context.module, is_evaluation=False)
         is_automatic = context.module.automatic_optimization
         kind = AutomaticOptimization if is_automatic else ManualOptimization
         self._optimization = kind(context, schedule)
@@ -67,6 +66,9 @@ class FitLoop:
         """Train; exit on every rank when a signal has stopped training. Collective."""
         context, progress = self._context, self._progress
         progress.repeat_window()
+        if self._rank_state is not None and progress.is_within_epoch:
+            self._results = self._rank_state.results()
+        self._stage.epoch_results = self._results
         with self._stage.in_phase("train", self._results), self._stopping:
             _warn_of_evaluation_mode(context)
             self._hooks.call("on_train_start")
@@ -102,9 +104,9 @@ class FitLoop:
         if not progress.is_within_epoch:
             progress.begin_epoch()
             self._restore_random()
-        continued = self._rank_state if progress.is_within_epoch else None
-        results = continued.results() if continued is not None else Results(is_evaluation=False)
-        self._results = self._stage.results = self._stage.epoch_results = results
+        if not self._results.is_open:
+            self._results = Results(self._context.module, is_evaluation=False)
+        self._stage.results = self._stage.epoch_results = self._results
         self._hooks.call("on_train_epoch_start")  # may change a sampler
         check_same_order(self._strategy, "train", [self._share.loader])
         self._optimization.weighting.begin_epoch()
@@ -148,15 +150,18 @@ class FitLoop:
             _step_schedulers(self._context, "epoch", needs_metric=False)
 
     def _end_metrics(self) -> None:
-        self._context.publish(self._results.epoch_values(self._strategy), is_logged=True)
-        if self._progress.is_epoch_done:
+        is_done = self._progress.is_epoch_done
+        values = self._results.epoch_values(self._strategy, is_continued=not is_done)
+        self._context.publish(values, is_logged=True)
+        if is_done:
             _step_schedulers(self._context, "epoch", needs_metric=True)
         self._progress.is_epoch_closed = True
 
     def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> None:
         before = self._progress.global_step
         batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
-        self._results.begin_batch(batch, is_muted=self._schedule.is_padding)
+        is_padding = self._schedule.is_padding
+        self._results.begin_batch(0 if is_padding else self._share.take_size(), is_muted=is_padding)
         self._hooks.call("on_train_batch_start", batch, batch_idx)
         outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
@@ -175,7 +180,7 @@ class FitLoop:
 
     def _publish_step(self) -> None:
         is_logged = self._progress.global_step % self._settings.log_every_n_steps == 0
-        values = self._results.step_values(self._strategy, is_synced=is_logged)
+        values = self._results.step_values(self._strategy, is_checked=is_logged)
         self._context.publish(values, is_logged=is_logged)
         if self._optimization.has_stepped:
             _step_schedulers(self._context, "step", needs_metric=True)
@@ -198,13 +203,12 @@ class FitLoop:
             self._validate(self._validation)
 
     def _validate(self, validation: EvaluationLoop) -> None:
-        device = self._strategy.root_device
-        before = get_random_state(device)
+        self._stage.before_validation = changing_state(self._context)
         try:
             validation.run(self._stopping)
         except EvaluationStopped:
-            set_random_state(before, device)  # a run that continues from the checkpoint validates again
             self._stopping.stop()
+        self._stage.before_validation = None
 
     def _validation_interval(self) -> float:
         """Return the number of batches between validations; `inf` for one at the end of the epoch."""
@@ -261,7 +265,7 @@ def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool)
 
 def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | None:
     """Return rank 0's value of the metric on every rank, so that learning rates stay equal."""
-    metrics = context.state.callback_metrics
+    metrics = context.state.metrics.callback
     value = metrics.get(config.monitor or "")
     agreed = context.strategy.broadcast(None if value is None else float(value))
     if agreed is None and config.strict:

@@ -20,7 +20,7 @@ from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.seed import get_random_state, set_random_state
 from rankwise.stores.waiting import StoreCounter
-from rankwise.trainer.metrics import is_metric_object
+from rankwise.trainer.metric_objects import metric_objects, set_states, states_of
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
@@ -206,26 +206,16 @@ def preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
         for name, buffer in submodule._buffers.items()
         if buffer is not None
     ]
-    metrics = [(metric, _metric_state(metric)) for metric in module.modules() if is_metric_object(metric)]
+    metrics = metric_objects(module)
+    states = states_of(metrics)
     random_state = get_random_state(device)
     yield
     set_random_state(random_state, device)
-    for metric, state in metrics:
-        for name, value in state.items():
-            setattr(metric, name, value)
+    set_states(metrics, states)
     with torch.no_grad():
         for submodule, name, buffer, before in buffers:
             submodule._buffers[name] = buffer  # the block may have replaced it
             buffer.copy_(before)
-
-
-def _metric_state(metric: Any) -> dict[str, Any]:
-    """Return what an update of a metric object changes."""
-    states = {
-        name: state.clone() if isinstance(state, Tensor) else list(state)
-        for name, state in metric.metric_state.items()
-    }
-    return {**states, "_update_count": metric.update_count, "_computed": None}
 
 
 @contextmanager

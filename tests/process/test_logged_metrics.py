@@ -1,0 +1,442 @@
+"""Logged numbers and metric objects on several ranks: the values of one process, also after a resumption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torchmetrics.wrappers import MinMaxMetric, Running
+from typing_extensions import override
+
+from rankwise.callbacks import Callback, ModelCheckpoint
+from rankwise.data import shard_info
+from rankwise.errors import CheckpointError, ConfigurationError, WorkerRaisedError
+from rankwise.trainer import Trainer
+from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
+
+RANKS = (2, 3)
+
+
+def trainer_on(world_size: int, **options: Any) -> Trainer:
+    """Return a trainer on that many forked ranks, or in this process."""
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
+    options["enable_checkpointing"] = saves
+    return quiet_trainer("ddp_fork" if world_size > 1 else "single_device", world_size, **options)
+
+
+def metrics_of(trainer: Trainer) -> dict[str, float]:
+    """Return the last value of everything logged."""
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+class Composed(Regression):
+    """Logs metric objects that are made of others, or contain others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
+        self.root = self.error**0.5
+        worst: Any = MinMaxMetric(torchmetrics.MeanAbsoluteError().set_dtype(torch.float64))
+        self.worst, self.worst_value = worst, worst["max"]
+        self.both = torchmetrics.MetricCollection(
+            {"r2": torchmetrics.R2Score(), "explained": torchmetrics.ExplainedVariance()}, prefix="of_"
+        ).set_dtype(torch.float64)
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        predicted = self(batch[0])
+        self.error.update(predicted, batch[1])
+        self.log_dict({"error": self.error, "root": self.root, "worst": self.worst_value})
+        self.log_dict(self.both)  # before the update, whose values must count too
+        self.worst.update(predicted, batch[1])
+        self.both.update(predicted, batch[1])
+
+
+def test_metric_objects_with_others_in_them() -> None:
+    """Composed, wrapped and collected metric objects count the samples of all ranks."""
+    expected = trainer_on(1).test(Composed(), loader(19, 2))[0]
+    assert expected["root"] == pytest.approx(expected["error"] ** 0.5)
+    for world_size in RANKS:
+        assert trainer_on(world_size).test(Composed(), loader(19, 2))[0] == pytest.approx(expected, abs=1e-12)
+
+
+class Windowed(Regression):
+    """Logs the mean of the last three batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = Running(torchmetrics.MeanMetric(), window=3)
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.recent.update(batch[1])
+        self.log("recent", self.recent)
+
+
+@pytest.mark.parametrize("samples", [20, 22, 25])
+def test_running_metrics(samples: int) -> None:
+    """The window is that of one process with the batches of all ranks, also where some have fewer batches."""
+    expected = trainer_on(1).test(Windowed(), loader(samples, 4))[0]
+    assert trainer_on(2).test(Windowed(), loader(samples, 2))[0] == pytest.approx(expected, abs=1e-6)
+
+
+class Differentiable(Regression):
+    """Calls a metric object that keeps the graph of its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        predicted = self(batch[0])
+        self.error(predicted, batch[1])
+        self.log("error", self.error)
+        return nn.functional.mse_loss(predicted, batch[1])
+
+
+def test_differentiable_metric_objects() -> None:
+    """A metric object that is called with predictions that require gradients is computed as others."""
+    found = []
+    for world_size in (1, 2):
+        trainer = trainer_on(world_size, max_epochs=2)
+        trainer.fit(Differentiable(), loader(16, 4 // world_size))
+        found.append(metrics_of(trainer)["error"])
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+
+
+class Pieces(torchmetrics.Metric):
+    """Keeps pieces of different shapes in a list."""
+
+    pieces: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("pieces", default=[], dist_reduce_fx=None)
+
+    @override
+    def update(self, values: Tensor) -> None:
+        for count, value in enumerate(values.flatten(), 1):
+            self.pieces.append(value.repeat(count))
+
+    @override
+    def compute(self) -> Tensor:
+        return torch.stack([len(piece) * piece[0] for piece in self.pieces]).sum()
+
+
+class InPieces(Regression):
+    """Logs such a metric object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = Pieces()
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.total.update(batch[1])
+        self.log("total", self.total)
+
+
+def test_lists_of_unequal_lengths() -> None:
+    """Ranks may have lists of different lengths, or none."""
+    for samples in (5, 2):
+        expected = trainer_on(1).test(InPieces(), loader(samples, 1))[0]
+        for world_size in RANKS:
+            found = trainer_on(world_size).test(InPieces(), loader(samples, 1))[0]
+            assert found == pytest.approx(expected, abs=1e-12)
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+
+
+class Measured(Regression):
+    """Updates metric objects in training that are logged, or computed at the epoch's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = torchmetrics.SumMetric().set_dtype(torch.float64)
+        self.targets = torchmetrics.CatMetric().set_dtype(torch.float64)
+        self.recent = Running(torchmetrics.SumMetric(), window=3)
+        self.ever = torchmetrics.SumMetric().set_dtype(torch.float64)
+        self.range = MinMaxMetric(torchmetrics.MeanMetric().set_dtype(torch.float64))
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        for metric in (self.samples, self.ever, self.recent):
+            metric.update(float(len(batch[0])))
+        self.targets.update(batch[1])
+        self.range.update(batch[1])
+        self.log_dict({"samples": self.samples, "recent": self.recent})
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        self.log("targets", self.targets.compute().sum())
+        self.targets.reset()
+        self.log("ever", self.ever.compute())
+        self.log("max", self.range.compute()["max"])
+        self.range.reset()
+
+
+def checkpoints(folder: Path) -> ModelCheckpoint:
+    """Return a callback that saves each step."""
+    return ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metric_objects_are_in_checkpoints(world_size: int, tmp_path: Path) -> None:
+    """A run that is resumed within an epoch, or before its end, has the metrics of the run that was not."""
+    whole = trainer_on(world_size, max_epochs=2, callbacks=[checkpoints(tmp_path)])
+    whole.fit(Measured(), loader(24, 6 // world_size))
+    assert metrics_of(whole)["samples"] == 24
+    for step in (2, 4, 6, 8):
+        resumed = trainer_on(world_size, max_epochs=2)
+        resumed.fit(Measured(), loader(24, 6 // world_size), ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert metrics_of(resumed) == pytest.approx(metrics_of(whole), abs=1e-12), step
+
+
+def test_metric_objects_of_other_world_sizes(tmp_path: Path) -> None:
+    """The ranks of a run that continues share the states of all ranks before."""
+    whole = trainer_on(3, max_epochs=1, callbacks=[checkpoints(tmp_path)])
+    whole.fit(Measured(), loader(24, 2))
+    for world_size in (1, 2, 4):
+        resumed = trainer_on(world_size, max_epochs=1)
+        resumed.fit(Measured(), loader(24, 6 // world_size), ckpt_path=tmp_path / "step=2.ckpt")
+        assert metrics_of(resumed)["samples"] == 24, world_size
+        assert metrics_of(resumed)["targets"] == pytest.approx(metrics_of(whole)["targets"], abs=1e-5)
+
+
+class Correlated(Regression):
+    """Logs a metric object whose states torchmetrics can only put together for the final value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.correlation = torchmetrics.PearsonCorrCoef().set_dtype(torch.float64)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.correlation.update(self(batch[0]).flatten().detach(), batch[1].flatten())
+        self.log("correlation", self.correlation)
+        return super().training_step(batch, batch_idx)
+
+
+def test_states_that_no_rank_can_continue(tmp_path: Path) -> None:
+    """A rank cannot continue two ranks' states that have no common one; the error names the metric object."""
+    trainer_on(2, max_epochs=1, callbacks=[checkpoints(tmp_path)]).fit(Correlated(), loader(24, 3))
+    with pytest.raises(CheckpointError, match="'correlation'"):
+        trainer_on(1, max_epochs=1).fit(Correlated(), loader(24, 6), ckpt_path=tmp_path / "step=2.ckpt")
+
+
+class SaveWithin(Callback):
+    """Saves a checkpoint in a validation."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @override
+    def on_validation_batch_end(self, trainer: Any, module: Any, *details: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class Validated(Regression):
+    """Logs a metric object in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = torchmetrics.SumMetric()
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.samples.update(float(len(batch[0])))
+        self.log("samples", self.samples)
+
+
+def test_checkpoints_within_a_validation(tmp_path: Path) -> None:
+    """A run that continues from there validates again, and counts each sample once."""
+    path = tmp_path / "within.ckpt"
+    trainer_on(1, max_epochs=1, callbacks=[SaveWithin(path)]).fit(Validated(), loader(8, 2), loader(6, 2))
+    trainer = trainer_on(1, max_epochs=1)
+    trainer.fit(Validated(), loader(8, 2), loader(6, 2), ckpt_path=path)
+    assert metrics_of(trainer)["samples"] == 6
+
+
+# ------------------------------------------------------------------------------------------ step values
+
+
+class Watching(Callback):
+    """Notes what each rank finds in `callback_metrics` after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float | None]] = []
+
+    @override
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            value = trainer.callback_metrics.get("mean")
+            self.seen.append(trainer.strategy.all_gather_object(None if value is None else value.item()))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Stepwise(Regression):
+    """Logs the mean target of each step, and a number that only some steps have."""
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.log("mean", batch[1].mean(), sync_dist=True)
+        if batch_idx % 3 == 1:
+            self.log("sometimes", 1.0, sync_dist=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+
+def test_step_values_are_those_of_one_process() -> None:
+    """With `sync_dist=True` every rank has the value of the global batch after every step."""
+    found = []
+    for world_size in (1, 2):
+        watching = Watching()
+        trainer = trainer_on(world_size, max_epochs=2, callbacks=[watching])
+        trainer.fit(Stepwise(), loader(24, 4 // world_size))
+        assert all(len(set(values)) == 1 for values in watching.seen)
+        found.append([values[0] for values in watching.seen])
+        assert metrics_of(trainer)["sometimes"] == world_size
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+
+
+class OnRankZero(Regression):
+    """Logs on rank 0 only what all ranks should log."""
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 0:
+            self.log("mean", batch[1].mean(), sync_dist=True)
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+
+def test_step_values_of_some_ranks() -> None:
+    """A step value that only one rank logs is an error on all ranks, not a deadlock."""
+    with pytest.raises(WorkerRaisedError, match="not all logged \\['mean'\\]"):
+        trainer_on(2, max_epochs=1).fit(OnRankZero(), loader(24, 2))
+
+
+# ------------------------------------------------------------------------------------------ batch sizes
+
+
+@dataclass
+class Batch:
+    """A batch that is no container."""
+
+    x: Tensor
+    y: Tensor
+
+
+def as_dataclass(samples: list[tuple[Tensor, Tensor]]) -> Batch:
+    """Collate into a dataclass."""
+    return Batch(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
+
+
+def with_words(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Collate into a dictionary whose first entry has no samples."""
+    return {"split": "test", "x": torch.stack([x for x, _ in samples]), "y": [y for _, y in samples]}
+
+
+def features_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Collate with the batch in the last dimension."""
+    return torch.stack([x for x, _ in samples], dim=1), torch.stack([y for _, y in samples], dim=1)
+
+
+def in_lists(samples: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Collate as for images of different sizes."""
+    return [x for x, _ in samples], [y for _, y in samples]
+
+
+class AnyShape(Regression):
+    """Logs the error of batches of all kinds."""
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x = y = torch.empty(0)
+        if isinstance(batch, Batch):
+            x, y = batch.x, batch.y
+        elif isinstance(batch, dict):
+            x, y = batch["x"], torch.stack(batch["y"])
+        elif isinstance(batch[0], list):
+            x, y = torch.stack(batch[0]), torch.stack(batch[1])
+        else:
+            x, y = batch
+        if x.shape[1] != FEATURES:
+            x, y = x.T, y.T
+        self.log("error", nn.functional.mse_loss(self(x), y))
+
+
+@pytest.mark.parametrize("collate", [as_dataclass, with_words, features_first, in_lists])
+def test_means_of_batches_of_all_shapes(collate: Callable[[Any], Any]) -> None:
+    """A mean counts each sample once, whatever the batches look like, with and without workers."""
+    data, module = dataset(7), Regression()
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(module(data.tensors[0]), data.tensors[1]).item()
+    for world_size in (1, 2, 3):
+        for workers in (0, 2) if world_size == 2 else (0,):
+            batches: DataLoader[Any] = DataLoader(data, 4, collate_fn=collate, num_workers=workers)
+            [found] = trainer_on(world_size).test(AnyShape(), batches)
+            assert found["error"] == pytest.approx(expected, abs=1e-12), (world_size, workers)
+
+
+def test_means_of_a_users_own_batches() -> None:
+    """A batch sampler of the user's counts its own batches."""
+    data = dataset(7)
+    sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False)
+    expected = trainer_on(1).test(AnyShape(), DataLoader(data, batch_size=4))[0]
+    for world_size in (1, 2):
+        batches: DataLoader[Any] = DataLoader(data, batch_sampler=sampler, collate_fn=as_dataclass)
+        assert trainer_on(world_size).test(AnyShape(), batches)[0] == pytest.approx(expected, abs=1e-12)
+
+
+class Stream(IterableDataset[Any]):
+    """Iterable data that splits itself."""
+
+    shards_itself = True
+
+    @override
+    def __iter__(self) -> Any:
+        place = shard_info()
+        return iter([dataset(7)[number] for number in range(place.shard_index, 7, place.num_shards)])
+
+
+def test_means_over_iterable_data() -> None:
+    """Iterable data has no indices: the samples that come to the collate function count, with workers too."""
+    expected = trainer_on(1).test(AnyShape(), DataLoader(dataset(7), batch_size=4))[0]
+    for world_size, workers in ((1, 0), (2, 0), (2, 2)):
+        for collate in (None, as_dataclass):
+            batches: DataLoader[Any] = DataLoader(Stream(), 2, collate_fn=collate, num_workers=workers)
+            found = trainer_on(world_size).test(AnyShape(), batches)[0]
+            assert found == pytest.approx(expected, abs=1e-12)
+
+
+class Reloading(DataLoader[Any]):
+    """Yields halves of its batches."""
+
+    @override
+    def __iter__(self) -> Any:
+        return (tuple(part[:2] for part in batch) for batch in super().__iter__())
+
+
+def test_sizes_that_nobody_knows() -> None:
+    """Batches that are made otherwise need `batch_size` in a mean."""
+    ready = TensorDataset(torch.zeros(3, 4, FEATURES).double(), torch.zeros(3, 4, 1).double())
+    loaders = (Reloading(dataset(7), batch_size=4), DataLoader(ready, batch_size=None), [dataset(7)[:4]])
+    for batches in loaders:
+        with pytest.raises(ConfigurationError, match=r"log\('error'(.|\n)*batch_size="):
+            trainer_on(1).test(AnyShape(), batches)

@@ -1,0 +1,65 @@
+"""Every class of torchmetrics gives on several ranks what it gives in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.metric import CompositionalMetric
+
+from rankwise import TrainingModule
+from tests.helpers.metric_examples import PARTS, Example, digest, examples
+from tests.process.training_tasks import quiet_trainer
+
+RANDOM = {"BootStrapper"}  # draws samples: its value is not the same in a second process either
+OF_STEPS = {"Running"}  # its window is of the last steps of all ranks; see test_logged_metrics.py
+REASONS = ("ModuleNotFoundError", "ImportError", "install", "no example")  # a package is not installed
+
+
+class Every(TrainingModule):
+    """Updates metric objects with the parts whose numbers are in the batch, and logs them as numbers."""
+
+    def __init__(self, found: dict[str, Example]) -> None:
+        super().__init__()
+        self.updates = {name: example.updates for name, example in found.items()}
+        metrics = {name: copy.deepcopy(example.metric) for name, example in found.items()}
+        self.metrics = nn.ModuleDict(metrics)
+        self.digests = nn.ModuleDict(
+            {name: CompositionalMetric(digest, metric, None) for name, metric in metrics.items()}
+        )
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        metrics: dict[str, Any] = dict(self.metrics.items())
+        for name, metric in metrics.items():
+            for number in batch[0].tolist():
+                for arguments, options in self.updates[name][number::PARTS]:
+                    metric.update(*arguments, **options)
+        self.log_dict(dict(self.digests.items()))
+
+
+def values_on(found: dict[str, Example], world_size: int) -> dict[str, float]:
+    """Return all values on that many ranks."""
+    trainer = quiet_trainer("ddp_fork" if world_size > 1 else "single_device", world_size)
+    return trainer.test(Every(found), DataLoader(TensorDataset(torch.arange(PARTS)), batch_size=1))[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # torchmetrics warns of the small examples
+def test_every_class() -> None:
+    """What two ranks update, in unequal parts, has the value of one process."""
+    found, missing = examples()
+    others = {name: reason for name, reason in missing.items() if not any(text in reason for text in REASONS)}
+    assert not others
+    found = {name: example for name, example in found.items() if name not in RANDOM | OF_STEPS}
+    assert len(found) > 100
+    expected: Any = values_on(found, 1)
+    values = values_on(found, 2)
+    wrong = {
+        name: (value, values[name])
+        for name, value in expected.items()
+        if values[name] != pytest.approx(value, rel=1e-4, abs=1e-5)
+    }
+    assert not wrong
