@@ -83,9 +83,15 @@ class RankMonitor(ABC):
     def set_once(self, key: str, value: str) -> None:
         """Set a key of the store unless it is set. Runs on: a subscriber, when it is called."""
 
-    @abstractmethod
     def close(self) -> None:
         """Deliver nothing more; idempotent."""
+        self._close()
+        with self._lock:
+            self._subscribers.clear()  # they may refer to this monitor, and so to its store, in a cycle
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Stop reading the mailbox."""
 
     @abstractmethod
     def _start(self) -> None:
@@ -145,7 +151,7 @@ class PollingMonitor(RankMonitor):
     def set_once(self, key: str, value: str) -> None:
         self.thread_store.compare_set(key, "", value)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """End the thread; abandon it where the store does not answer."""
         self._is_closed.set()
         if self._has_started:
@@ -167,7 +173,7 @@ class PollingMonitor(RankMonitor):
         except (RuntimeError, ValueError, RankwiseError):
             return  # the store's host is gone
         finally:
-            self._own_store = None  # disconnect now: subscribers refer to the monitor, and it to them
+            self._own_store = None  # disconnects
 
 
 @final
@@ -186,8 +192,8 @@ class ChannelMonitor(RankMonitor):
     def set_once(self, key: str, value: str) -> None:
         self._request(lambda reply: None, "compare_set", key, "", value)
 
-    def close(self) -> None:
-        """Deliver nothing more; a last message ends the request that waits for one."""
+    def _close(self) -> None:
+        """Let a last message end the request that waits for one."""
         if self._has_started:
             self._is_closed = True
             self.set_once(self._next_key, "closed")

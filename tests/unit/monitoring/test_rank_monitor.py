@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -87,6 +89,29 @@ def test_a_subscriber_sets_keys(kind_of_monitor: Any) -> None:
         send_message(store, [1], "status", "now")
         wait_for(lambda: store.check(["new"]))
         assert (store.get("mine"), store.get("new")) == (b"before", b"now")
+
+
+@pytest.mark.parametrize("kind_of_monitor", [polling, over_a_channel])
+def test_a_closed_monitor_keeps_no_subscriber(kind_of_monitor: Any) -> None:
+    """Subscribers may refer to the monitor: they end with it, before garbage is collected."""
+
+    class Subscriber:
+        def __init__(self, monitor: RankMonitor) -> None:
+            self.monitor = monitor
+            monitor.subscribe("status", self.receive)
+
+        def receive(self, text: str) -> None:
+            """Do nothing."""
+
+    gc.disable()
+    try:
+        with kind_of_monitor() as (monitor, _):
+            gone = weakref.ref(Subscriber(monitor))
+            assert gone() is not None
+            monitor.close()
+            assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_counted", [False, True], ids=["before", "after"])

@@ -12,9 +12,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.gradient_sync import GradientSync
 from rankwise.process_group.group import process_group
 from rankwise.ranks import RankInfo
+from rankwise.strategies.module_wrapping import WrappedModules
 
 
 def job(work: Callable[[], object]) -> list[weakref.ref[dist.ProcessGroup]]:
@@ -64,3 +68,26 @@ def test_groups_end_with_the_last_reference() -> None:
     kept.clear()
     assert [group() for group in left] == [None, None]
     assert becomes_true(lambda: threads_of_gloo() <= before)
+
+
+def test_groups_end_with_the_wrappers_of_a_job() -> None:
+    """A wrapper that still exists, as in the traceback of its forward pass, keeps no group."""
+    kept: list[nn.Module] = []
+
+    def work() -> None:
+        wrapped = DistributedDataParallel(nn.Linear(2, 2))
+        gradients, modules = GradientSync(comm_hook="allreduce"), WrappedModules()
+        modules.wrappers.add(wrapped)
+        gradients.attach(wrapped, 1)
+        gradients.track(wrapped, None, is_new=True)
+        kept.append(wrapped)
+        wrapped(torch.ones(2)).sum().backward()
+        modules.close()
+        gradients.detach()
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [group() for group in job(work)] == [None, None]
+    finally:
+        gc.enable()
