@@ -65,8 +65,8 @@ class WrappedModules:
     def close(self) -> None:
         """Restore batch normalisation, and separate the wrappers from their process group."""
         self.restore_batchnorms()
-        # torch sometimes aborts when a group is destroyed before the reducer of a wrapper. A wrapper may outlive
-        # the job, as in the traceback of its forward pass; the group, which listens on a port, must not.
+        # torch sometimes aborts when a group is destroyed before the reducer of a wrapper. A wrapper may
+        # outlive the job, as in the traceback of its forward pass; the group, which listens, must not.
         for wrapper in list(self.wrappers):
             for part in ("reducer", "logger"):
                 wrapper.__dict__.pop(part, None)
