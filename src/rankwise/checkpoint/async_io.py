@@ -39,7 +39,7 @@ class AsyncCheckpointIO(CheckpointIO):
     Example:
         >>> from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
         >>> AsyncCheckpointIO(TorchCheckpointIO())
-        AsyncCheckpointIO(TorchCheckpointIO, 0 pending)
+        AsyncCheckpointIO(TorchCheckpointIO(), max_pending=2)
     """
 
     def __init__(self, wrapped: CheckpointIO | None = None, *, max_pending: int = 2) -> None:
@@ -139,7 +139,7 @@ class AsyncCheckpointIO(CheckpointIO):
         return partial(AsyncCheckpointIO, self.wrapped, max_pending=self.max_pending), ()
 
     def __repr__(self) -> str:
-        return f"AsyncCheckpointIO({type(self.wrapped).__name__}, {self._tasks.qsize()} pending)"
+        return f"{type(self).__name__}({self.wrapped!r}, max_pending={self.max_pending})"
 
 
 def _snapshot(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:

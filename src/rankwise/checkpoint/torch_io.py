@@ -75,6 +75,9 @@ class TorchCheckpointIO(CheckpointIO):
         """Remove the file at `path`, if it exists."""
         expanded_path(path).unlink(missing_ok=True)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
 
 def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[str]) -> None:
     torch.save(checkpoint, file)

@@ -120,6 +120,10 @@ class ScaledPrecision(DtypePrecision):
         self._scaler = None
         self._unscaled, self._stepped = set(), set()
 
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self._options.items())
+        return f"{type(self).__name__}({self.name!r}{options})"
+
     def _scaler_state(self) -> dict[str, Any]:
         """Return the state of torch's scaler; empty before the first loss."""
         self._update()

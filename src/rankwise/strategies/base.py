@@ -78,6 +78,7 @@ class Strategy(ABC):
         worker: what the launcher gives to this rank; only in a job.
         gradients: when gradients are averaged, through which hook and with which weights. The states of
             communication hooks are kept in it from launch to launch.
+        default_parts: which of `"precision"` and `"checkpoint_io"` the constructor was not given.
         results: after a launch, each local rank's value by global rank.
         timeout: how long a collective may take.
         sync_batchnorm: whether batch normalisation uses the batches of all ranks in training.
@@ -125,6 +126,8 @@ class Strategy(ABC):
         self.gradients = gradients or GradientSync()
         self.precision = Precision() if precision is None else precision
         self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        self.default_parts = {"precision"} if precision is None else set()
+        self.default_parts |= {"checkpoint_io"} if checkpoint_io is None else set()
         for name, kind in _PLUGINS.items():
             check_is_a(name, getattr(self, name), kind)
         self.results: dict[int, Any] = {}
@@ -159,6 +162,7 @@ class Strategy(ABC):
         if "precision" not in changes:
             derived.precision = copied_precision(self.precision, is_used=self.is_bound)
         derived._placement, derived._job, derived.results = None, None, {}
+        derived.default_parts = self.default_parts - changes.keys()
         for name in changes.keys() & _PLUGINS.keys():
             check_is_a(name, changes[name], _PLUGINS[name])
             setattr(derived, name, changes.pop(name))

@@ -222,33 +222,32 @@ def _check_indices(given: Sequence[object]) -> tuple[int, ...]:
 def agreed_value(argument: str, own: Any, given: Any) -> Any:
     """Return the value of an argument that was given in two places: the more specific of two that agree.
 
+    Instances agree if they have one class and one `repr`, and with their name.
+
     Raises:
         ConfigurationError: when the two values contradict each other.
     """
     if own in _NOT_GIVEN or given in _NOT_GIVEN:
         return given if own in _NOT_GIVEN else own
-    meanings = [_meaning(argument, value) for value in (own, given)]
-    if meanings[0] == meanings[1]:
-        return own
-    counts = [meaning for meaning in meanings if isinstance(meaning, int)]
-    indices = [meaning for meaning in meanings if isinstance(meaning, tuple)]
-    if indices and counts == [len(meaning) for meaning in indices]:
-        return indices[0]
-    raise contradiction(argument, given, own)
+    (own_kind, own_details), (given_kind, given_details) = _meaning(argument, own), _meaning(argument, given)
+    if own_kind != given_kind or (own_details and given_details and own_details != given_details):
+        raise ConfigurationError(
+            message=f"{argument}={given!r} and the strategy's own {argument}={own!r} contradict each other.",
+            remedy=f"give {argument} once.",
+        )
+    return given if given_details else own
 
 
-def _meaning(argument: str, value: Any) -> Any:
+def _meaning(argument: str, value: Any) -> tuple[Any, Any]:
+    """Return what a value must have in common with another that agrees, and its further details, if any."""
     if argument == "devices":
-        return check_devices(value)
-    return value.lower().replace("gpu", "cuda") if isinstance(value, str) else value
-
-
-def contradiction(argument: str, given: Any, own: Any) -> ConfigurationError:
-    """Return the error for an argument whose value contradicts that in the strategy's constructor."""
-    return ConfigurationError(
-        message=f"{argument}={given!r} and the strategy's own {argument}={own!r} contradict each other.",
-        remedy=f"give {argument} once.",
-    )
+        devices = check_devices(value)
+        return (len(devices), devices) if isinstance(devices, tuple) else (devices, None)
+    if isinstance(value, (int, str)):
+        name = str(value).lower()
+        return ("cuda" if name == "gpu" else name), None
+    name = getattr(value, "name", type(value).__name__)
+    return name.lower(), (type(value), repr(value))
 
 
 def check_num_nodes(num_nodes: int | Literal["auto"]) -> int | None:

@@ -22,7 +22,7 @@ from rankwise.paths import absolute_path
 from rankwise.precision import Precision, create_precision
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import DDPStrategy, Strategy
-from rankwise.strategies.config import agreed_value, contradiction
+from rankwise.strategies.config import agreed_value
 
 P = ParamSpec("P")
 _Limit = int | float
@@ -191,8 +191,8 @@ def collect_strategy(
     changes: dict[str, Any] = {name: value for name, value in parts.items() if value is not None}
     for name, value in changes.items():
         own = getattr(given, name)
-        if own is not value and type(own) is not _DEFAULT_PARTS[name]:
-            raise contradiction(name, value, own)
+        is_default = name in given.default_parts and type(own) is _DEFAULT_PARTS[name]
+        agreed_value(name, None if is_default else own, value)
     if sync_batchnorm:
         changes["sync_batchnorm"] = True
     return given.with_(**changes) if changes or given.is_bound else given

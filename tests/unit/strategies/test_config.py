@@ -422,15 +422,16 @@ def trainer_of(strategy: Strategy, **arguments: Any) -> Trainer:
 
 
 def test_a_precision_that_cannot_be_copied_is_shared() -> None:
-    """A trainer takes over the plug-in of a strategy that is not bound; one of its own replaces it."""
+    """A trainer takes over the plug-in of a strategy that is not bound; another one contradicts it."""
     precision = LockedPrecision()
     strategy = SingleDeviceStrategy(precision=precision)
     assert trainer_of(strategy, plugins=[TorchCheckpointIO()]).strategy.precision is precision
-    assert trainer_of(strategy, precision="64-true").strategy.precision.name == "64-true"
+    with pytest.raises(ConfigurationError, match="contradict each other"):
+        trainer_of(strategy, precision="64-true")
 
 
 def test_a_precision_that_another_trainer_uses_is_not_shared() -> None:
-    """A second trainer for one strategy gets an error that names the plug-in that cannot be copied."""
+    """A second trainer for one strategy needs a plug-in of its own if the first's cannot be copied."""
     strategy = SingleDeviceStrategy(precision=LockedPrecision())
     assert trainer_of(strategy).strategy is strategy
     with pytest.raises(ConfigurationError, match=r"LockedPrecision\('32-true'\) cannot be copied.*\n.*lock"):

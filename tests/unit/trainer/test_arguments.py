@@ -13,7 +13,7 @@ import torch
 import rankwise.callbacks
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
-from rankwise.environments import LocalEnvironment
+from rankwise.environments import LocalEnvironment, NodesEnvironment
 from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
@@ -23,11 +23,13 @@ from rankwise.errors import (
     UnknownStrategyError,
 )
 from rankwise.loggers import CSVLogger
-from rankwise.precision import MixedPrecision, Precision
+from rankwise.precision import DoublePrecision, MixedPrecision, Precision
 from rankwise.strategies import DDPSpawnStrategy, SingleDeviceStrategy
 from rankwise.trainer import Trainer
 from rankwise.trainer.arguments import _ELSEWHERE
 from tests.unit.trainer.helpers import trainer
+
+NODES = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
 @pytest.mark.parametrize(
@@ -164,11 +166,16 @@ def strategy_with(**options: Any) -> DDPSpawnStrategy:
         ({"accelerator": "cuda"}, {"accelerator": "cpu"}),
         ({"num_nodes": 2}, {"num_nodes": 3}),
         ({"cluster_environment": "slurm"}, {"plugins": ["local"]}),
-        ({"cluster_environment": LocalEnvironment()}, {"plugins": [LocalEnvironment()]}),
+        ({"cluster_environment": LocalEnvironment()}, {"plugins": ["slurm"]}),
+        ({"cluster_environment": NodesEnvironment(NODES)}, {"plugins": [NodesEnvironment({})]}),
         ({"precision": MixedPrecision("bf16-mixed")}, {"precision": "16-mixed"}),
+        ({"precision": Precision()}, {"precision": "16-mixed"}),
+        ({"precision": Precision()}, {"plugins": [DoublePrecision()]}),
+        ({"precision": MixedPrecision("16-mixed")}, {"plugins": [MixedPrecision("16-mixed", init_scale=8)]}),
         ({"precision": MixedPrecision("bf16-mixed")}, {"precision": 32}),
         ({"precision": MixedPrecision("bf16-mixed")}, {"plugins": [MixedPrecision("16-mixed")]}),
-        ({"checkpoint_io": AsyncCheckpointIO()}, {"plugins": [AsyncCheckpointIO()]}),
+        ({"checkpoint_io": AsyncCheckpointIO()}, {"plugins": [AsyncCheckpointIO(max_pending=1)]}),
+        ({"checkpoint_io": TorchCheckpointIO()}, {"plugins": [AsyncCheckpointIO()]}),
     ],
 )
 def test_contradictions_of_the_strategy(tmp_path: Path, own: dict[str, Any], given: dict[str, Any]) -> None:
@@ -204,6 +211,14 @@ def test_parallel_devices_and_devices() -> None:
         ({"devices": "auto"}, {"devices": 2}, 2),
         ({"num_nodes": 1}, {"num_nodes": 1}, 3),
         ({"cluster_environment": "Local"}, {"plugins": ["local"]}, 3),
+        ({"cluster_environment": "local"}, {"plugins": [LocalEnvironment()]}, 3),
+        ({"cluster_environment": LocalEnvironment()}, {"plugins": ["LOCAL"]}, 3),
+        ({"cluster_environment": LocalEnvironment()}, {"plugins": [LocalEnvironment()]}, 3),
+        ({"precision": Precision()}, {"precision": 32}, 3),
+        ({"precision": Precision()}, {"plugins": [Precision()]}, 3),
+        ({"precision": MixedPrecision("16-mixed")}, {"plugins": [MixedPrecision("16-mixed")]}, 3),
+        ({"checkpoint_io": TorchCheckpointIO()}, {"plugins": [TorchCheckpointIO()]}, 3),
+        ({"checkpoint_io": AsyncCheckpointIO()}, {"plugins": [AsyncCheckpointIO()]}, 3),
     ],
 )
 def test_agreement_with_the_strategy(
@@ -212,6 +227,19 @@ def test_agreement_with_the_strategy(
     """What agrees is allowed in both places; device indices say more than their number."""
     train = trainer(tmp_path, **{"strategy": strategy_with(**own), "devices": "auto", **given})
     assert train.world_size == size
+
+
+def test_what_another_trainer_has_added_was_given(tmp_path: Path) -> None:
+    """A strategy that a Trainer has derived keeps its parts; an assigned part is the strategy's own too."""
+    first = trainer(tmp_path, strategy=strategy_with(), devices=3, precision="64-true").strategy
+    assigned = strategy_with()
+    assigned.precision = DoublePrecision()
+    for strategy in (first, assigned):
+        assert trainer(tmp_path, strategy=strategy, devices=3).strategy.precision.name == "64-true"
+        with pytest.raises(ConfigurationError, match="contradict each other"):
+            trainer(tmp_path, strategy=strategy, devices=3, precision="16-mixed")
+    derived = trainer(tmp_path, strategy=strategy_with().with_(grace_period_s=2), devices=3, precision=64)
+    assert derived.strategy.precision.name == "64-true"
 
 
 def test_the_strategys_own_parts(tmp_path: Path) -> None:
