@@ -48,9 +48,9 @@ def test_mean_is_weighted(alone: Strategy) -> None:
 @pytest.mark.parametrize(("function", "name"), [(torch.mean, "mean"), (torch.sum, "sum"), (max, "max")])
 def test_functions_name_reductions(function: Any, name: str) -> None:
     """A function of torch's or Python's stands for the reduction that has its name; others are refused."""
-    results = Results(is_evaluation=False)
+    results = Results(nn.Module(), is_evaluation=False)
     results.log("x", 1.0, on_epoch=True, reduce_fx=function)
-    assert results.state_dict()["x"]["reduce_fx"] == name
+    assert results.state_dict()["x"]["options"]["reduce_fx"] == name
     with pytest.raises(UnknownNameError, match="median"):
         results.log("y", 1.0, reduce_fx=torch.median)
 
