@@ -104,4 +104,6 @@ def differences(strategy: str, devices: int, folder: Path, sharded: bool) -> lis
 
 if __name__ == "__main__":
     given, path, is_sharded = sys.argv[1:]
-    print(json.dumps(differences(given, 2, Path(path), is_sharded == "sharded")), flush=True)
+    sys.stdout.write(
+        f"{json.dumps(differences(given, 2, Path(path), is_sharded == 'sharded'))}\n"
+    )  # in one piece
