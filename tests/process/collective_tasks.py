@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -42,6 +45,8 @@ def all_scenarios(strategy: DDPStrategy) -> dict[str, Any]:
         "strategy": gather_with(strategy),
         "exact": reduce_exactly(rank),
         "numbers": reduce_numbers(strategy),
+        "dataclasses": use_dataclasses(strategy),
+        "refused": refused_values(strategy),
         "derivatives": derivatives_of_gathered(rank),
         "gradient": gradient_of_gathered(rank),
         "shapes": gather_shapes(rank),
@@ -117,6 +122,7 @@ def reduce_exactly(rank: int) -> dict[str, Any]:
         "bytes": all_reduce(torch.tensor(200, dtype=torch.uint8), None, "sum"),
         "int16": sync_ddp(torch.full((2,), rank, dtype=torch.int16)),
         "odd": [all_reduce(torch.tensor(rank).to(dtype), None, "max") for dtype in ODD_DTYPES],
+        "uint64": all_reduce(torch.tensor((2**63 + 5, 1, 7)[rank], dtype=torch.uint64), None, "max"),
     }
 
 
@@ -138,6 +144,55 @@ def reduce_numbers(strategy: DDPStrategy) -> dict[str, Any]:
         "operations": [strategy.all_reduce(torch.tensor(rank + 1.0), reduce_op=each) for each in operations],
         "refused": refused,
     }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step may return: tensors and numbers, nested, beside other values."""
+
+    loss: Tensor
+    counts: tuple[int, ...]
+    inner: Any = None
+    name: str = "train"
+    total: float = field(init=False, default=1.0)
+
+
+def use_dataclasses(strategy: DDPStrategy) -> dict[str, Any]:
+    """Reduce and gather frozen dataclasses."""
+    rank = strategy.global_rank
+    value = Measured(torch.tensor([rank + 1.0]), (rank,), [Measured(torch.tensor(rank), ())])
+    return {"reduced": strategy.all_reduce(value, reduce_op="sum"), "gathered": strategy.all_gather(value)}
+
+
+class Holder:
+    """Holds a tensor in an attribute."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(1)
+
+
+def refused_values(strategy: DDPStrategy) -> list[str]:
+    """Give collectives what they cannot reduce or gather; return each error's text."""
+    odd: list[Any] = [
+        *({1.0, 2.0}, Holder(), Fraction(1, 2), iter([1.0]), range(2), torch.Size([2]), 2**70),
+        *(torch.eye(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(1).expand(2)[None].to_mkldnn()),
+        *(
+            np.array([None]),
+            np.array(["text"]),
+            np.ma.array([1.0, 2.0], mask=[False, True]),
+            array.array("d", [1]),
+        ),
+    ]
+    texts = []
+    for value in odd:
+        for call in (strategy.all_reduce, strategy.all_gather):
+            try:
+                call({"loss": torch.ones(1), "odd": [value]})
+            except TypeError as error:
+                texts.append(f"{type(error).__name__}: {error}")
+            else:
+                texts.append(f"{call.__name__} took {value!r}")
+    return texts
 
 
 def derivatives_of_gathered(rank: int) -> list[float]:

@@ -126,6 +126,26 @@ def test_reductions_are_exact(ranks: list[dict[str, Any]]) -> None:
         assert [(each.double().item(), each.dtype) for each in found["odd"]] == [
             (2.0, dtype) for dtype in ODD_DTYPES
         ]
+        assert (found["uint64"].item(), found["uint64"].dtype) == (2**63 + 5, torch.uint64)
+
+
+def test_dataclasses(ranks: list[dict[str, Any]]) -> None:
+    """Frozen dataclasses are reduced and gathered like other containers."""
+    for found in (result["dataclasses"] for result in ranks):
+        reduced, gathered = found["reduced"], found["gathered"]
+        assert (reduced.loss.item(), reduced.counts, reduced.inner[0].loss.item()) == (6.0, (3,), 3)
+        assert (reduced.total, reduced.name) == (3.0, "train")
+        assert gathered.loss.tolist() == [[1.0], [2.0], [3.0]]
+        assert gathered.counts[0].tolist() == gathered.inner[0].loss.tolist() == [0, 1, 2]
+
+
+def test_what_cannot_be_reduced(ranks: list[dict[str, Any]]) -> None:
+    """Values that may hold numbers, but are not numeric, are errors that say what they are."""
+    for texts in (result["refused"] for result in ranks):
+        assert len(texts) == 28
+        for text in texts:
+            assert text.startswith("InvalidTypeError: value=")
+            assert "expected a dense tensor" in text
 
 
 def test_reducing_numbers(ranks: list[dict[str, Any]]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+import array
+from collections import Counter, OrderedDict, UserDict, UserString, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from rankwise.nested import map_tensors
+from rankwise.nested import map_nested, map_tensors
 from tests.unit.trainer.helpers import Line, samples, trainer
 
 Pair = namedtuple("Pair", "x y")
+Counted: Any = Counter
 
 
 @dataclass
@@ -71,6 +74,9 @@ ONE = torch.ones(1)
         (OrderedDict(x=ONE), lambda value: value["x"]),
         (UserDict(x=ONE), lambda value: value["x"]),
         (defaultdict(None, x=ONE), lambda value: value["x"]),
+        (MappingProxyType({"x": ONE}), lambda value: value["x"]),
+        (Counted(x=ONE), lambda value: value["x"]),
+        (deque([3, ONE], 2), lambda value: value[1]),
         (Plain(ONE), lambda value: value.x),
         (Plain(ONE), lambda value: value.made),
         (Frozen(ONE), lambda value: value.x),
@@ -87,17 +93,31 @@ def test_every_container(value: Any, tensor_of: Any) -> None:
     assert value is ONE or result is not value
 
 
-@pytest.mark.parametrize("value", [None, 3, "text", b"bytes", range(3), Frozen, Plain(3).name, {1, 2}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, 3, "text", b"bytes", bytearray(3), range(3), Frozen, {1, 2}),
+        *(array.array("d", [3]), memoryview(b"bytes"), UserString("text"), torch.Size([3])),
+    ],
+)
 def test_what_has_no_tensors(value: Any) -> None:
     """Other values come back as they are, classes of dataclasses too."""
     assert doubled(value) is value
 
 
-def test_a_default_factory_stays() -> None:
-    """A defaultdict goes on making its defaults."""
+def test_what_a_container_has_besides_stays() -> None:
+    """A defaultdict goes on making its defaults, a state dict keeps its versions, a deque its length."""
     made: Any = defaultdict(list)
     made["x"] = ONE
     assert doubled(made)["new"] == []
+    assert doubled(Line().state_dict())._metadata
+    assert doubled(deque([ONE], 3)).maxlen == 3
+
+
+def test_values_of_other_kinds() -> None:
+    """Any kind of values can be mapped, and all others by another function."""
+    mapped = map_nested([3, {"x": (True, 2.0)}, "text"], (int, bool), lambda number: number + 1, str)
+    assert mapped == [4, {"x": (2, "2.0")}, "text"]
 
 
 def test_cached_properties_are_computed_anew() -> None:

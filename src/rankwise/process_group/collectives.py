@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import enum
 import sys
 import zlib
+from collections import UserString
 from collections.abc import Sequence
+from functools import partial
+from pathlib import PurePath
 from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from rankwise.errors import (
     InvalidArgumentError,
@@ -18,6 +22,7 @@ from rankwise.errors import (
     TensorMismatchError,
     UnknownNameError,
 )
+from rankwise.nested import map_nested, map_tensors
 
 T = TypeVar("T")
 Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType | None
@@ -46,6 +51,12 @@ _SENT = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
 
+# What stands beside tensors and has nothing to reduce.
+_UNCHANGED = (
+    *(type(None), str, bytes, bytearray, UserString, PurePath, enum.Enum, type, torch.dtype, torch.device),
+    *(dt.date, dt.time, dt.timedelta),
+)
+_SIGN_BIT = -(2**63)
 _FLOAT32_BYTES = 4
 _MAX_DIMENSIONS = 64  # torch's own limit
 # The number of the dtype, how many bytes, how many dimensions; the dimensions.
@@ -114,16 +125,44 @@ def to_tensors(value: Any, device: torch.device | None = None) -> Any:
     """Return a value with its numbers and arrays as tensors on a device, by default the CPU.
 
     Python's numbers become int64, float64, complex128 or bool. Tensors stay on their own device.
+
+    Raises:
+        InvalidTypeError: for a value that may hold numbers but is none of these, in nested containers too.
     """
-    return apply_to_collection(value, _numeric_types(), _to_tensor, device, allow_frozen=True)
+    return map_nested(value, _numeric_types(), partial(_to_tensor, device=device), _unchanged)
 
 
 def _to_tensor(value: Any, device: torch.device | None = None) -> torch.Tensor:
+    if not _is_dense(value):
+        raise _not_numeric(value)
     if isinstance(value, torch.Tensor):
         return value
     dtypes = {float: torch.float64, complex: torch.complex128}
     own = value.copy() if _is_array(value) else value  # torch takes no array that is read-only or reversed
-    return torch.as_tensor(own, dtype=dtypes.get(type(value)), device=device or "cpu")
+    try:
+        return torch.as_tensor(own, dtype=dtypes.get(type(value)), device=device or "cpu")
+    except (TypeError, ValueError, RuntimeError):  # an array of objects, an integer of more than 64 bits
+        raise _not_numeric(value) from None
+
+
+def _is_dense(value: object) -> bool:
+    """Return whether a tensor or an array, if it is one, consists of its elements alone."""
+    if isinstance(value, torch.Tensor):
+        is_plain = value.layout is torch.strided and not value.is_nested
+        return is_plain and not value.is_quantized and not value.is_meta
+    masked: Any = sys.modules.get("numpy.ma")
+    return masked is None or not isinstance(value, masked.MaskedArray)
+
+
+def _unchanged(value: Any) -> Any:
+    if isinstance(value, _UNCHANGED):
+        return value
+    raise _not_numeric(value)
+
+
+def _not_numeric(value: object) -> InvalidTypeError:
+    expected = "a dense tensor, an array of numbers, a number of up to 64 bits, text or None, or containers"
+    return InvalidTypeError(argument="value", value=value, expected=f"{expected} of these")
 
 
 def _operation_name(reduce_op: object) -> str:
@@ -149,8 +188,8 @@ def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op: Redu
     barrier before it.
 
     Args:
-        value: a tensor of any shape, a number or an array, or these in nested containers; other values are
-            returned unchanged.
+        value: a tensor of any shape, a number or an array, or these in nested containers and dataclasses;
+            text, None, paths, enumerations and dates in them are returned unchanged.
         group: the ranks to reduce over; all of them by default.
         reduce_op: `"sum"`, `"mean"` (also `"avg"`), `"min"`, `"max"` or `"product"`, in any case; or torch's
             operation. None is the sum.
@@ -162,10 +201,12 @@ def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op: Redu
 
     Raises:
         InvalidTypeError, UnknownNameError: for an unknown operation.
+        InvalidTypeError: for other values, sparse tensors and sets among them, before anything is sent.
         InvalidArgumentError: when this rank does not belong to `group`.
     """
     name = _operation_name(reduce_op)
-    reduced: T = apply_to_collection(value, _numeric_types(), _reduced_like, group, name, allow_frozen=True)
+    to_tensors(value)  # refuses what cannot be reduced
+    reduced: T = map_nested(value, _numeric_types(), partial(_reduced_like, group=group, name=name))
     return reduced
 
 
@@ -177,7 +218,10 @@ def _reduced_like(value: Any, group: dist.ProcessGroup | None, name: str) -> Any
 
 
 def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> torch.Tensor:
-    result = tensor.detach().to(_exact_dtype(tensor.dtype, name), copy=True)
+    result = tensor.detach().to(_exact_dtype(tensor.dtype), copy=True)
+    is_shifted = tensor.dtype is torch.uint64 and name in _ORDERED  # int64 has another order
+    if is_shifted:
+        result ^= _SIGN_BIT
     size = 1
     if is_distributed(group):
         size = group_size_of(group)
@@ -188,11 +232,13 @@ def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -
         result = sent.to(tensor.device)
     if name in _MEANS:
         result = result / size
+    if is_shifted:
+        result ^= _SIGN_BIT
     is_exact = tensor.dtype.is_floating_point or tensor.dtype.is_complex or name in _ORDERED
     return result.to(tensor.dtype) if is_exact else result
 
 
-def _exact_dtype(dtype: torch.dtype, name: str) -> torch.dtype:
+def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return a dtype in which no part of a sum overflows, and that every back end supports."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.float32 if dtype.itemsize < _FLOAT32_BYTES else dtype
@@ -237,8 +283,8 @@ def all_gather(tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: 
     differ, use `gather_all_tensors`.
 
     Args:
-        tensor: shape `(*)`; a number or an array, as a tensor on the CPU; or these in nested containers,
-            whose other values are returned unchanged.
+        tensor: shape `(*)`; a number or an array, as a tensor on the CPU; or these in nested containers and
+            dataclasses, whose text, None, paths, enumerations and dates are returned unchanged.
         group: the ranks to gather from; all of them by default.
         sync_grads: whether gradients flow back to the rank that a slice came from: the gradient of a rank's
             slice is summed over the losses of all ranks. It can be differentiated again.
@@ -247,12 +293,13 @@ def all_gather(tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: 
         Shape `(world_size, *)`, on the tensor's device; without a process group the tensor itself.
 
     Raises:
+        InvalidTypeError: for other values, sparse tensors and sets among them, before anything is sent.
         InvalidArgumentError: when this rank does not belong to `group`.
     """
     tensors = to_tensors(tensor)
     if not is_distributed(group):
         return tensors
-    return apply_to_collection(tensors, torch.Tensor, _gathered, group, sync_grads, allow_frozen=True)
+    return map_tensors(tensors, partial(_gathered, group=group, sync_grads=sync_grads))
 
 
 def all_gather_ddp_if_available(
@@ -384,7 +431,7 @@ def describe(value: object) -> torch.Tensor:
     """Return a message of fixed size that describes a tensor, and contains it if it is small."""
     message = torch.zeros(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8, device="cpu")
     number, shape, num_bytes = 0, torch.Size(), 0
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
+    if isinstance(value, torch.Tensor) and _is_dense(value):
         number, shape, num_bytes = _NUMBERS[value.dtype], value.shape, value.nbytes
         content = _flat(value).view(torch.uint8) if num_bytes <= _INLINE_BYTES else None
     else:
