@@ -16,6 +16,7 @@ from torch import Tensor
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error
 from rankwise.checkpoint.torch_io import TorchCheckpointIO
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
+from rankwise.nested import map_nested
 
 
 @final
@@ -63,7 +64,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Copy `checkpoint`, and write it to `path` in the thread; then raise an earlier save's error."""
         with as_checkpoint_error(path):
-            snapshot = _snapshot(checkpoint, {})
+            snapshot = _snapshot(checkpoint)
         self._reset_after_fork()
         earlier = self._take_error()  # before queueing this save, whose own error is for the next call
         self._enqueue(lambda: self.wrapped.save_checkpoint(snapshot, path))
@@ -142,19 +143,16 @@ class AsyncCheckpointIO(CheckpointIO):
         return f"{type(self).__name__}({self.wrapped!r}, max_pending={self.max_pending})"
 
 
-def _snapshot(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
+def _snapshot(value: Any) -> Any:
     """Copy nested values with their tensors to the CPU; a tensor that occurs twice is copied once."""
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.numel() == 0:
-            return value.detach().cpu().clone()
-        identity = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            return tensor.detach().cpu().clone()
+        identity = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         if identity not in copies:
-            copies[identity] = value.detach().to("cpu", copy=True)
+            copies[identity] = tensor.detach().to("cpu", copy=True)
         return copies[identity]
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # keeps the class, such as OrderedDict
-        copied.update((key, _snapshot(item, copies)) for key, item in value.items())
-        return copied
-    if type(value) in (list, tuple):
-        return type(value)(_snapshot(item, copies) for item in value)
-    return copy.deepcopy(value)
+
+    return map_nested(value, Tensor, copied, copy.deepcopy)
