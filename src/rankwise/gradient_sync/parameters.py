@@ -112,16 +112,11 @@ def share_buffers(module: nn.Module) -> None:
             module._sync_buffers()
 
 
-def share_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Give every rank of a group the parameters and buffers of its first one, as DDP does when it wraps.
+def share_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give every rank of a group the values of its first one, as DDP does when it wraps.
 
     Lazy parameters without a shape are left out. Collective: every rank must call this.
     """
-    share_tensors((*module.parameters(), *module.buffers()), group)
-
-
-def share_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give every rank of a group the values of its first one, as `share_module`."""
     shared = [tensor.detach() for tensor in tensors if not is_lazy(tensor)]
     every: Any = dist.group.WORLD
     if shared:

@@ -14,7 +14,7 @@ from rankwise.data.batches import sharded_sampler_of
 from rankwise.data.sampler import length_of
 from rankwise.data.sharding import is_shardable, is_split, order_seed
 from rankwise.errors import ConfigurationError, RankMismatchError
-from rankwise.gradient_sync.parameters import share_module
+from rankwise.gradient_sync.parameters import parameters_of, share_tensors
 from rankwise.process_group.digests import digests_of
 from rankwise.process_group.rank_facts import differences, facts_of_parameters
 from rankwise.trainer.data_loaders import PHASE_NAMES
@@ -42,21 +42,23 @@ def _are_same(strategy: Strategy, facts: dict[str, str]) -> bool:
 
 
 def share_model(strategy: Strategy, module: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, unless all ranks have the same ones. Collective."""
+    """Give every rank rank 0's parameters and buffers, unless all ranks have the same ones. Collective.
 
-    def values() -> dict[str, str]:
-        return digests_of({**_named("parameter", module.named_parameters()), **_buffers_of(module)})
-
-    if strategy.world_size > 1 and not _are_same(strategy, values()):
-        share_module(module, strategy.data_parallel_group)
-        check_ranks_agree(strategy, values())
+    Those that DDP is configured to ignore are left alone.
+    """
+    if strategy.world_size == 1:
+        return
+    values = _values_of(module, with_buffers=True)
+    if not _are_same(strategy, digests_of(values)):
+        share_tensors(values.values(), strategy.data_parallel_group)
+        check_ranks_agree(strategy, digests_of(values))
 
 
 def check_values(context: LoopContext, *, with_buffers: bool = False) -> None:
     """Make sure that all ranks have the same parameters and optimizer states. Collective.
 
-    Buffers are the same only where they have just been shared. Left out are parameters that DDP ignores, and
-    the states of sharded optimizers.
+    Buffers are the same only where they have just been shared. Left out are what DDP is configured to ignore,
+    and the states of sharded optimizers.
 
     Raises:
         RankMismatchError: names what differs, parameters first.
@@ -64,14 +66,16 @@ def check_values(context: LoopContext, *, with_buffers: bool = False) -> None:
     strategy, module = context.strategy, context.module
     if strategy.world_size == 1:
         return
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    named = ((name, each) for name, each in module.named_parameters() if name not in ignored)
-    values = _named("parameter", named)
-    if with_buffers:
-        values |= _buffers_of(module)
+    values = _values_of(module, with_buffers=with_buffers)
+    compared = {id(tensor) for tensor in values.values()}
+    ignored = {id(parameter) for parameter in module.parameters()} - compared
     for number, optimizer in enumerate(context.optimizers):
-        if not strategy.is_sharded(optimizer):
-            values |= _values_of(optimizer, f" of optimizer {number}")
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            if id(parameter) not in ignored and not strategy.is_sharded(optimizer):
+                label = f"parameter {place} of optimizer {number}"
+                values |= _state_of(optimizer, parameter, label)
+                if id(parameter) not in compared:
+                    values[f"the values of {label}"] = parameter
     check_ranks_agree(strategy, digests_of(values))
 
 
@@ -85,24 +89,23 @@ def check_can_compare(strategy: Strategy, interval: int | None) -> None:
         )
 
 
-def _named(kind: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"the values of {kind} {name!r}": tensor for name, tensor in named}
+def _values_of(module: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:
+    """Return the parameters and buffers that ranks share, by what a message calls them."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    kinds: dict[str, Iterable[tuple[str, Tensor]]] = {"parameter": module.named_parameters()}
+    if with_buffers:
+        kinds["buffer"] = module.named_buffers()
+    return {
+        f"the values of {kind} {name!r}": value
+        for kind, named in kinds.items()
+        for name, value in named
+        if name not in ignored
+    }
 
 
-def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    return _named("buffer", module.named_buffers())
-
-
-def _values_of(optimizer: Optimizer, label: str) -> dict[str, Tensor]:
-    """Return the parameters and the state of an optimizer by name."""
-    values = {}
-    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for place, parameter in enumerate(updated):
-        values[f"the values of parameter {place}{label}"] = parameter
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                values[f"{key} of parameter {place}{label}"] = value
-    return values
+def _state_of(optimizer: Optimizer, parameter: Tensor, label: str) -> dict[str, Tensor]:
+    state = optimizer.state.get(parameter, {})
+    return {f"{key} of {label}": value for key, value in state.items() if isinstance(value, Tensor)}
 
 
 def fingerprint_of(module: nn.Module, seed: int | None = None) -> dict[str, str]:

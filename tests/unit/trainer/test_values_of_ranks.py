@@ -84,8 +84,14 @@ def test_a_difference_is_named(what: str, name: str, every: int) -> None:
 
 
 def test_without_a_difference() -> None:
-    """Equal ranks go on; without the argument nothing is compared."""
-    assert fit("nothing", 2) == fit("parameter", None) == [4, 4]
+    """Equal ranks go on."""
+    assert fit("nothing", 2) == [4, 4]
+
+
+@pytest.mark.ranks_may_differ("rank 1 changes a parameter")
+def test_not_asked_for() -> None:
+    """Without the argument nothing is compared."""
+    assert fit("parameter", None) == [4, 4]
 
 
 def test_impossible_intervals() -> None:
@@ -108,6 +114,26 @@ def test_evaluation_begins_with_one_model(seeds: tuple[int, int]) -> None:
 
     for values in run_ranks(2, run):
         torch.testing.assert_close(values, list(net(0).parameters()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_what_ddp_ignores_stays_each_ranks_own(stage: str) -> None:
+    """Parameters and buffers that DDP is configured to ignore are neither compared nor shared."""
+    modules: list[Any] = [Model(), Model()]
+
+    def run(rank: int) -> Any:
+        module = modules[rank]
+        module._ddp_params_and_buffers_to_ignore = ["net.0.bias", "mean"]  # torch's way
+        own = module.net[0].bias.requires_grad_(False), module.mean
+        for value in own:
+            value.fill_(rank)
+        trainer = quiet_trainer(ThreadedStrategy(rank, 2), 2, max_epochs=1, check_ranks_every_n_steps=1)
+        getattr(trainer, stage)(module, DataLoader(DATA, batch_size=1))
+        return own
+
+    for rank, own in enumerate(run_ranks(2, run)):
+        for value in own:
+            torch.testing.assert_close(value, torch.full_like(value, rank), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""Compares the ranks at the end of each fit, in every Python process that the tests start.
+
+Python imports a module of this name at its start; tests/conftest.py puts this folder into PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+VARIABLE = "RANKWISE_TEST_COMPARES_RANKS"
+"""While it is set, each fit ends with a comparison."""
+_LOOP = "rankwise.trainer.loops.fit"
+
+
+class _Finder:
+    """Finds the module of the training loop as other finders do, and changes it once it is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _LOOP:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others))
+        loader: Any = spec.loader
+        plain = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            plain(module)
+            _compare_after_fits(module.FitLoop)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _compare_after_fits(loop_class: Any) -> None:
+    """Make every rank's loop end with a comparison of parameters, buffers and optimizer states."""
+    plain = loop_class.run
+
+    def run(loop: Any) -> None:
+        plain(loop)
+        if os.environ.get(VARIABLE):
+            from rankwise.gradient_sync.parameters import shares_buffers
+            from rankwise.trainer.consistency import check_values
+
+            check_values(loop._context, with_buffers=shares_buffers(loop._context.wrapped))
+
+    loop_class.run = run
+
+
+if not any(type(finder).__name__ == _Finder.__name__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,63 @@
+"""Ranks that end a fit with different values fail the test, however their processes were started."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rankwise.errors import RankMismatchError, WorkerRaisedError
+from tests.helpers.scripts import ScriptRunner
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.process.helpers import METHODS, ddp, with_tests
+from tests.process.training_tasks import Drift, Regression, fit_one_step
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("parameter", "the values of parameter 'net.2.bias'"),
+        ("buffer", "the values of buffer 'reductions'"),
+        ("state", "exp_avg of parameter 0 of optimizer 0"),
+    ],
+)
+def test_threads(what: str, name: str) -> None:
+    """The error names what differs first."""
+    modules = [Regression("adam"), Regression("adam")]  # threads have one generator of random numbers
+
+    def fit(rank: int) -> None:
+        fit_one_step(ThreadedStrategy(rank, 2), modules[rank], callbacks=[Drift(what)])
+
+    with pytest.raises(RankMismatchError) as caught:
+        run_ranks(2, fit)
+    assert next(iter(caught.value.differences)) == name
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_started_processes(start_method: str) -> None:
+    """The error reaches the process that has started the ranks."""
+    with pytest.raises(WorkerRaisedError, match=r"RankMismatchError[^!]*parameter 'net\.2\.bias'"):
+        fit_one_step(ddp(start_method), callbacks=[Drift()])
+
+
+@pytest.mark.parametrize("command", [(), TORCHRUN], ids=["ddp", "torchrun"])
+def test_scripts(command: tuple[str, ...], run_script: ScriptRunner) -> None:
+    """A script fails: its main process, and each that torchrun has started."""
+    path = run_script.write("""
+        from tests.process.training_tasks import Drift, fit_one_step
+
+        fit_one_step("ddp", callbacks=[Drift()])
+        """)
+    result = run_script.command([sys.executable, *command, str(path)], env=with_tests())
+    assert result.returncode == 1, result
+    assert "RankMismatchError: " in result.stderr, result
+    assert "the values of parameter 'net.2.bias'" in result.stderr, result
+
+
+@pytest.mark.ranks_may_differ("the test shows that the marker works")
+@pytest.mark.parametrize("start_method", METHODS)
+def test_not_compared(start_method: str) -> None:
+    """A test with the marker may end with ranks that differ."""
+    fit_one_step(ddp(start_method), callbacks=[Drift()])
