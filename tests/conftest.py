@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import leak_checks, processes
+from tests.helpers.at_startup import sitecustomize
 from tests.helpers.scripts import ScriptRunner
 
 _numbers = itertools.count()
@@ -33,6 +34,24 @@ def temp_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_are_compared() -> Iterator[None]:
+    """Compare parameters, buffers and optimizer states of all ranks at the end of each fit of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(sitecustomize.VARIABLE, "1")
+        patch.setenv("PYTHONPATH", str(Path(sitecustomize.__file__).parent), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _ranks_may_differ(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave that out for a test with the marker `ranks_may_differ`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("ranks_may_differ"):
+            patch.delenv(sitecustomize.VARIABLE)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import DDPStrategy, Trainer, TrainingModule
+from rankwise.callbacks import Callback
 
 FEATURES = 5
 
@@ -51,6 +52,20 @@ class Regression(TrainingModule):
             return torch.optim.SGD(self.parameters(), lr=0.05)
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+class Drift(Callback):
+    """Changes a value of rank 1 when it has trained."""
+
+    def __init__(self, what: str = "parameter") -> None:
+        self.what = what
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        values = {"parameter": module.net[2].bias, "buffer": module.reductions}
+        values["state"] = trainer.optimizers[0].state[module.net[0].weight].get("exp_avg")
+        if trainer.global_rank == 1:
+            values[self.what] += 1
 
 
 class CountingStrategy(DDPStrategy):
@@ -98,6 +113,12 @@ def quiet_trainer(strategy: Any, devices: int, **arguments: Any) -> Trainer:
         "accelerator": "cpu",
     }
     return Trainer(strategy=strategy, devices=devices, **{**quiet, **arguments})
+
+
+def fit_one_step(strategy: Any, module: Regression | None = None, **arguments: Any) -> None:
+    """Take one optimizer step on two ranks."""
+    trainer = quiet_trainer(strategy, 2, max_steps=1, **arguments)
+    trainer.fit(module or Regression("adam"), loader(8, 4))
 
 
 def train_twenty_steps(strategy: Any, devices: int, accumulate: int) -> dict[str, Tensor]:
