@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from rankwise.errors import ConfigurationError, UnknownArgumentError, UnknownNameError
 from rankwise.precision import HalfPrecision, MasterWeightsPrecision, Precision
+from tests.helpers.threaded import run_ranks
 
 NAMES = pytest.mark.parametrize("name", ["16-master", "bf16-master"])
 
@@ -189,6 +191,21 @@ def test_closures_are_refused() -> None:
     precision, _, optimizer = ready("bf16-master")
     with pytest.raises(ConfigurationError, match="closure, which would use old weights"):
         precision.optimizer_step(optimizer, lambda: 0.0)
+
+
+def test_sharded_optimizers_are_refused() -> None:
+    """An optimizer that splits its parameters over the ranks would split the copies."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what it imports
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def configure(rank: int) -> None:
+        module = model()
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+        MasterWeightsPrecision("bf16-master").configure(module, [optimizer])
+
+    with pytest.raises(ConfigurationError, match="does not work with ZeroRedundancyOptimizer"):
+        run_ranks(1, configure)
 
 
 def test_arguments() -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import SingleDeviceStrategy, TrainingModule
 from rankwise.callbacks import Callback
-from rankwise.errors import UnusedParametersError
+from rankwise.errors import ConfigurationError, UnusedParametersError
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
 from tests.unit.gradient_sync.helpers import FEATURES
@@ -206,3 +206,17 @@ def test_frozen_in_the_step() -> None:
     """What a step freezes is missing in that step: an error, as DDP waits for it."""
     with pytest.raises(UnusedParametersError, match=r"second\.weight"):
         in_the_step(freeze)
+
+
+def test_the_whole_module_is_frozen() -> None:
+    """DDP cannot average nothing: an error on every rank, before the step."""
+    modules = [Layers() for _ in range(2)]
+
+    def freeze_all(trainer: Any, module: Layers) -> None:
+        module.requires_grad_(False)
+
+    def run(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match="Layers has nothing left to train"):
+            fit(2, modules[rank], At(freeze_all, 0, 1, "on_train_batch_start"), ThreadedStrategy(rank, 2))
+
+    run_ranks(2, run)
