@@ -52,19 +52,19 @@ class Gan(TrainingModule):
         discriminate.zero_grad()
         made = self(x) if with_both else self(x).detach()
         with self.no_backward_sync(enabled=self.ways == "blocked"):
-            self.backward((1 - self.discriminator(real)).square().mean(), is_equal=self.ways != "blocked")
-        self.backward(self.discriminator(made).square().mean())
+            self.run_backward((1 - self.discriminator(real)).square().mean(), is_equal=self.ways != "blocked")
+        self.run_backward(self.discriminator(made).square().mean())
         discriminate.step()
         if not with_both:
             self.untoggle_optimizer(discriminate)
             self.toggle_optimizer(generate)
         generate.zero_grad()
-        self.backward((1 - self.discriminator(self(x))).square().mean())
+        self.run_backward((1 - self.discriminator(self(x))).square().mean())
         generate.step()
         if not with_both:
             self.untoggle_optimizer(generate)
 
-    def backward(self, loss: Tensor, *, is_equal: bool = True) -> None:
+    def run_backward(self, loss: Tensor, *, is_equal: bool = True) -> None:
         self.manual_backward(loss)
         gradients = [
             parameter.grad.flatten() for parameter in self.parameters() if parameter.grad is not None
