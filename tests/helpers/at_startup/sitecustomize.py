@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+
+TYPE_CHECKING = False  # the module typing takes longer to import than all of this
+if TYPE_CHECKING:
+    from typing import Any
 
 VARIABLE = "RANKWISE_TEST_COMPARES_RANKS"
 """While it is set, each fit ends with a comparison."""
