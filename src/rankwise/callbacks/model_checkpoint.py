@@ -146,7 +146,7 @@ class ModelCheckpoint(MonitoringCallback):
         A run may replace the last checkpoint from which it has continued.
         """
         continued = () if trainer.ckpt_path is None else (absolute_path(trainer.ckpt_path),)
-        return trainer.strategy.broadcast(self._unused(trainer, "last", continued))
+        return trainer.strategy.call_on_rank_zero(lambda: self._unused(trainer, "last", continued))
 
     def _unused(self, trainer: Trainer, stem: str, own: Collection[str]) -> str:
         """Return a path that no file has, also none that a thread has not written yet, or one of `own`."""
@@ -163,11 +163,12 @@ class ModelCheckpoint(MonitoringCallback):
         is_full = 0 <= self.save_top_k <= len(self.best_k_models)
         if is_full and not self.is_better(score, float(self.best_k_models[self.kth_best_model_path])):
             return
-        path = trainer.strategy.broadcast(self._new_path(trainer))
+        path = trainer.strategy.call_on_rank_zero(lambda: self._new_path(trainer))
         superseded = self._rank(path, score)
         trainer.save_checkpoint(path)
-        if superseded and trainer.is_global_zero:
-            trainer.strategy.checkpoint_io.remove_checkpoint(superseded)
+        if superseded:
+            remove = trainer.strategy.checkpoint_io.remove_checkpoint
+            trainer.strategy.call_on_rank_zero(lambda: remove(superseded))
 
     def _agreed_score(self, trainer: Trainer) -> float:
         """Return rank 0's score on every rank; without `monitor` the step, so that the latest is best."""

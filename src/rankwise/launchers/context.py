@@ -40,6 +40,11 @@ class Launcher(ABC):
 
     runs_in_caller: ClassVar[bool]
 
+    @property
+    @abstractmethod
+    def has_other_ranks(self) -> bool:
+        """Whether processes of other ranks exist before `launch`, and would wait for this one."""
+
     @abstractmethod
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Run `entry(worker)` once per local rank; return the values by global rank.

@@ -70,6 +70,10 @@ class ElasticLauncher(Launcher):
     grace_period_s: float  # from SIGTERM to SIGKILL; see `_STOP_TIMEOUT_S`
     init_timeout: timedelta  # for the agents to meet
 
+    @property
+    def has_other_ranks(self) -> bool:
+        return bool(self.nodes.endpoint)
+
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, watch, restart, collect the values; see `Launcher.launch`."""
         count_launch()

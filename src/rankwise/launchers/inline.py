@@ -36,6 +36,10 @@ class InlineLauncher(Launcher):
     hosts_store: bool = False
     store_outlives: bool = False  # it is an elastic agent's, which stays when the ranks are restarted
 
+    @property
+    def has_other_ranks(self) -> bool:
+        return self.ranks.world_size > 1
+
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Call `entry`; record a failure in torchrun's error file, if there is one, and raise it."""
         address = self.address

@@ -62,6 +62,10 @@ class MultiprocessLauncher(Launcher):
     local_ranks: tuple[RankInfo, ...]
     options: SupervisionOptions
 
+    @property
+    def has_other_ranks(self) -> bool:
+        return not self.local_ranks[0].is_one_node
+
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, collect the values; see `Launcher.launch`."""
         count_launch()

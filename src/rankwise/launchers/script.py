@@ -50,6 +50,10 @@ class ScriptLauncher(Launcher):
     options: SupervisionOptions
     command: Sequence[str] | None = None
 
+    @property
+    def has_other_ranks(self) -> bool:
+        return script_place() is not None or not self.local_ranks[0].is_one_node
+
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Run as this process's rank, wait for the others; see `Launcher.launch`.
 

@@ -23,7 +23,7 @@ from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.checkpoint.base import as_checkpoint_error
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError, UnknownArgumentError
-from rankwise.failures.classify import mark_propagated, start_exception_chain
+from rankwise.failures.classify import start_exception_chain
 from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
@@ -47,6 +47,7 @@ from rankwise.strategies.config import (
 from rankwise.strategies.job import Job, launched_parts, sigterm_deferred, variables_set
 from rankwise.strategies.module_wrapping import averages_everywhere, forward_redirect, uncompiled
 from rankwise.strategies.placement import Placement, find_placement
+from rankwise.strategies.shared_errors import errors_shared
 
 T = TypeVar("T")
 _PLUGINS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": CheckpointIO}
@@ -486,17 +487,11 @@ class Strategy(ABC):
         Raises:
             CheckpointError: on every rank, when it could not be written.
         """
-        error: Exception | None = None
-        if self.is_global_zero:
-            try:
+        with errors_shared(self):
+            if self.is_global_zero:
                 report_phase("checkpoint")
-                with as_checkpoint_error(path):  # which other ranks can always read, unlike a user's error
+                with as_checkpoint_error(path):
                     self.checkpoint_io.save_checkpoint(checkpoint, path)
-            except Exception as raised:  # noqa: BLE001  raised below, on all ranks
-                error = raised
-        error = self.broadcast(error)
-        if error is not None:
-            raise error if self.is_global_zero else mark_propagated(error)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a checkpoint, to the CPU."""
@@ -567,6 +562,13 @@ class Strategy(ABC):
         """Return rank `src`'s value on every rank of the job."""
         with self._current_job.guard("broadcast"):
             return collectives.broadcast(obj, src, self.job_group)
+
+    def call_on_rank_zero(self, function: Callable[[], T]) -> T:
+        """Call `function`, without collectives, on global rank 0; return its value, or raise, everywhere."""
+        value: Any = None
+        with errors_shared(self):
+            value = function() if self.is_global_zero else None
+        return self.broadcast(value)  # type: ignore[no-any-return]  # what `function` has returned
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         """Return whether all ranks (or, with `all=False`, any) of the job decided yes; the same on each."""

@@ -62,7 +62,9 @@ class CheckpointFiles:
         own = [path for saving in self._saving if (path := saving.last_model_path)]
         own += [] if continued is None else [absolute_path(continued)]
         here = [path for path in own if is_last_checkpoint(path) and Path(path).parent == self.stop_folder]
-        return self._strategy.broadcast(here[0] if here else unused_checkpoint(self.stop_folder, "last"))
+        return self._strategy.call_on_rank_zero(
+            lambda: here[0] if here else unused_checkpoint(self.stop_folder, "last")
+        )
 
     @property
     def folders(self) -> list[Path]:
@@ -81,12 +83,6 @@ class CheckpointFiles:
         if ckpt_path != "best":
             return None if ckpt_path is None else os.fspath(ckpt_path)
         return self._best()
-
-    def find_after_restart(self) -> tuple[str, dict[str, Any]] | None:
-        """Return path and contents of this job's newest checkpoint, None in the first start. Collective."""
-        # Rank 0 decides: without a store that outlives the start, ranks may count the restarts differently.
-        path = self._strategy.broadcast(self._newest_of_job() if self._strategy.is_global_zero else None)
-        return None if path is None else (path, self._strategy.load_checkpoint(path))
 
     def _best(self) -> str:
         """Return the best checkpoint; one that a metric has chosen, if any callback has a metric."""
@@ -118,8 +114,11 @@ class CheckpointFiles:
         )
         return None
 
-    def _newest_of_job(self) -> str | None:
-        """Return the newest loadable checkpoint that has this job's id."""
+    def newest_of_job(self) -> str | None:
+        """Return the newest loadable checkpoint that has this job's id; None in the first start.
+
+        Runs on: rank 0. Without a store that outlives the start, ranks may count the restarts differently.
+        """
         restart = current_restart()
         if restart.number == 0:
             return None
@@ -220,8 +219,9 @@ def pending_gradients(context: LoopContext) -> dict[str, Tensor]:
     return context.state.gradients if running is None else running.pending_gradients()
 
 
-def restore_module(context: LoopContext, checkpoint: dict[str, Any], path: str) -> None:
+def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
     """Load the weights of a checkpoint into the module."""
+    path = context.state.ckpt_path or ""
     if "state_dict" not in checkpoint:
         raise CheckpointError(path=path, problem=f"holds no 'state_dict', but {sorted(map(str, checkpoint))}")
     context.hooks.call_checkpoint_hooks("on_load_checkpoint", checkpoint)
@@ -236,8 +236,9 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any], path: str) 
         ) from None
 
 
-def restore_training(context: LoopContext, checkpoint: dict[str, Any], path: str) -> RankState:
+def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankState:
     """Restore all but this rank's part, which is returned and restored last; the optimizers must exist."""
+    path = context.state.ckpt_path or ""
     if missing := [name for name in _NEEDED if name not in checkpoint]:
         raise CheckpointError(
             path=path,

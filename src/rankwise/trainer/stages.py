@@ -13,6 +13,7 @@ import torch
 from rankwise.errors import InvalidTypeError
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import get_random_state, given_seed, set_random_state
+from rankwise.strategies.shared_errors import errors_shared
 from rankwise.trainer.checkpointing import CheckpointFiles, restore_module, restore_training
 from rankwise.trainer.consistency import (
     agreed_order_seeds,
@@ -81,6 +82,7 @@ class Stage:
         loaders: the user's loaders by phase; None for the module's own.
         gather: which ranks get the predictions.
         seed: this process's; the trainer's is rank 0's, or that of the run that continues.
+        ckpt_path: a path, `"best"`, `"last"` or None; once found, a path or None.
         checkpoint: what to load; None for nothing.
     """
 
@@ -88,8 +90,8 @@ class Stage:
     loaders: dict[str, Any]
     gather: Gather = "all"
     seed: int = field(default_factory=torch.initial_seed)
+    ckpt_path: str | os.PathLike[str] | None = None
     checkpoint: dict[str, Any] | None = None
-    checkpoint_path: str = ""
 
     def check_module(self, module: TrainingModule) -> None:
         """Raise ConfigurationError unless the module has the step and a loader for this stage."""
@@ -112,6 +114,12 @@ class Stage:
             expected = "a method that returns loaders, or None"
             raise InvalidTypeError(argument=name, value=method, expected=expected)
         return True
+
+    def load_checkpoint(self, context: LoopContext) -> None:
+        """Find and load what `ckpt_path` means."""
+        self.ckpt_path = CheckpointFiles(context).find(self.ckpt_path)
+        if self.ckpt_path is not None:
+            self.checkpoint = context.strategy.load_checkpoint(self.ckpt_path)
 
     def run(self, context: LoopContext) -> Any:
         """Run the stage on this rank; return its value. Collective: every rank must call this."""
@@ -154,14 +162,14 @@ class Stage:
 
     def _run(self, context: LoopContext) -> Any:
         strategy, module = context.strategy, context.module
-        self._find_checkpoint(context)
+        self._agree_on_checkpoint(context)
         self._agree_on_seed_and_loggers(context)
         if strategy.local_rank == 0:
             module.prepare_data()
         strategy.barrier("prepare_data")
         context.hooks.call("setup", self.name)
         if self.checkpoint is not None:
-            restore_module(context, self.checkpoint, self.checkpoint_path)
+            restore_module(context, self.checkpoint)
         if self.name == "fit":
             return self._fit(context)
         # A module that is only evaluated is not wrapped: the ranks may have different numbers of batches.
@@ -177,18 +185,25 @@ class Stage:
             check_can_be_gathered(shards, strategy.world_size)
         return loop.predict(self.gather)
 
-    def _find_checkpoint(self, context: LoopContext) -> None:
-        """After a restart, use the job's newest checkpoint; make sure that all ranks have the same.
+    def _agree_on_checkpoint(self, context: LoopContext) -> None:
+        """Load one checkpoint on all ranks; after a restart, the job's newest.
 
         Rank 0 finds it. In a script it may just have written it, so the others load it here.
         """
-        self.checkpoint_path = context.strategy.broadcast(self.checkpoint_path)
-        if self.name == "fit" and (found := CheckpointFiles(context).find_after_restart()):
-            self.checkpoint_path, self.checkpoint = found
-        elif self.checkpoint_path and self.checkpoint is None:
-            self.checkpoint = context.strategy.load_checkpoint(self.checkpoint_path)
-        context.state.ckpt_path = self.checkpoint_path or None
-        check_ranks_agree(context.strategy, fingerprint_of_checkpoint(self.checkpoint))
+        strategy, files = context.strategy, CheckpointFiles(context)
+
+        def find() -> str | None:
+            newest = files.newest_of_job() if self.name == "fit" else None
+            return newest or files.find(self.ckpt_path)
+
+        path = strategy.call_on_rank_zero(find)
+        if path != self.ckpt_path:
+            self.ckpt_path, self.checkpoint = path, None
+        with errors_shared(strategy):
+            if path is not None and self.checkpoint is None:
+                self.checkpoint = strategy.load_checkpoint(path)
+        context.state.ckpt_path = path
+        check_ranks_agree(strategy, fingerprint_of_checkpoint(self.checkpoint))
 
     def _agree_on_seed_and_loggers(self, context: LoopContext) -> None:
         """Use rank 0's seed, or that of the run that continues, and the state of rank 0's loggers.
@@ -212,8 +227,8 @@ class Stage:
         context.optimizer_set.create(module, strategy)
         strategy.on_after_setup_optimizers(context.optimizers)
         rank_state = self._restore_fit(context)
-        if module.hparams and strategy.is_global_zero:
-            for logger in context.loggers:
+        with errors_shared(strategy):
+            for logger in context.loggers if module.hparams and strategy.is_global_zero else ():
                 logger.log_hyperparams(module.hparams)
         data = self._train_data(context)
         validation = self._validation(context)
@@ -237,7 +252,7 @@ class Stage:
             order = saved.get("gradient_order", [])
         replay_gradient_order(strategy, context.wrapped, order)
         if saved is not None:
-            return restore_training(context, saved, self.checkpoint_path)
+            return restore_training(context, saved)
         strategy.gradients.reload_states()  # communication hooks have counted the replay
         if not states:
             return None

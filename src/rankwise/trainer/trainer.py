@@ -14,7 +14,7 @@ from rankwise.monitoring.heartbeat import report_phase
 from rankwise.processes.shared_memory import read_by_name
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
-from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
+from rankwise.trainer.checkpointing import check_hyper_parameters, save_checkpoint
 from rankwise.trainer.consistency import check_can_compare
 from rankwise.trainer.data_loaders import check_loaders
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
@@ -252,7 +252,7 @@ class Trainer:
         if ckpt_path is None and self.context(model).warn_if_done():
             return
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
-        self._launch(Stage("fit", loaders), model, ckpt_path)
+        self._launch(Stage("fit", loaders, ckpt_path=ckpt_path), model)
 
     def validate(
         self,
@@ -269,7 +269,7 @@ class Trainer:
             What was logged, for each loader; each sample counted once, the same on every rank.
         """
         metrics: list[dict[str, float]] = self._launch(
-            Stage("validate", {"validate": dataloaders}), model, ckpt_path
+            Stage("validate", {"validate": dataloaders}, ckpt_path=ckpt_path), model
         )
         return metrics
 
@@ -280,7 +280,9 @@ class Trainer:
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module (by default the one of the last stage) on test data; see `validate`."""
-        metrics: list[dict[str, float]] = self._launch(Stage("test", {"test": dataloaders}), model, ckpt_path)
+        metrics: list[dict[str, float]] = self._launch(
+            Stage("test", {"test": dataloaders}, ckpt_path=ckpt_path), model
+        )
         return metrics
 
     def predict(
@@ -313,7 +315,7 @@ class Trainer:
         """
         check_choice("gather", gather, GATHERINGS)
         predictions: list[Any] = self._launch(
-            Stage("predict", {"predict": dataloaders}, gather), model, ckpt_path
+            Stage("predict", {"predict": dataloaders}, gather, ckpt_path=ckpt_path), model
         )
         return predictions
 
@@ -335,16 +337,13 @@ class Trainer:
             )
         save_checkpoint(self.context(self._fitted_module), path)
 
-    def _launch(self, stage: Stage, model: Any, ckpt_path: Any) -> Any:
+    def _launch(self, stage: Stage, model: Any) -> Any:
         """Run a stage on every rank, and restore its state here."""
         model = self.module if model is None and stage.name != "fit" else model
         self._check_stage(stage, model)
-        if not self.strategy.runs_in_caller or self.is_global_zero:  # other ranks of a script wait for it
-            stage.checkpoint_path = CheckpointFiles(self.context(model)).find(ckpt_path) or ""
-            if stage.checkpoint_path:
-                stage.checkpoint = self.strategy.load_checkpoint(stage.checkpoint_path)
+        if not self.strategy.launcher.has_other_ranks:  # which would wait, where this process fails alone
+            stage.load_checkpoint(self.context(model))
         self._set_module(model, stage.name)
-        self.ckpt_path = stage.checkpoint_path or None
         brings_state_back = not self.strategy.runs_in_caller
         with read_by_name(named_parts(model) if brings_state_back else {}):
             value, state = self.strategy.launch(
