@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from rankwise import Trainer
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint
+from rankwise.errors import WorkerRaisedError
 from rankwise.loggers import CSVLogger
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
@@ -138,6 +140,53 @@ def test_replaced_submodules_come_back() -> None:
     assert module.net[0].base is first
 
 
+class Doubled(nn.Module):
+    """Parametrizes a tensor by its half."""
+
+    def forward(self, half: torch.Tensor) -> torch.Tensor:
+        return 2 * half
+
+
+class Parametrized(Regression):
+    """Parametrizes a layer when a fit begins, once."""
+
+    def setup(self, stage: str) -> None:
+        if not parametrize.is_parametrized(self.net[0]):
+            parametrize.register_parametrization(self.net[0], "weight", Doubled())
+
+
+@pytest.mark.parametrize("strategy", ELSEWHERE)
+def test_parametrized_layers_come_back(strategy: str) -> None:
+    """A parametrization made in a fit is in the caller, and goes to the next fit; so for one made before."""
+    expected, module = Parametrized(), Parametrized()
+    for each, name, devices in ((expected, "single_device", 1), (module, strategy, 2)):
+        trainer = quiet_trainer(name, devices, max_steps=2)
+        trainer.fit(each, loader(24, 8 // devices))
+        trainer.max_steps = 4
+        trainer.fit(each, loader(24, 8 // devices))
+    assert list(module.state_dict()) == list(expected.state_dict())
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=1e-12)
+    x = dataset(15).tensors[0]
+    torch.testing.assert_close(module(x), expected(x), rtol=0, atol=1e-12)
+
+
+class ChangesItsClass(Regression):
+    """Gives a layer a class that no other process can import."""
+
+    def setup(self, stage: str) -> None:
+        class Local(nn.Linear):
+            pass
+
+        self.net[0].__class__ = Local
+
+
+def test_a_class_that_cannot_come_back() -> None:
+    """The error names the class."""
+    with pytest.raises(WorkerRaisedError, match=r"ChangesItsClass.setup.<locals>.Local"):
+        quiet_trainer("ddp_fork", 2, max_steps=1).fit(ChangesItsClass(), loader(24, 4))
+
+
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_forkserver"])
 def test_a_checkpoint_resumes(strategy: str, tmp_path: Path) -> None:
     """A run resumed from the first epoch's checkpoint ends with the weights of an uninterrupted one."""
@@ -174,8 +223,6 @@ def test_early_stopping_is_everybodys() -> None:
 
 def test_a_failing_step_names_its_rank() -> None:
     """An exception in a training step raises the worker's error, with its traceback."""
-    from rankwise.errors import WorkerRaisedError
-
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=1)
     with pytest.raises(WorkerRaisedError, match="global_rank=1") as caught:
         trainer.fit(FailsOnOneRank(), loader(32, 4))

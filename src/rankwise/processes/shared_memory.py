@@ -19,8 +19,10 @@ from multiprocessing import reduction
 from typing import Any, final
 
 import torch
+from torch.nn.utils import parametrize
 
 from rankwise.errors import NotPicklableError, text_of
+from rankwise.processes.parametrized_modules import reduced
 
 _HEADER = struct.Struct("!Q")
 _ALIGNMENT = 64
@@ -143,6 +145,11 @@ class _Pickler(pickle.Pickler):
             self.storages.append((self.size, storage))  # kept alive, so that no other storage gets its key
             self.size = _aligned(self.size + size)
         return self._places.get(key, 0), size, dtype
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
+            return reduced(obj, pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
 
 
 def _rebuild_tensor(storage: torch.UntypedStorage, *args: Any) -> Any:

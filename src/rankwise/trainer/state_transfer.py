@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.nested import map_tensors
+from rankwise.processes.parametrized_modules import kind_of, set_kind
 from rankwise.processes.shared_memory import send_by_name
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metric_objects import (
@@ -122,10 +124,13 @@ def restore(context: LoopContext, state: CallerState) -> None:
 
 
 def named_parts(module: nn.Module) -> dict[str, object]:
-    """Return a module's submodules and parameters by names, which its copies in other processes have too."""
-    modules = {f"module {name}": part for name, part in module.named_modules(remove_duplicate=False)}
-    parameters = {f"parameter {name}": part for name, part in module.named_parameters(remove_duplicate=False)}
-    return {**modules, **parameters}
+    """Return a module's submodules, their classes, and its parameters, by names that its copies have too."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    return {
+        **{f"class {name}": kind_of(part)[0] for name, part in modules.items()},
+        **{f"module {name}": part for name, part in modules.items()},
+        **{f"parameter {name}": part for name, part in module.named_parameters(remove_duplicate=False)},
+    }
 
 
 def _value_of(parameter: nn.Parameter) -> tuple[Tensor, bool] | None:
@@ -160,20 +165,34 @@ class _Contents:
     """What one submodule consists of."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._kind = kind_of(module)
         self._modules = dict(module._modules.items())
         self._parameters = dict(module._parameters.items())
         self._buffers = dict(module._buffers.items())
         self._transient = module._non_persistent_buffers_set
         self._training = module.training
+        self._hooks = list(_reparametrizing_hooks(module).values())
 
     def give_to(self, module: nn.Module) -> None:
         """Make a module consist of it. Buffers keep their identity, if their shape and dtype allow it."""
         buffers = {name: _kept(module._buffers.get(name), value) for name, value in self._buffers.items()}
+        if not isinstance(module, LazyModuleMixin):  # which changes its class itself when it is called
+            set_kind(module, self._kind)
         _replace(module, module._modules, self._modules)
         _replace(module, module._parameters, self._parameters)
         _replace(module, module._buffers, buffers)
         module._non_persistent_buffers_set = self._transient
         module.training = self._training
+        for key in _reparametrizing_hooks(module):
+            del module._forward_pre_hooks[key]
+        for hook in self._hooks:
+            module.register_forward_pre_hook(hook)
+
+
+def _reparametrizing_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return the hooks of torch's `weight_norm`, `spectral_norm` and pruning, which compute a tensor."""
+    hooks = module._forward_pre_hooks.items()
+    return {key: hook for key, hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")}
 
 
 def _replace(owner: nn.Module, mapping: dict[str, Any], new: dict[str, Any]) -> None:

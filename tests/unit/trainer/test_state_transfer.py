@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.lr_scheduler import LambdaLR
 
 from rankwise.callbacks import ModelCheckpoint
@@ -53,9 +54,15 @@ class Growing(Line):
         return [optimizer], [LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
 
 
-def fit_elsewhere(train: Trainer, model: Line) -> None:
+def send(value: Any) -> Any:
+    """Return what a worker gets for a value."""
+    return sent_back(lambda: value, nn.Module())
+
+
+def fit_elsewhere(train: Trainer, model: Line, their_model: Any = None) -> None:
     """Fit as spawn does: copies of trainer and module train, and their state is restored here."""
-    their_train, their_model = pickle.loads(pickle.dumps((train, model)))
+    their_train, their_copy = pickle.loads(pickle.dumps((train, None if their_model else model)))
+    their_model = their_model or their_copy
     stage = Stage("fit", {"train": loader(), "validate": None}, seed=0)
     train._set_module(model, "fit")
 
@@ -96,6 +103,20 @@ class TakesOver(nn.Module):
         return x @ (self.weight + self.first).T
 
 
+class Doubled(nn.Module):
+    """Parametrizes a tensor by its half."""
+
+    def forward(self, half: Tensor) -> Tensor:
+        return 2 * half
+
+
+class Scaled(nn.Linear):
+    """Another class for a linear layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
 class Changing(Line):
     """Changes its submodules in `setup`, in one of several ways."""
 
@@ -127,6 +148,24 @@ class Changing(Line):
             self.late = nn.Linear(2, 1)
         elif self.way == "frozen":
             self.extra.eval()
+        else:
+            self.reparametrize()
+
+    def reparametrize(self) -> None:
+        if self.way == "parametrized":
+            parametrize.register_parametrization(self.layer, "weight", Doubled())
+        elif self.way == "several":
+            parametrizations.spectral_norm(self.layer)
+            parametrize.register_parametrization(self.layer, "bias", Doubled())
+        elif self.way == "parametrized adapter":
+            self.layer = Adapter(self.layer)
+            parametrizations.spectral_norm(self.layer.added)
+        elif self.way == "another class":
+            self.layer.__class__ = Scaled
+        elif self.way == "weight norm":
+            nn.utils.weight_norm(self.layer)
+        elif self.way == "pruned":
+            prune.l1_unstructured(self.layer, "weight", 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         late = 0 if self.late is None else self.late(batch[0])
@@ -138,10 +177,14 @@ class Changing(Line):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-WAYS = ["adapter", "compiled", "removed", "moved", "tied", "taken over", "was None", "frozen"]
+WAYS = [
+    *("adapter", "compiled", "removed", "moved", "tied", "taken over", "was None", "frozen"),
+    *("parametrized", "several", "parametrized adapter", "another class", "weight norm", "pruned"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:Training begins with modules in evaluation mode")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_changed_submodules_come_back(tmp_path: Path, way: str) -> None:
     """After a stage that changes the submodules the caller has what one process has; so goes a second fit."""
@@ -167,10 +210,31 @@ def test_changed_submodules_come_back(tmp_path: Path, way: str) -> None:
     assert torch.equal(elsewhere.layer(x), here.layer(x))
     kept = {id(part) for part in [*elsewhere.modules(), *elsewhere.parameters()]}
     assert id(layer) in kept or way == "taken over"
-    assert id(weight) in kept or way == "tied"
+    assert id(weight) in kept or way in ("tied", "several", "weight norm", "pruned")
     assert id(extra) in kept or way == "removed"
     if way == "adapter":
         assert elsewhere.layer.also_base[0] is elsewhere.layer.base is layer
+
+
+def test_removed_parametrizations_come_back(tmp_path: Path) -> None:
+    """A layer whose parametrization a stage removes has its own class again, and its weight."""
+
+    class Removing(Changing):
+        def setup(self, stage: str) -> None:
+            if self.way == "removed":
+                parametrize.remove_parametrizations(self.layer, "weight")
+
+    globals()["Removing"] = Removing  # pickles by name
+    Removing.__qualname__ = "Removing"
+    module = Removing("removed")
+    weight = module.layer.weight
+    parametrize.register_parametrization(module.layer, "weight", Doubled())
+    there = send(module)
+    assert torch.equal(there.layer.weight, module.layer.weight)
+    fit_elsewhere(trainer(tmp_path), module, there)
+    assert type(module.layer) is nn.Linear
+    assert module.layer.weight is weight
+    assert torch.equal(module.layer.weight, there.layer.weight)
 
 
 def test_weights_come_back_in_place(tmp_path: Path) -> None:
