@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import parameters_of
+from rankwise.process_group.distributed_optimizers import is_distributed_optimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,14 +71,9 @@ class ModelAveraging:
 
 def refuse_distributed_optimizer(optimizer: Optimizer) -> None:
     """Raise for an optimizer that updates a part of the parameters, or averages models itself."""
-    kind = type(optimizer)
-    is_distributed = any(
-        base.__name__ in _DISTRIBUTED and base.__module__.startswith("torch.distributed.")
-        for base in kind.__mro__
-    )
-    if is_distributed:
+    if is_distributed_optimizer(optimizer, *_DISTRIBUTED):
         raise ConfigurationError(
-            message=f"model_averaging_period cannot work with {kind.__name__}.",
+            message=f"model_averaging_period cannot work with {type(optimizer).__name__}.",
             facts="a distributed optimizer updates other parameters on each rank, or averages models itself.",
             remedy="use a plain optimizer with it, such as torch.optim.SGD, or another comm_hook.",
         )

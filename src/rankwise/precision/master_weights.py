@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, final
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from rankwise.errors import ConfigurationError
 from rankwise.precision.base import floats_to
 from rankwise.precision.loss_scaling import ScaledPrecision
+from rankwise.process_group.distributed_optimizers import is_sharded
 
 
 @final
@@ -196,8 +196,7 @@ def _size_of(optimizer: Optimizer) -> int:
 
 
 def _check_not_sharded(optimizer: Optimizer, name: str) -> None:
-    sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer):
+    if is_sharded(optimizer):
         raise ConfigurationError(
             message=f"precision={name!r} does not work with ZeroRedundancyOptimizer: it splits the copies.",
             remedy='use precision="bf16-mixed" or "16-mixed" with it.',

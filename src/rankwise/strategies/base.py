@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +31,7 @@ from rankwise.named_options import check_is_a
 from rankwise.nested import map_tensors
 from rankwise.precision import Precision
 from rankwise.process_group import collectives, rank_zero_first
+from rankwise.process_group.distributed_optimizers import is_sharded
 from rankwise.process_group.group import check_group_ranks
 from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, set_rank_zero_only
@@ -454,8 +454,7 @@ class Strategy(ABC):
 
     def is_sharded(self, optimizer: optim.Optimizer) -> bool:
         """Return whether each rank has only a part of the optimizer's state."""
-        sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-        return sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer)
+        return is_sharded(optimizer)
 
     def get_optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state; torch's `ZeroRedundancyOptimizer` is consolidated first.
