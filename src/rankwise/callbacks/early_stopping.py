@@ -67,9 +67,11 @@ class EarlyStopping(MonitoringCallback):
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
+        self._begin_run()
+
+    def _begin_run(self) -> None:
         self.best_score = self.worst
-        self.wait_count = 0
-        self.stopped_epoch = 0
+        self.wait_count = self.stopped_epoch = 0
         self.stopped_by: tuple[float | None, ...] | None = None
 
     @property
@@ -94,6 +96,8 @@ class EarlyStopping(MonitoringCallback):
             setattr(self, name, state_dict[name])
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        if trainer.global_step == 0:  # a new run, perhaps of another module
+            self._begin_run()
         if not trainer.should_stop:  # a new fit, not one resumed from a stopped run
             self.stopped_by = None
 

@@ -83,13 +83,14 @@ class ModelCheckpoint(MonitoringCallback):
         _check_filename(self.filename, self.save_last)
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = 0 if every_n_train_steps else every_n_epochs or 1
-        self.best_model_path = ""
+        self._last_step_saved = 0
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self.best_model_path = self.kth_best_model_path = self.last_model_path = ""
         self.best_model_score: Tensor | None = None
         self.best_k_models: dict[str, Tensor] = {}
-        self.kth_best_model_path = ""
-        self.last_model_path = ""
         self.current_score: Tensor | None = None
-        self._last_step_saved = 0
 
     @property
     def state_key(self) -> str:
@@ -117,7 +118,7 @@ class ModelCheckpoint(MonitoringCallback):
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         self._last_step_saved = trainer.global_step
         if trainer.global_step == 0:  # a new run, perhaps of another module
-            self.last_model_path = ""
+            self._begin_run()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int

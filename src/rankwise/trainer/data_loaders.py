@@ -91,7 +91,11 @@ def as_list(given: Any) -> list[Any]:
             )
         if not isinstance(loader, Iterable) and not callable(getattr(loader, "__getitem__", None)):
             expected = "a DataLoader, an iterable over batches, or a list of DataLoaders"
-            raise InvalidTypeError(argument="dataloaders", value=loader, expected=expected)
+            is_datamodule = callable(getattr(loader, "train_dataloader", None))
+            remedy = (
+                "call prepare_data() and setup(stage) of it, and pass its loaders" if is_datamodule else ""
+            )
+            raise InvalidTypeError(argument="dataloaders", value=loader, expected=expected, remedy=remedy)
     return loaders
 
 

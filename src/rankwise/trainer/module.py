@@ -341,22 +341,24 @@ class Hooks:
     trainer: Trainer
     module: TrainingModule
 
-    def call(self, name: str, *args: Any, before_monitoring: Callable[[], None] | None = None) -> None:
+    def call(self, name: str, *args: Any, before_monitoring: Callable[[], None] | None = None) -> object:
         """Call a hook of the callbacks, then of the module, then of the monitoring callbacks.
 
         `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
+        Return what the module's hook has returned.
         """
         trainer, module = self.trainer, self.module
         callbacks = trainer.callbacks
         for callback in callbacks:
             if not isinstance(callback, MonitoringCallback):
                 getattr(callback, name)(trainer, module, *args)
-        getattr(module, name)(*args)
+        returned: object = getattr(module, name)(*args)
         if before_monitoring is not None:
             before_monitoring()
         for callback in callbacks:
             if isinstance(callback, MonitoringCallback):
                 getattr(callback, name)(trainer, module, *args)
+        return returned
 
     def call_checkpoint_hooks(self, name: str, checkpoint: dict[str, Any]) -> None:
         """Call a hook of all callbacks in their order, the monitoring ones too, then of the module."""

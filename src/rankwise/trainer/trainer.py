@@ -231,6 +231,9 @@ class Trainer:
     ) -> None:
         """Train a module; with the module of the last fit, continue where that ended.
 
+        With another module a new run begins: progress, optimizers, `ModelCheckpoint` and `EarlyStopping`
+        start anew; callbacks of your own keep their state, and a `Timer` goes on.
+
         Afterwards module, optimizers, metrics and callbacks of this process have the state of the training,
         also if it ran in other processes.
 

@@ -72,9 +72,18 @@ def check_hooks(module: TrainingModule, callbacks: Iterable[Callback]) -> None:
         _check(callback, _REPLACEMENTS_IN_CALLBACKS)
 
 
+def check_no_skipping(module: TrainingModule, returned: object) -> None:
+    """Refuse -1 from the module's `on_train_batch_start`, which ends the epoch in Lightning."""
+    if isinstance(returned, int) and returned == -1:
+        raise ConfigurationError(
+            message=f"{type(module).__name__}.on_train_batch_start() has returned -1, which ends no epoch.",
+            remedy="return None; limit_train_batches, or a shorter sampler, makes epochs shorter.",
+        )
+
+
 def _check(owner: object, replacements: Mapping[str, str]) -> None:
     for name, remedy in replacements.items():
-        if callable(getattr(type(owner), name, None)):
+        if callable(getattr(type(owner), name, None)) or callable(vars(owner).get(name)):
             raise ConfigurationError(
                 message=f"{type(owner).__name__}.{name}() would never be called.",
                 facts="it has the name of a hook that rankwise does not have.",

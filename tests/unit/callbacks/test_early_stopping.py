@@ -109,6 +109,17 @@ def test_second_fit_after_a_stop(tmp_path: Path) -> None:
     assert len(resumed(Path(saving.best_model_path), EarlyStopping("score", patience=1))) == 3
 
 
+def test_another_module_is_another_run(tmp_path: Path) -> None:
+    """A trainer that fits a second module compares only that one's values, as does a second trainer."""
+    stopping = EarlyStopping("score", patience=2)
+    train = trainer(tmp_path, callbacks=stopping, max_epochs=4)
+    for scores in ((1, 2, 2, 2), (5, 4, 6, 6)):
+        train.fit(Scripted(*scores), loader(), loader())
+        assert stopping.best_score == min(scores)
+    assert train.current_epoch == 4
+    assert epochs_with(tmp_path, stopping, 9, 8, 7) == 3
+
+
 def test_missing_metric(tmp_path: Path) -> None:
     """A metric that nobody logs is an error, or is waited for."""
     with pytest.raises(ConfigurationError, match="finds no such metric"):

@@ -187,6 +187,17 @@ def test_another_module_is_another_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last-v1.ckpt", "last.ckpt"]
 
 
+def test_the_best_of_another_module_does_not_compete(tmp_path: Path) -> None:
+    """A second module's checkpoints are compared with each other, and the first one's stay."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score")
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=2)
+    for scores, best in (((0.1, 0.2), "epoch=0-score=0.1.ckpt"), ((0.7, 0.5), "epoch=1-score=0.5.ckpt")):
+        train.fit(Scripted(*scores), loader(), loader())
+        assert Path(saving.best_model_path).name == best
+        assert float(saving.best_model_score or 0) == pytest.approx(min(scores))
+    assert len(list(tmp_path.glob("*.ckpt"))) == 2
+
+
 def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
     """A run that continues from a last checkpoint, or from another of its own, writes that file again."""
     for epochs, ckpt_path in [(1, None), (2, "last"), (3, "best"), (4, tmp_path / "last.ckpt")]:

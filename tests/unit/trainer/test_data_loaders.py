@@ -176,6 +176,17 @@ def test_what_is_no_loader(tmp_path: Path, given: Any) -> None:
         trainer(tmp_path).test(Line(), given)
 
 
+def test_a_data_module(tmp_path: Path) -> None:
+    """An object with loaders is refused with what to pass instead."""
+
+    class Data:
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    with pytest.raises(InvalidTypeError, match=r"setup\(stage\) of it, and pass its loaders"):
+        trainer(tmp_path).fit(Line(), Data())
+
+
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 @pytest.mark.parametrize("given", [[], None])
 def test_nothing_to_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, given: Any) -> None:

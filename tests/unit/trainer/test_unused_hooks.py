@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from rankwise import TrainingModule
 from rankwise.callbacks import Callback
@@ -50,6 +52,29 @@ def test_of_callbacks(tmp_path: Path, name: str) -> None:
     train = trainer(tmp_path, callbacks=with_hook(Callback, name))
     with pytest.raises(ConfigurationError, match=rf"WithCallback\.{name}\(\) would never be called"):
         train.fit(Line(), loader())
+
+
+def test_of_instances(tmp_path: Path) -> None:
+    """A function that is assigned is a hook, too; a submodule of that name is none."""
+    model, callback = Line(), Callback()
+    model.backward = nn.Identity()
+    trainer(tmp_path, callbacks=callback).fit(model, loader())
+    for owner, name in ((callback, "on_after_backward"), (model, "optimizer_step")):
+        owner.__dict__[name] = lambda *_: None
+        with pytest.raises(ConfigurationError, match=rf"{type(owner).__name__}\.{name}\(\) would never"):
+            trainer(tmp_path, callbacks=callback).fit(model, loader())
+        del owner.__dict__[name]
+
+
+@pytest.mark.parametrize("value", [None, 1, torch.ones(2), -1])
+def test_an_epoch_that_a_hook_would_end(tmp_path: Path, value: object) -> None:
+    """The value with which Lightning skips the rest of an epoch is refused; any other has no meaning."""
+    train, model = trainer(tmp_path), type("Ends", (Line,), {"on_train_batch_start": lambda *_: value})()
+    if isinstance(value, int) and value < 0:
+        with pytest.raises(ConfigurationError, match=r"Ends\.on_train_batch_start\(\) has returned -1"):
+            train.fit(model, loader())
+    else:
+        train.fit(model, loader())
 
 
 @pytest.mark.parametrize(("table", "base"), TABLES, ids=["module", "callback"])

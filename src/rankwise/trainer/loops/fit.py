@@ -20,6 +20,7 @@ from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, no_batch_error
 from rankwise.trainer.metrics import Results
 from rankwise.trainer.state_transfer import RankState, changing_state, gather_rank_states, seed_rank
+from rankwise.trainer.unused_hooks import check_no_skipping
 
 if TYPE_CHECKING:
     from rankwise.trainer.data_loaders import TrainDataShard
@@ -162,7 +163,8 @@ class FitLoop:
         batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
         is_padding = self._schedule.is_padding
         self._results.begin_batch(0 if is_padding else self._share.take_size(), is_muted=is_padding)
-        self._hooks.call("on_train_batch_start", batch, batch_idx)
+        if (returned := self._hooks.call("on_train_batch_start", batch, batch_idx)) is not None:
+            check_no_skipping(self._context.module, returned)
         outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
