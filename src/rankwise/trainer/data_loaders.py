@@ -234,7 +234,12 @@ class TrainDataShard:
         self.take_size = self._shard.take_size
 
     def place(self, progress: Progress) -> None:
-        """Make the next `start` begin at the position of `progress` in the current epoch."""
+        """Make the next `start` begin at the position of `progress` in the current epoch.
+
+        Raises:
+            ConfigurationError: within an epoch of data that rankwise does not split by index, if its first
+                batches were for another number of ranks; on every rank.
+        """
         done, self._replayed = progress.batches_done, 0
         self._shard.set_epoch(progress.current_epoch)
         sampler, stream = sharded_sampler_of(self.loader), getattr(self.loader, "batch_sampler", None)
@@ -242,10 +247,21 @@ class TrainDataShard:
             stream.first, stream.skipped = done, 0 if sampler is not None else done
         if sampler is not None:
             sampler.skip = progress.samples_done
+        elif progress.samples_done != done * self.samples_per_batch:
+            raise _other_ranks_error(progress)
         elif not isinstance(stream, BatchStream):
             self._replayed = done
-        left = length_of(self.loader) + (0 if self._replayed else done)
-        self.num_batches = limited(left, self.limit)
+        left = length_of(self.loader)
+        if sampler is not None and not left and not self._has_any(sampler):
+            done = 0  # there is no batch that this rank could repeat, either
+        self.num_batches = limited(left + (0 if self._replayed else done), self.limit)
+
+    def _has_any(self, sampler: ShardedSampler) -> bool:
+        skip, sampler.skip = sampler.skip, 0
+        try:
+            return length_of(self.loader) > 0
+        finally:
+            sampler.skip = skip
 
     def start(self, progress: Progress) -> Iterator[Any]:
         """Start the loader's workers, if it has any; return the batches that are left."""
@@ -267,6 +283,17 @@ class TrainDataShard:
         """
         is_here = is_shardable(self.loader) and self.loader.num_workers == 0
         return is_here and not math.isinf(self.num_batches)
+
+
+def _other_ranks_error(progress: Progress) -> ConfigurationError:
+    done = progress.batches_done
+    ranks = progress.samples_done / done
+    return ConfigurationError(
+        message="Training cannot continue within an epoch on another number of ranks: rankwise does not "
+        "split these data by index, so nothing tells which samples are left.",
+        facts=f"{done} batches of epoch {progress.current_epoch} are done, on {ranks:g} ranks.",
+        remedy=f"continue on {ranks:g} ranks, or from a checkpoint written at the end of an epoch.",
+    )
 
 
 def _batch_size_of_samples(loader: Any) -> int:
