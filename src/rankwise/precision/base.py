@@ -80,6 +80,9 @@ class Precision:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `main_parameters` by the scale; a second call does nothing."""
 
+    def scale_gradients(self) -> None:
+        """Undo `unscale_gradients` where no step has followed, before gradients are added or saved."""
+
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any
     ) -> Any:

@@ -48,7 +48,7 @@ class ScaledPrecision(DtypePrecision):
         self._scaler: torch.amp.GradScaler | None = None
         self._state: dict[str, Any] = {}
         self._optimizers: list[Optimizer] = []
-        self._unscaled: set[int] = set()
+        self._unscaled: dict[int, Optimizer] = {}  # by id; some of them have stepped
         self._stepped: set[int] = set()
 
     @property
@@ -62,7 +62,7 @@ class ScaledPrecision(DtypePrecision):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         if self.scales_loss:
-            self._update()
+            self.scale_gradients()
             loss = self._scaler_on(loss.device.type).scale(loss)
         loss.backward(**options)
 
@@ -71,7 +71,7 @@ class ScaledPrecision(DtypePrecision):
         if not self.scales_loss:
             return
         if id(optimizer) in self._stepped:
-            self._update()
+            self.scale_gradients()
         gradients = self._gradients(optimizer)
         if id(optimizer) in self._unscaled or not gradients:
             return
@@ -80,7 +80,7 @@ class ScaledPrecision(DtypePrecision):
             if self.agree(not is_finite) and is_finite:
                 gradients[0].fill_(float("nan"))
         self._scaler_on(gradients[0].device.type).unscale_(optimizer)
-        self._unscaled.add(id(optimizer))
+        self._unscaled[id(optimizer)] = optimizer
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any
@@ -118,7 +118,7 @@ class ScaledPrecision(DtypePrecision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = dict(state_dict.get("scaler", {}))
         self._scaler = None
-        self._unscaled, self._stepped = set(), set()
+        self._unscaled, self._stepped = {}, set()
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self._options.items())
@@ -126,7 +126,8 @@ class ScaledPrecision(DtypePrecision):
 
     def _scaler_state(self) -> dict[str, Any]:
         """Return the state of torch's scaler; empty before the first loss."""
-        self._update()
+        if self._stepped:
+            self.scale_gradients()
         return dict(self._state) if self._scaler is None else self._scaler.state_dict()
 
     def _scaler_on(self, device_type: str) -> torch.amp.GradScaler:
@@ -137,20 +138,27 @@ class ScaledPrecision(DtypePrecision):
                 self._scaler.load_state_dict(self._state)
         return self._scaler
 
-    def _update(self) -> None:
-        """Update the scale, if an optimizer has stepped since the last update."""
-        if self._scaler is None or not self._stepped:
+    def scale_gradients(self) -> None:
+        scaler = self._scaler
+        if scaler is None or not self._unscaled:
             return
-        waiting = [
-            optimizer
-            for optimizer in self._optimizers
-            if id(optimizer) not in self._stepped and self._gradients(optimizer)
-        ]
-        before = self._scaler.get_scale() if waiting else 1.0
-        self._scaler.update()
-        for optimizer in waiting:
-            factor = self._scaler.get_scale() / (1.0 if id(optimizer) in self._unscaled else before)
-            for gradient in self._gradients(optimizer) if factor != 1.0 else []:
+        known = {id(optimizer): optimizer for optimizer in self._optimizers} | self._unscaled
+        waiting = {
+            key: gradients
+            for key, optimizer in known.items()
+            if key not in self._stepped and (gradients := self._waiting_gradients(optimizer))
+        }
+        before = scaler.get_scale() if waiting else 1.0
+        for key, optimizer in self._unscaled.items():
+            if key in waiting:  # clipping may have hidden that one was infinite
+                for is_infinite in scaler._found_inf_per_device(optimizer).values():
+                    waiting[key][0].add_(torch.where(is_infinite > 0, torch.nan, 0.0).to(waiting[key][0]))
+        if self._stepped:
+            scaler.update()
+        scaler._per_optimizer_states.clear()  # as `update` does
+        for key, gradients in waiting.items():
+            factor = scaler.get_scale() / (1.0 if key in self._unscaled else before)
+            for gradient in gradients if factor != 1.0 else []:
                 gradient.mul_(factor)
         self._unscaled.clear()
         self._stepped.clear()
@@ -158,10 +166,13 @@ class ScaledPrecision(DtypePrecision):
     def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
         return gradient_values(self.main_parameters(optimizer))
 
+    def _waiting_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        return self._gradients(optimizer)
+
     def __getstate__(self) -> dict[str, Any]:
         """Keep the numbers only, without tensors and optimizers."""
         state = self._scaler_state()
-        of_a_job: dict[str, Any] = {"_scaler": None, "_optimizers": [], "_unscaled": set(), "_stepped": set()}
+        of_a_job: dict[str, Any] = {"_scaler": None, "_optimizers": [], "_unscaled": {}, "_stepped": set()}
         return {**super().__getstate__(), **of_a_job, "_state": state}
 
 

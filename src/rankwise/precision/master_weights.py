@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from rankwise.errors import ConfigurationError
-from rankwise.precision.base import floats_to
+from rankwise.precision.base import floats_to, gradient_values
 from rankwise.precision.loss_scaling import ScaledPrecision
 from rankwise.process_group.distributed_optimizers import is_sharded
 
@@ -153,6 +153,10 @@ class MasterWeightsPrecision(ScaledPrecision):
                 half.grad = None
             elif half.grad is not None:
                 half.grad.zero_()
+
+    def _waiting_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        halves = [half for half, _ in self._pairs.get(id(optimizer), [])]
+        return self._gradients(optimizer) + gradient_values(halves)
 
     def model_parameters(self, optimizer: Optimizer) -> list[Tensor]:
         halves = {id(master): half for half, master in self._pairs.get(id(optimizer), [])}

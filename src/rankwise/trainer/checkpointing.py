@@ -24,8 +24,6 @@ from rankwise.trainer.state import Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from rankwise.trainer.state import LoopContext
 
 _log = logging.getLogger(__name__)
@@ -204,19 +202,15 @@ def _checkpoint(context: LoopContext) -> dict[str, Any]:
         "run_id": current_restart().job,  # all starts of an elastic job share it; empty in other jobs
         "gradient_order": state.gradient_order,
     }
-    if gradients := pending_gradients(context):
+    running = context.stage.manual_optimization
+    gradients = running.pending_gradients() if running else context.optimizer_set.gradients(module)
+    if gradients:
         checkpoint["gradients"] = gradients
     if comm_hooks := strategy.comm_hook_states():
         checkpoint["comm_hooks"] = comm_hooks
     if module.hparams:
         checkpoint["hyper_parameters"] = module.hparams
     return checkpoint
-
-
-def pending_gradients(context: LoopContext) -> dict[str, Tensor]:
-    """Return the gradients that no step of a manual fit has used yet, by parameter name. Collective."""
-    running = context.stage.manual_optimization
-    return context.state.gradients if running is None else running.pending_gradients()
 
 
 def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
@@ -245,17 +239,23 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
             problem=f"holds no {missing}, without which training cannot continue",
             remedy="load its weights into the module instead: module.load_state_dict(...).",
         )
+    precision, gradients = checkpoint.get("precision", {}), checkpoint.get("gradients", {})
+    if gradients and ("scaler" in precision) != context.strategy.precision.scales_loss:
+        raise CheckpointError(
+            path=path,
+            problem="holds gradients that wait for a step, and only one of the precisions scales them",
+            remedy="continue with the precision of that run, or from a checkpoint written after a step.",
+        )
     context.state.progress = progress = Progress(**checkpoint["loops"])
     if progress.is_epoch_closed:
         progress.end_epoch()
-    context.module.zero_grad()
-    context.state.gradients = checkpoint.get("gradients", {})
     rank_state = RankState(context, checkpoint["ranks"])
     rank_state.restore_metrics()
     rank_state.restore_metric_objects(path)
     try:
         context.optimizer_set.load(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
-        context.strategy.precision.load_state_dict(checkpoint.get("precision", {}))
+        context.strategy.precision.load_state_dict(precision)
+        context.optimizer_set.set_gradients(context.module, gradients)
     except ValueError as error:
         raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
     context.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))

@@ -117,7 +117,6 @@ class TrainerState:
     fit_metrics: PublishedMetrics = field(default_factory=PublishedMetrics)
     has_validation: bool = False
     num_batches: dict[str, list[float]] = field(default_factory=dict)  # of each loader of a phase
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # that no step of a manual fit has used yet
     process_seed: int = 0  # rank 0's `torch.initial_seed()` when the run began
     rank_states: list[dict[str, Any]] = field(default_factory=list)  # what each rank needs after the last fit
 

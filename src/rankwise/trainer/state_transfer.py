@@ -54,6 +54,7 @@ class CallerState:
     trainer: TrainerState
     hparams: dict[str, Any]
     comm_hooks: list[list[dict[str, Any]]]  # of each rank
+    gradients: dict[str, Tensor] | None  # that a manual fit has left; None after another stage
     has_optimizers: bool  # whether they can exist without a process group; sharded ones cannot
 
 
@@ -70,6 +71,8 @@ def capture(
     module.cpu()
     states = context.optimizer_set.states(strategy) if context.stage.name == "fit" else None
     optimizers, schedulers = states or ([], [])
+    is_manual_fit = context.stage.name == "fit" and not module.automatic_optimization
+    gradients = context.optimizer_set.gradients(module) if is_manual_fit else None
     comm_hooks = strategy.comm_hook_states()
     if strategy.num_nodes > 1:  # only global rank 0 has the whole state of a sharded optimizer
         optimizers = strategy.broadcast(optimizers)
@@ -92,6 +95,7 @@ def capture(
         trainer=_on_cpu(context.state),
         hparams=module.hparams,
         comm_hooks=_on_cpu(comm_hooks),
+        gradients=_on_cpu(gradients),
         has_optimizers=bool(optimizers and context.optimizers),  # an evaluation brings no states back
     )
 
@@ -121,6 +125,8 @@ def restore(context: LoopContext, state: CallerState) -> None:
     elif state.optimizers:
         context.optimizer_set.keep_states(state.optimizers, state.schedulers)
     context.strategy.precision.load_state_dict(state.precision)
+    if state.gradients is not None:
+        context.optimizer_set.set_gradients(module, state.gradients)
 
 
 def named_parts(module: nn.Module) -> dict[str, object]:

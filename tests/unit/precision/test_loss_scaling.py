@@ -119,6 +119,34 @@ def test_unscaled_gradients_that_wait_are_scaled_again() -> None:
     assert weight(waiting).tolist() == [0.0, 0.0]
 
 
+def test_gradients_are_added_after_clipping() -> None:
+    """Gradients may be clipped in each of several backward passes before a step."""
+    precision, sgd = scaled(), optimizer()
+    precision.configure(nn.Module(), [sgd])
+    for _ in range(3):
+        precision.backward(weight(sgd).sum())
+        assert precision.clip_gradients_norm(sgd, 100.0).item() < 5
+    precision.optimizer_step(sgd)
+    assert weight(sgd).tolist() == [-2.0, -2.0]
+    assert scale_of(precision) == 8.0  # one good step
+
+
+@pytest.mark.parametrize("another_steps", [False, True])
+def test_clipping_does_not_hide_an_overflow(another_steps: bool) -> None:
+    """A step is skipped if a gradient was infinite before it was clipped, long before the step."""
+    precision, sgd, other = scaled(), optimizer(), optimizer()
+    precision.configure(nn.Module(), [sgd, other])
+    precision.backward(weight(sgd).sum() * float("inf"))
+    precision.clip_gradients_value(sgd, 1.0)
+    if another_steps:
+        precision.backward(weight(other).sum())
+        precision.optimizer_step(other)
+    precision.backward(weight(sgd).sum())
+    precision.optimizer_step(sgd)
+    assert precision.has_skipped_step
+    assert weight(sgd).tolist() == [1.0, 1.0]
+
+
 def test_one_optimizer_may_step_twice_in_a_batch() -> None:
     """A critic that steps several times is unscaled each time."""
     precision, sgd = scaled(), optimizer()

@@ -214,3 +214,23 @@ def test_arguments() -> None:
         MasterWeightsPrecision("bf16-masters")
     with pytest.raises(UnknownArgumentError, match="scales nothing"):
         MasterWeightsPrecision("bf16-master", init_scale=2.0)
+
+
+def test_gradients_that_wait_for_a_step() -> None:
+    """Gradients that wait while the scale changes, clipped or not, are unscaled by the new scale."""
+    precision = MasterWeightsPrecision("16-master", init_scale=4.0, growth_interval=1)
+    layers = [nn.Linear(1, 1, bias=False) for _ in range(3)]
+    precision.convert_module(nn.ModuleList(layers))
+    for layer in layers:
+        nn.init.ones_(layer.weight)
+    stepping, waiting, clipped = (torch.optim.SGD(layer.parameters(), lr=1.0) for layer in layers)
+    precision.configure(nn.ModuleList(layers), [stepping, waiting, clipped])
+    for _ in range(2):
+        for layer in layers:
+            precision.backward(layer.weight.sum())
+        precision.clip_gradients_norm(clipped, 100.0)
+        precision.optimizer_step(stepping)  # the scale is doubled
+        precision.zero_grad(stepping)
+    for sgd in (waiting, clipped):
+        precision.optimizer_step(sgd)
+    assert [layer.weight.item() for layer in layers] == [-1.0, -1.0, -1.0]

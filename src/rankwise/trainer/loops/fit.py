@@ -11,7 +11,6 @@ from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.trainer.checkpointing import pending_gradients
 from rankwise.trainer.consistency import check_same_order, check_values
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.bucket_order import record_gradient_order
@@ -86,7 +85,8 @@ class FitLoop:
                 check_values(context, with_buffers=shares_buffers(context.wrapped))
             context.state.rank_states = gather_rank_states(context)
             self._hooks.call("on_train_end")
-            context.state.gradients = pending_gradients(context)
+            if isinstance(self._optimization, ManualOptimization):
+                self._optimization.end()
 
     def _agree_on_num_batches(self) -> float:
         """Return the epoch's number of batches, the same on every rank."""

@@ -98,10 +98,10 @@ class ManualOptimization:
             set()
         )  # ids of optimizers whose gradients were cleared since their last step
         self._spent: set[int] = set()  # ids of optimizers that have used gradients which the next step clears
+        self._is_in_batch = False
         self._frozen: list[Tensor] = []
         self.weighting = BatchWeighting(context, schedule)
         self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in context.optimizers]
-        self._restore_gradients()
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Run `training_step`, and return its outputs. Collective: every rank must call this."""
@@ -111,8 +111,10 @@ class ManualOptimization:
         strategy = self._strategy
         self._read_parameters()
         blocked = strategy.no_backward_sync(self._wrapped)
+        self._is_in_batch = True
         with self._schedule.preserve_state(), blocked, strategy.precision.forward_context():
             outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
+        self._is_in_batch = False
         self.weighting.refuse_logged()
         return outputs
 
@@ -259,32 +261,33 @@ class ManualOptimization:
     def pending_gradients(self) -> dict[str, Tensor]:
         """Return the gradients that a later step may use, by parameter name; their mean over the ranks.
 
-        Gradients that a step has used are left out, if the optimizer also cleared them before that step.
+        Gradients that a step has used are left out, if the optimizer also cleared them before that step; and
+        all within a `training_step`, which a run that continues repeats.
         Collective: every rank must call this.
         """
-        strategy, parameters_of = self._strategy, self._strategy.precision.model_parameters
-        strategy.precision.state_dict()  # scales the gradients by the factor that a checkpoint has
+        if self._is_in_batch:
+            return {}
+        strategy, precision = self._strategy, self._strategy.precision
+        precision.scale_gradients()
         spent = {
             id(parameter)
             for optimizer in self._context.optimizers
             if id(optimizer) in self._spent
-            for parameter in parameters_of(optimizer)
+            for parameter in (*precision.main_parameters(optimizer), *precision.model_parameters(optimizer))
         }
-        found = {name: one for name, one in self._module.named_parameters() if id(one) not in spent}
+        named = self._context.optimizer_set.named_parameters(self._module)
+        found = {name: one for name, one in named.items() if id(one) not in spent}
         if strategy.world_size > 1 and strategy.reduce_boolean_decision(bool(self._local), all=False):
             found = {name: _copy_with_gradient(parameter) for name, parameter in found.items()}
             reduce_gradients(found.values(), strategy.data_parallel_group)
         return {name: one.grad.detach() for name, one in found.items() if one.grad is not None}
 
-    def _restore_gradients(self) -> None:
-        """Continue with what `pending_gradients` returned in the run before."""
-        gradients, self._context.state.gradients = self._context.state.gradients, {}
-        for name, parameter in self._module.named_parameters() if gradients else ():
-            if name in gradients:
-                parameter.grad = gradients[name].to(parameter.device)
+    def end(self) -> None:
+        """Leave the pending gradients on the parameters, for the next fit. Collective."""
+        self._context.optimizer_set.set_gradients(self._module, self.pending_gradients())
 
 
-def _copy_with_gradient(parameter: nn.Parameter) -> nn.Parameter:
+def _copy_with_gradient(parameter: Tensor) -> nn.Parameter:
     """Return a parameter that shares its elements with another, and has a copy of its gradient."""
     copied = nn.Parameter(parameter.detach())
     copied.grad = None if parameter.grad is None else parameter.grad.clone()

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
+from rankwise.gradient_sync.parameters import parameters_of
 from rankwise.trainer.loops.parameter_groups import groups_of, restore_groups
 
 if TYPE_CHECKING:
@@ -143,6 +145,7 @@ class OptimizerSet:
     _pending: tuple[list[Any], list[Any]] | None = None
     _module: TrainingModule | None = None  # whose optimizers they are
     _precision: Precision | None = None
+    _gradients: dict[str, Tensor] | None = None  # of a manual fit before, where pickling has lost them
 
     def create(self, module: TrainingModule, strategy: Strategy) -> None:
         """Create the module's optimizers and schedulers, or keep those of the fit that continues.
@@ -162,6 +165,31 @@ class OptimizerSet:
         if states is not None:
             self.load(*states)
         self._pending = None
+        if self._gradients is not None:
+            self.set_gradients(module, self._gradients)
+            self._gradients = None
+
+    def named_parameters(self, module: TrainingModule) -> dict[str, Tensor]:
+        """Return the module's parameters, and those that only the optimizers have, such as 32-bit copies."""
+        named: dict[str, Tensor] = dict(module.named_parameters())
+        inside = {id(parameter) for parameter in named.values()}
+        return named | {
+            f"{place} of optimizer {number}": parameter
+            for number, optimizer in enumerate(self.optimizers)
+            for place, parameter in enumerate(parameters_of(optimizer))
+            if id(parameter) not in inside
+        }
+
+    def gradients(self, module: TrainingModule) -> dict[str, Tensor]:
+        """Return the gradients that manual optimisation has left on `named_parameters`."""
+        named = {} if module.automatic_optimization else self.named_parameters(module)
+        return {name: each.grad.detach() for name, each in named.items() if each.grad is not None}
+
+    def set_gradients(self, module: TrainingModule, gradients: dict[str, Tensor]) -> None:
+        """Give `named_parameters` these gradients, and the others none."""
+        for name, parameter in self.named_parameters(module).items():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def _replace_optimizers(self, returned: Any, module: TrainingModule) -> None:
         """Use the optimizers that `Precision.configure` has returned, if it has."""
@@ -231,4 +259,5 @@ class OptimizerSet:
         return restore_groups(optimizer, state[_GROUPS], module, precision.model_parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizers": [], "schedulers": [], "_pending": self.states()}
+        gradients = None if self._module is None else self.gradients(self._module)
+        return {"optimizers": [], "schedulers": [], "_pending": self.states(), "_gradients": gradients}
