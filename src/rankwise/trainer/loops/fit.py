@@ -97,6 +97,7 @@ class FitLoop:
             raise no_batch_error(f"its length is {length}, and limit_train_batches={self._share.limit!r}.")
         if self._validation is not None and number and not self._has_begun:
             _check_interval(self._settings.val_check_interval, number)
+            _warn_of_late_validation(self._context)
         self._has_begun = True
         return number
 
@@ -233,6 +234,17 @@ def _check_interval(interval: float, num_batches: float) -> None:
         raise ConfigurationError(
             message=f"val_check_interval={interval} does not fit an epoch of {how_many} batches.",
             remedy=f"{instead}, or 1.0 for the end of the epoch; for no validation limit_val_batches=0.",
+        )
+
+
+def _warn_of_late_validation(context: LoopContext) -> None:
+    """Warn on rank 0 if no epoch will be validated; a later fit, with a higher limit, may reach one."""
+    interval, limit = context.options.check_val_every_n_epoch, context.options.epoch_limit
+    if 0 <= limit < interval and context.strategy.is_global_zero:
+        warnings.warn(
+            f"Validation never runs: check_val_every_n_epoch={interval} is more than max_epochs={limit}. "
+            "Choose fewer epochs; for no validation limit_val_batches=0.",
+            stacklevel=2,
         )
 
 

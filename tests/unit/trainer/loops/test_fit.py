@@ -201,6 +201,18 @@ def test_an_unknown_epoch_without_validation(tmp_path: Path) -> None:
     assert model.seen[-1] == "validate 0"
 
 
+def test_an_interval_of_epochs_beyond_the_last(tmp_path: Path) -> None:
+    """A warning says that no epoch will be validated; a run of a later fit may reach the interval."""
+    model, train = Line(), trainer(tmp_path, check_val_every_n_epoch=3, max_epochs=2)
+    with pytest.warns(UserWarning, match="never runs: check_val_every_n_epoch=3 is more than max_epochs=2"):
+        train.fit(model, loader(), loader(2))
+    train.max_epochs = 3
+    train.fit(model, loader(), loader(2))
+    assert model.seen[-1] == "validate 0"
+    trainer(tmp_path, check_val_every_n_epoch=3, max_epochs=-1, max_steps=4).fit(model, loader(), loader(2))
+    trainer(tmp_path, check_val_every_n_epoch=3, limit_val_batches=0).fit(model, loader(), loader(2))
+
+
 def test_validation_data_without_a_step(tmp_path: Path) -> None:
     """Validation data that no step would read are refused."""
 
