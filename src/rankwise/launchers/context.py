@@ -13,6 +13,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.processes.interrupt import Interruptible
@@ -188,14 +190,21 @@ class WorkerContext:
         return store_of_job(store, self.job, self._start)
 
     def report_failure(self, error: BaseException, record: FailureRecord | None = None) -> None:
-        """Report to the supervisor what ended this rank's work, once; as `record`, if that is given."""
-        if isinstance(error, StoppedBySignal):
-            return  # no failure: every rank stops at the same step
-        if self.channel is not None and not self._has_reported:
+        """Report what ended this rank's work, once: to the supervisor, or to an agent in its error file.
+
+        Before the group ends, because the other ranks fail then too. The supervisor gets `record`, if given.
+        """
+        if self._has_reported or isinstance(error, StoppedBySignal):
+            return  # stopping is no failure: every rank stops at the same step
+        if self.channel is not None:
             record = FailureRecord.of_exception(self.ranks, error) if record is None else record
             record = dataclasses.replace(record, has_met=self.failure_exchange is not None)
             self.channel.send(Kind.FAILURE, record.to_json())
-            self._has_reported = True  # not before: a signal handler may raise meanwhile, which is reported
+        elif isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+            if record is not None and record.is_consequence:
+                time.sleep(1)  # agents compare whole seconds: the rank that failed first must be earlier
+            get_error_handler().record_exception(error)
+        self._has_reported = True  # not before: a signal handler may raise meanwhile, which is reported
 
     def run(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
         """Run `entry` as this rank, then `finish` with its value; report how it ended.

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
 from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to
 from rankwise.monitoring.stacks import stacks_on_signal
@@ -41,7 +39,7 @@ class InlineLauncher(Launcher):
         return self.ranks.world_size > 1
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
-        """Call `entry`; record a failure in torchrun's error file, if there is one, and raise it."""
+        """Call `entry`; report a failure, and raise it."""
         address = self.address
         if address is not None and self.ranks.world_size == 1:
             store = open_store(None, address, hosts=False, timeout=_ANSWER)
@@ -61,5 +59,5 @@ class InlineLauncher(Launcher):
                 stack.enter_context(heartbeat_written_to(None if address is None else NO_FILE))
                 return {self.ranks.global_rank: entry(worker)}
         except Exception as error:
-            get_error_handler().record_exception(error)  # to TORCHELASTIC_ERROR_FILE, if it is set
+            worker.report_failure(error)
             raise
