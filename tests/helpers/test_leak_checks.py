@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers import leak_checks, processes
@@ -150,6 +152,8 @@ def test_an_orphan_is_found(way: str) -> None:
             "print(start(['sleep', '60'], stdout=subprocess.DEVNULL, start_new_session=True).pid)"
         )
         orphan = int(subprocess.check_output([sys.executable, "-c", code]))
+        while not psutil.Process(orphan).environ():  # just after exec it can be empty
+            time.sleep(0.01)
     else:
         orphan = _fork_an_orphan()
     assert f"pid {orphan}" in caught(check)
