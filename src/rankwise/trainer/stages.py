@@ -192,12 +192,12 @@ class Stage:
         """
         strategy, files = context.strategy, CheckpointFiles(context)
 
-        def find() -> str | None:
+        def find() -> tuple[bool, str | None]:
             newest = files.newest_of_job() if self.name == "fit" else None
-            return newest or files.find(self.ckpt_path)
+            return newest is not None, newest or files.find(self.ckpt_path)
 
-        path = strategy.call_on_rank_zero(find)
-        if path != self.ckpt_path:
+        is_newest, path = strategy.call_on_rank_zero(find)
+        if is_newest or path != self.ckpt_path:  # the job may have replaced what was loaded before it
             self.ckpt_path, self.checkpoint = path, None
         with errors_shared(strategy):
             if path is not None and self.checkpoint is None:

@@ -223,6 +223,35 @@ def test_a_restart_finds_what_a_stop_has_left(
     assert restarted(tmp_path, monkeypatch, **options) == "last.ckpt"
 
 
+class Beginning(Line):
+    """Notes the step at which training begins."""
+
+    def on_train_start(self) -> None:
+        self.seen.append(str(self.global_step))
+
+
+def test_a_restart_finds_what_replaced_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that the first start continued from was read before that; the job has written it anew."""
+
+    class ReplacedWhenRead(TorchCheckpointIO):
+        def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+            loaded = super().load_checkpoint(path, map_location)
+            if newer.exists():
+                newer.replace(path)
+                monkeypatch.setattr(restart, "_noted", RestartInfo(1, JOB))
+            return loaded
+
+    path, newer, module = tmp_path / "last.ckpt", tmp_path / "newer", Beginning()
+    for steps, file in ((2, path), (3, newer)):
+        train = trainer(tmp_path, max_steps=steps)
+        train.fit(Line(), loader())
+        train.save_checkpoint(file)
+    trainer(tmp_path, max_steps=4, plugins=[ReplacedWhenRead()]).fit(module, loader(), ckpt_path=str(path))
+    assert module.seen[0] == "3"
+
+
 def test_a_restart_finds_a_loggers_folder_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logger need not write below the trainer's folder."""
     root, logs = tmp_path / "root", tmp_path / "logs"
