@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any, final
 
@@ -17,11 +16,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.buckets import reduce_listed, reduce_with_hook
 from rankwise.gradient_sync.comm_hook import CommHook, read_state, state_for_rank, write_state
 from rankwise.gradient_sync.hook_registry import HookPlace, allreduce_hook
 from rankwise.gradient_sync.model_averaging import ModelAveraging, refuse_distributed_optimizer
+from rankwise.gradient_sync.options import (
+    GradientSyncMode,
+    check_combination,
+    check_period,
+    check_weighting,
+    resolve_sync_mode,
+)
 from rankwise.gradient_sync.parameters import (
     ParametersOf,
     check_dense,
@@ -42,44 +48,16 @@ from rankwise.gradient_sync.weights import (
     missing_gradient_error,
     weighted,
 )
-from rankwise.named_options import check_name
 from rankwise.process_group.collectives import has_other_ranks
 
-WEIGHTINGS = ("samples", "logged")
 _OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit")
 States = list[list[dict[str, Any]]]
 NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
 
+_NOTHING = nullcontext()
 # Modules whose static graph DDP has recorded.
 _recorded_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-@final
-class GradientSyncMode(Enum):
-    """When the gradients of a window of microbatches are averaged; the values are the names to use.
-
-    Attributes:
-        SINGLE_AUTO_SYNC: by DDP, during the window's last backward pass.
-        MULTI_AUTO_SYNC: by DDP, during every backward pass of the window.
-        FORCED_SYNC: by rankwise, in a few large buckets after the window's last backward pass. A parameter
-            that has a gradient on some ranks only counts as zero on the others.
-    """
-
-    SINGLE_AUTO_SYNC = "single_auto_sync"
-    MULTI_AUTO_SYNC = "multi_auto_sync"
-    FORCED_SYNC = "forced_sync"
-
-
-def resolve_sync_mode(mode: object = "auto", *, finds_unused_parameters: bool = False) -> GradientSyncMode:
-    """Return a mode, or that of a name; `"auto"` depends on whether DDP looks for unused parameters."""
-    if isinstance(mode, GradientSyncMode):
-        return mode
-    names = ("auto", *(mode.value for mode in GradientSyncMode))
-    name = check_name("sync_mode", mode, names, "a GradientSyncMode or its name")
-    if name == "auto":
-        name = "multi_auto_sync" if finds_unused_parameters else "single_auto_sync"
-    return GradientSyncMode(name)
 
 
 @final
@@ -113,12 +91,11 @@ class GradientSync:
         finds_unused = bool(ddp_kwargs.get("find_unused_parameters"))
         self.mode = resolve_sync_mode(sync_mode, finds_unused_parameters=finds_unused)
         self.hook = CommHook.checked(comm_hook, comm_state, comm_wrapper)
-        self.weighting = None
-        if gradient_weighting is not None:
-            expected = "'samples', 'logged' or None"
-            self.weighting = check_name("gradient_weighting", gradient_weighting, WEIGHTINGS, expected)
-        self.period = _check_period(model_averaging_period, self.hook)
-        self._check_combination(ddp_kwargs)
+        self.weighting = check_weighting(gradient_weighting)
+        self.period = check_period(model_averaging_period, self.hook)
+        check_combination(
+            self.mode, self.hook, self.period, self.weighting, is_static=bool(ddp_kwargs.get("static_graph"))
+        )
         is_plain = self.mode is not GradientSyncMode.FORCED_SYNC if self.hook is None else self.hook.is_plain
         # Whether a `WeightCarrier` averages the weights in DDP's buckets.
         self._has_carrier = self.weighting == "logged" and is_plain and not ddp_kwargs.get("mixed_precision")
@@ -132,35 +109,6 @@ class GradientSync:
         self._counting: list[tuple[WeightAccumulator, WeightCarrier | None]] = []
         is_compressed = self.hook is not None and not self.hook.is_plain
         self._unit = WeightUnit(is_bounded=is_compressed) if self.weighting == "logged" else None
-
-    def _check_combination(self, ddp_kwargs: Mapping[str, Any]) -> None:
-        needs_ddp = "static_graph=True" if ddp_kwargs.get("static_graph") else None
-        if self.hook is not None:
-            needs_ddp = f"comm_hook {self.hook.name!r}"
-        if needs_ddp and self.mode is GradientSyncMode.FORCED_SYNC:
-            raise ConfigurationError(
-                message=f'{needs_ddp} cannot work with sync_mode="forced_sync".',
-                facts="DDP calls hooks and records static graphs where it averages gradients itself.",
-                remedy='leave out one of them, or use sync_mode="single_auto_sync".',
-            )
-        if self.period is not None and self.mode is GradientSyncMode.MULTI_AUTO_SYNC:
-            raise ConfigurationError(
-                message='Post-local SGD cannot work with sync_mode="multi_auto_sync".',
-                facts="its hook counts averages of gradients, of which this mode has one per microbatch; "
-                "model averaging counts optimizer steps, so the two would start at different times. "
-                '"auto" means this mode if find_unused_parameters=True.',
-                remedy='DDPStrategy(sync_mode="single_auto_sync", ...).',
-            )
-        if self.weighting == "logged" and self.hook is not None and not self.hook.is_linear:
-            raise ConfigurationError(
-                message=f'gradient_weighting="logged" cannot work with comm_hook {self.hook.name!r}'
-                f"{'' if self.hook.wrapper is None else ' and this comm_wrapper'}.",
-                facts="the ranks average sums of gradients times weights, which are divided by the weights "
-                "afterwards. Only a plain average, compressed or not, gives the right result; PowerSGD, for "
-                "example, would keep errors in units of weights that differ in the next step.",
-                remedy='gradient_weighting="samples", which works with every hook; or '
-                'comm_hook="fp16_compress" or "bf16_compress".',
-            )
 
     @property
     def ddp_defaults(self) -> dict[str, Any]:
@@ -331,19 +279,25 @@ class GradientSync:
         `no_sync(module, enabled)` returns a block in which DDP does not average gradients if enabled.
         `parameters_of(optimizer)` returns the model's parameters that it updates, directly or as copies.
         """
-        own, tracked = self._of(module), self._tracked(module, group)
+        own = self._of(module)
+        if (tracked := own.tracked) is None:
+            tracked = self._tracked(module, group)
         used = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         if tracked is not None:
             self._update(module, tracked, used, parameters_of)
+            tracked.is_checked = True
         is_reducing = self._is_reducing(module, is_final_microbatch)
         weights, carrier = own.weights, own.carrier
         before = None if carrier is None else carrier.before()
-        counting = nullcontext() if weights is None else self.counting(weights, carrier)
-        checked = nullcontext() if tracked is None else tracked.checked()
+        counting = _NOTHING if weights is None else self.counting(weights, carrier)
         is_first = is_reducing and not is_final_microbatch and self.mode is GradientSyncMode.SINGLE_AUTO_SYNC
-        kept = local_gradients_kept(module, carrier) if is_first else nullcontext()
-        with kept, counting, checked, no_sync(module, not is_reducing):
-            yield
+        kept = local_gradients_kept(module, carrier) if is_first else _NOTHING
+        try:
+            with kept, counting, no_sync(module, not is_reducing):
+                yield
+        finally:
+            if tracked is not None:
+                tracked.is_checked = False
         is_averaged = isinstance(module, DistributedDataParallel) and is_reducing
         if isinstance(module, DistributedDataParallel) and is_averaged:
             check_averaged(module, carrier, before)
@@ -364,7 +318,8 @@ class GradientSync:
     ) -> None:
         """Average the gradients that DDP has not averaged, and divide all of them by the window's weights."""
         if own.tracked is not None:  # the forward pass may have changed something
-            own.tracked.update(module, optimizers, parameters_of, partial(self._ids_elsewhere, module))
+            elsewhere = partial(self._ids_elsewhere, module)
+            own.tracked.update(module, optimizers, parameters_of, elsewhere, is_window_end=True)
             others = own.tracked.others(averaged_by_ddp=is_averaged)
             own.tracked.end_window()
         elif own.weights is not None:
@@ -536,20 +491,6 @@ def _divide(module: DistributedDataParallel, own: _OfModule, others: Sequence[Te
         own_ids = set(map(id, others))
         inside = [each for each in trained_parameters(module) if id(each) not in own_ids]
         divide([*inside, *others], own.weights.averaged)
-
-
-def _check_period(period: Any, hook: CommHook | None) -> int | None:
-    if period is not None and (isinstance(period, bool) or not isinstance(period, int)):
-        raise InvalidTypeError(argument="model_averaging_period", value=period, expected="a number of steps")
-    if period is not None and period < 1:
-        raise InvalidArgumentError(argument="model_averaging_period", value=period, expected="1 or more")
-    if (period is None) == (hook is not None and hook.is_local_sgd):
-        raise ConfigurationError(
-            message="model_averaging_period is needed for post-local SGD, and for nothing else.",
-            facts=f"comm_hook is {None if hook is None else hook.name!r}, model_averaging_period {period!r}.",
-            remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4), or neither of the two.',
-        )
-    return period
 
 
 def gradient_sync_context(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
@@ -42,7 +41,7 @@ class TrackedModule:
 
     Attributes:
         parameters: the parameters of module and optimizers, as they were last read.
-        is_checked: whether `update` has run for the microbatch in progress.
+        is_checked: whether the caller runs `update` for the microbatch in progress.
     """
 
     def __init__(
@@ -79,6 +78,7 @@ class TrackedModule:
         elsewhere: Callable[[], set[int]] = set,
         *,
         accepts_known: bool = False,
+        is_window_end: bool = False,
     ) -> None:
         """Read the parameters again if something has changed, together with the other ranks.
 
@@ -90,13 +90,17 @@ class TrackedModule:
             parameters_of: returns the module's parameters that an optimizer updates, directly or as copies.
             elsewhere: returns the ids of parameters that belong to other modules.
             accepts_known: whether a set that all ranks have had before needs no agreement.
+            is_window_end: whether the gradients are there. What was frozen since is then read before the next
+                forward pass.
 
         Raises:
             RankMismatchError: when other ranks have changed something else, or nothing.
         """
         parameters = self.parameters
         trained, known = parameters.trained, parameters.all
-        is_current = parameters.is_current(optimizers)
+        is_current = (
+            parameters.is_complete(optimizers) if is_window_end else parameters.is_current(optimizers)
+        )
         has_changed = not is_current and parameters.read(module, optimizers, parameters_of, elsewhere())
         if self._agreement is not None:
             must_agree = has_changed and not (accepts_known and self._is_known())
@@ -133,15 +137,6 @@ class TrackedModule:
     def end_window(self) -> None:
         """Start the next window."""
         self._stopped.clear()
-
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """Mark the forward passes in the block as those after an `update`."""
-        self.is_checked = True
-        try:
-            yield
-        finally:
-            self.is_checked = False
 
 
 def _without(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from itertools import chain
-from operator import attrgetter, is_
+from collections.abc import Container, Iterable, Sequence
+from itertools import chain, compress
+from operator import attrgetter, is_, not_
 from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _requires_grad = attrgetter("requires_grad")
+_END = object()  # the last one of two sequences that are compared, so that they are equally long
 
 
 @final
@@ -34,9 +36,9 @@ class TrainedSet:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._views: list[Any] = []
-        self._held: list[Any] = []
-        self._updated: dict[int, list[Tensor]] = {}  # by each optimizer's id
+        self._updated: WeakKeyDictionary[Optimizer, list[Any]] = WeakKeyDictionary()
+        self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        self._num_optimizers = 0
         self._outside: dict[str, Tensor] = {}
         self._read: tuple[list[str], list[Tensor], list[bool]] = [], [], []
         self.read(module)
@@ -50,9 +52,25 @@ class TrainedSet:
         """Return whether module and optimizers still have the parameters that were read, as trained."""
         _, parameters, flags = self._read
         return (
-            _are_same(list(chain.from_iterable(self._views)), self._held)
+            not any(self._empty)
+            and all(map(is_, chain.from_iterable(self._views), self._held))
             and list(map(_requires_grad, parameters)) == flags
-            and all(_are_same(_updated_by(each), self._updated.get(id(each), [])) for each in optimizers)
+            and self._is_updated_alike(optimizers)
+        )
+
+    def is_complete(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether the next step can update no other parameters than those that were read as trained.
+
+        It is faster than `is_current`, unless there are no optimizers to look at.
+        """
+        if not optimizers:
+            return self.is_current()
+        return not any(map(_requires_grad, self._frozen)) and self._is_updated_alike(optimizers)
+
+    def _is_updated_alike(self, optimizers: Iterable[Optimizer]) -> bool:
+        return all(
+            all(map(is_, chain(_updated_by(each), (_END,)), self._updated.get(each, (_END,))))
+            for each in optimizers
         )
 
     def read(
@@ -68,10 +86,11 @@ class TrainedSet:
         given stay as they were read last.
         """
         inner = module.module if isinstance(module, DistributedDataParallel) else module
-        dicts = [
+        dicts: list[dict[str, Any]] = [
             each for submodule in inner.modules() for each in (submodule._parameters, submodule._modules)
         ]
-        self._views = [each.values() for each in dicts]
+        self._empty = [each for each in dicts if not each]
+        self._views = [*(each.values() for each in dicts if each), (_END,)]
         self._held = list(chain.from_iterable(self._views))
         own_ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
         ignored_names = set(getattr(module, "parameters_to_ignore", own_ignored))
@@ -83,18 +102,23 @@ class TrainedSet:
         named = {name: each for name, each in named.items() if name not in ignored_names}
         named |= {name: self._outside[name] for name in outside.values()}
         before = self._read
-        self._read = names, parameters, flags = _described_by(named)
-        self.trained = [each for each, flag in zip(parameters, flags, strict=True) if flag]
+        names, parameters = list(named), list(named.values())
+        flags = list(map(_requires_grad, parameters))
+        self._read = names, parameters, flags
+        self.trained = list(compress(parameters, flags))
+        self._frozen = list(compress(parameters, map(not_, flags)))
         self.trained_inside = {id(each) for each in self.trained if id(each) in self.inside}
-        return not _are_same(parameters, before[1]) or (names, flags) != (before[0], before[2])
+        is_same = len(parameters) == len(before[1]) and all(map(is_, parameters, before[1]))
+        return not is_same or (names, flags) != (before[0], before[2])
 
     def _read_optimizer(
         self, optimizer: Optimizer, parameters_of: ParametersOf, elsewhere: Container[int]
     ) -> None:
-        self._updated.setdefault(id(optimizer), [])
-        number = list(self._updated).index(id(optimizer))
-        self._updated[id(optimizer)] = _updated_by(optimizer)
-        label = f" of optimizer {number}"
+        self._updated[optimizer] = [*_updated_by(optimizer), _END]
+        if optimizer not in self._labels:
+            self._labels[optimizer] = f" of optimizer {self._num_optimizers}"
+            self._num_optimizers += 1
+        label = self._labels[optimizer]
         self._outside = {name: each for name, each in self._outside.items() if not name.endswith(label)}
         for place, parameter in enumerate(parameters_of(optimizer)):
             if id(parameter) not in elsewhere:
@@ -108,14 +132,5 @@ class TrainedSet:
         }
 
 
-def _described_by(named: dict[str, Tensor]) -> tuple[list[str], list[Tensor], list[bool]]:
-    parameters = list(named.values())
-    return list(named), parameters, list(map(_requires_grad, parameters))
-
-
-def _are_same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(is_, left, right))
-
-
-def _updated_by(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _updated_by(optimizer: Optimizer) -> Iterable[Tensor]:
+    return chain.from_iterable([group["params"] for group in optimizer.param_groups])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rankwise.gradient_sync.trained_set import TrainedSet
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.unit.gradient_sync.helpers import FEATURES, batch
 
@@ -149,8 +151,10 @@ def expected(case: str, accumulate: int, weighted: bool = False, change_at: int 
     return weights(model)
 
 
-def trained(case: str, accumulate: int, change_at: int = 0, **arguments: Any) -> list[list[Tensor]]:
-    """Train on two ranks; return the weights of each."""
+def trained(
+    case: str, accumulate: int, change_at: int = 0, *, in_block: bool = False, **arguments: Any
+) -> list[list[Tensor]]:
+    """Train on two ranks, and change what is trained before or in the block; return the weights of each."""
     frozen, change = CASES[case]
     weighted = arguments.get("gradient_weighting") == "logged"
 
@@ -163,11 +167,13 @@ def trained(case: str, accumulate: int, change_at: int = 0, **arguments: Any) ->
             for step in range(STEPS):
                 optimizer.zero_grad()
                 for number in range(accumulate):
-                    if number == change_at:
+                    if number == change_at and not in_block:
                         change(model, optimizer, step)
                     samples = samples_of(rank, step, number)
                     is_final = number == accumulate - 1
                     with strategy.gradient_sync_context(wrapped, [optimizer], is_final):
+                        if number == change_at and in_block:
+                            change(model, optimizer, step)
                         loss = loss_of(wrapped, samples)
                         if weighted:
                             loss = strategy.weighted_loss(loss, len(samples))
@@ -204,6 +210,58 @@ def test_within_a_window(case: str, mode: str) -> None:
     """A change between the microbatches of a window keeps their gradients."""
     check(case, 3, change_at=1, sync_mode=mode)
     check(case, 3, change_at=2, sync_mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+@pytest.mark.parametrize("case", ["unfrozen", "a layer is added", "a parameter group outside"])
+def test_within_a_block(case: str, mode: str) -> None:
+    """What is trained from a microbatch's own forward pass on is averaged at the end of its window."""
+    for accumulate, change_at in (1, 0), (2, 0), (2, 1):
+        check(case, accumulate, change_at, in_block=True, sync_mode=mode)
+
+
+def test_optimizers_are_numbered_alike_on_all_ranks() -> None:
+    """A new optimizer may get the id of one that has ended, on some ranks."""
+    model = Model()
+    parameters, first = TrainedSet(model), torch.optim.SGD(model.scale, lr=0.1)
+    parameters.read(model, [first])
+    number, others = id(first), list[torch.optim.Optimizer]()
+    del first
+    gc.collect()
+    while not others or (id(others[-1]) != number and len(others) < 1000):
+        others.append(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
+    parameters.read(model, [others[-1]])
+    labels = [name for name in parameters.facts() if " of optimizer " in name]
+    assert labels == ["parameter '0 of optimizer 0'", "parameter '0 of optimizer 1'"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: net[0].requires_grad_(False),
+        lambda net: setattr(net[0], "bias", None),
+        lambda net: setattr(net[0], "weight", copy.deepcopy(net[0].weight)),
+        lambda net: net[1].register_parameter("scale", nn.Parameter(torch.ones(1))),
+        lambda net: net.append(nn.Linear(2, 2)),
+        lambda net: net.__delitem__(2),
+        lambda net: net.__setitem__(2, copy.deepcopy(net[2])),
+    ],
+    ids=["frozen", "removed", "replaced", "added", "layer added", "layer removed", "layer replaced"],
+)
+def test_every_change_is_found(change: Callable[[Any], object]) -> None:
+    """A module that has changed is read again, and one that has not is not."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    parameters = TrainedSet(net)
+    assert not parameters.is_current([optimizer])
+    assert not parameters.read(net, [optimizer])
+    assert parameters.is_current([optimizer])
+    assert parameters.is_complete([optimizer])
+    change(net)
+    assert not parameters.is_current([optimizer])
+    assert not parameters.is_complete([])
+    assert parameters.read(net, [optimizer])
+    assert parameters.is_current([optimizer])
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")

@@ -10,7 +10,7 @@ from torch import nn
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
 from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context
-from rankwise.gradient_sync.sync import resolve_sync_mode
+from rankwise.gradient_sync.options import resolve_sync_mode
 from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.unit.gradient_sync.helpers import (
