@@ -82,6 +82,16 @@ class CheckpointFiles:
             return None if ckpt_path is None else os.fspath(ckpt_path)
         return self._best()
 
+    def warn_of_best(self, stage: str) -> None:
+        """Warn on rank 0 that a stage has the last weights, where a metric has chosen others."""
+        best = [each for each in self._saving if each.monitor is not None and each.best_model_path]
+        if best and self._strategy.is_global_zero:
+            warnings.warn(
+                f"{stage}() without a model uses the last weights, and not those that are the best by "
+                f'{best[0].monitor!r}. For these pass ckpt_path="best"; for the last ones pass the model.',
+                stacklevel=2,
+            )
+
     def _best(self) -> str:
         """Return the best checkpoint; one that a metric has chosen, if any callback has a metric."""
         saved = [saving for saving in self._saving if saving.best_model_path]

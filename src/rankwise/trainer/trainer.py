@@ -14,7 +14,7 @@ from rankwise.monitoring.heartbeat import report_phase
 from rankwise.processes.shared_memory import read_by_name
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
-from rankwise.trainer.checkpointing import check_hyper_parameters, save_checkpoint
+from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
 from rankwise.trainer.consistency import check_can_compare
 from rankwise.trainer.data_loaders import check_loaders
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
@@ -263,7 +263,7 @@ class Trainer:
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a module (by default the one of the last stage) on validation data; raises as `fit`.
+        """Evaluate a module (that of the last stage, as it is, if none) on validation data; raises as `fit`.
 
         A loader that shuffles stays shuffled; with `drop_last`, or a limit on the number of batches, the
         samples that are left out are then random.
@@ -342,8 +342,11 @@ class Trainer:
 
     def _launch(self, stage: Stage, model: Any) -> Any:
         """Run a stage on every rank, and restore its state here."""
-        model = self.module if model is None and stage.name != "fit" else model
+        is_given = model is not None or stage.name == "fit"
+        model = model if is_given else self.module
         self._check_stage(stage, model)
+        if not is_given and stage.ckpt_path is None:
+            CheckpointFiles(self.context(model)).warn_of_best(stage.name)
         if not self.strategy.launcher.has_other_ranks:  # which would wait, where this process fails alone
             stage.load_checkpoint(self.context(model))
         self._set_module(model, stage.name)

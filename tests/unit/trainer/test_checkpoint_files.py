@@ -154,6 +154,18 @@ def test_best_by_a_metric(tmp_path: Path) -> None:
     assert train.ckpt_path == train.callbacks[1].best_model_path  # type: ignore[attr-defined]  # a ModelCheckpoint
 
 
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_the_last_weights_are_not_taken_for_the_best(tmp_path: Path, stage: str) -> None:
+    """A stage without a model has the last weights; where a metric has chosen others, a warning says so."""
+    train, data = trainer(tmp_path, **savers(tmp_path, "loss")), loader()
+    train.fit(Line(), data)
+    run = getattr(train, stage)
+    with pytest.warns(UserWarning, match=rf'{stage}\(\) without a model.* ckpt_path="best"'):
+        run(dataloaders=data)
+    run(train.module, data)
+    run(dataloaders=data, ckpt_path="best")
+
+
 @pytest.mark.parametrize("monitors", [("loss", "val_loss"), (None, None)])
 def test_an_ambiguous_best(tmp_path: Path, monitors: tuple[str | None, ...]) -> None:
     """Where several callbacks have a best checkpoint, the error names them."""
