@@ -316,19 +316,24 @@ def test_step_values_are_those_of_one_process() -> None:
 
 
 class OnRankZero(Regression):
-    """Logs on rank 0 only what all ranks should log."""
+    """From batch `first` on, logs on rank 0 only what all ranks should log."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if self.global_rank == 0:
+        if self.global_rank == 0 or batch_idx < self.first:
             self.log("mean", batch[1].mean(), sync_dist=True)
         return nn.functional.mse_loss(self(batch[0]), batch[1])
 
 
-def test_step_values_of_some_ranks() -> None:
-    """A step value that only one rank logs is an error on all ranks, not a deadlock."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_step_values_of_some_ranks(first: int) -> None:
+    """A step value that only one rank logs is an error on all ranks, in any step, not a deadlock."""
     with pytest.raises(WorkerRaisedError, match="not all logged \\['mean'\\]"):
-        trainer_on(2, max_epochs=1).fit(OnRankZero(), loader(24, 2))
+        trainer_on(2, max_epochs=1).fit(OnRankZero(first), loader(24, 2))
 
 
 # ------------------------------------------------------------------------------------------ batch sizes
@@ -402,6 +407,16 @@ def test_means_of_a_users_own_batches() -> None:
     for world_size in (1, 2):
         batches: DataLoader[Any] = DataLoader(data, batch_sampler=sampler, collate_fn=as_dataclass)
         assert trainer_on(world_size).test(AnyShape(), batches)[0] == pytest.approx(expected, abs=1e-12)
+
+
+def test_means_of_batches_in_any_order() -> None:
+    """Batches that workers return in any order are counted before they are collated."""
+    expected = trainer_on(1).test(AnyShape(), DataLoader(dataset(7), batch_size=4))[0]
+    for collate in (None, as_dataclass):
+        batches: DataLoader[Any] = DataLoader(
+            dataset(7), 2, num_workers=2, in_order=False, collate_fn=collate
+        )
+        assert trainer_on(2).test(AnyShape(), batches)[0] == pytest.approx(expected, abs=1e-12)
 
 
 class Stream(IterableDataset[Any]):

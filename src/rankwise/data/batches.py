@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, final
 
-from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from rankwise.data.sampler import ShardedSampler, length_of, own_generators, own_seed, set_epoch_of
 from rankwise.data.sharding import Loader, is_shardable, with_attributes, with_indices_from
@@ -110,8 +102,8 @@ def sharded_sampler_of(loader: Any) -> ShardedSampler | None:
 class SizedBatches:
     """A loader's batches, with the number of samples in each.
 
-    That is known for a plain `DataLoader` that puts samples together: by torch's own collate function, by
-    batches of indices in their order, or, of iterable data, by any collate function.
+    That is known for a plain `DataLoader` that puts samples together: from its batches of indices; where it
+    has none, or loads them in any order, from what its collate function gets.
 
     Attributes:
         sizes: of the batches that were yielded since the last begin, in their order; None for unknown.
@@ -124,15 +116,14 @@ class SizedBatches:
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         if not is_plain or loader.batch_sampler is None:
             return
-        if loader.collate_fn is default_collate:
-            self._with_size = _with_size_of_collated
-        elif isinstance(loader.dataset, IterableDataset):
-            self._loader = with_attributes(loader, collate_fn=_CountedCollate(loader.collate_fn))
-            self._with_size = tuple
-        elif not loader.num_workers or getattr(loader, "in_order", True):
+        is_in_order = not loader.num_workers or getattr(loader, "in_order", True)
+        if is_in_order and not isinstance(loader.dataset, IterableDataset):
             counted = _CountedBatches(loader.batch_sampler)
             self._loader = with_indices_from(loader, counted)
             self._with_size = counted.with_size
+        elif not hasattr(loader.dataset, "__getitems__"):  # which may return anything to the collate function
+            self._loader = with_attributes(loader, collate_fn=_CountedCollate(loader.collate_fn))
+            self._with_size = tuple
 
     def __iter__(self) -> Iterator[Any]:
         self.sizes.clear()
@@ -180,26 +171,6 @@ class _CountedBatches(Sampler[Any]):
 
 def _without_size(batch: Any) -> tuple[None, Any]:
     return None, batch
-
-
-def _with_size_of_collated(batch: Any) -> tuple[int | None, Any]:
-    return _size_of_collated(batch), batch
-
-
-def _size_of_collated(batch: Any) -> int | None:
-    """Return the number of samples that torch's own collate function has put into a batch.
-
-    It stacks tensors and numbers, lists strings and bytes, and keeps the containers around them.
-    """
-    if isinstance(batch, Tensor):
-        return batch.size(0)
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
-        return None
-    if batch and isinstance(batch[0], (str, bytes)):
-        return len(batch)
-    return next((size for part in batch if (size := _size_of_collated(part)) is not None), None)
 
 
 class BatchSizes(NamedTuple):

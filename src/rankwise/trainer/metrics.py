@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -53,6 +53,10 @@ class _Part(NamedTuple):
     reduce_fx: str
     total: float
     weight: float
+
+
+_ABSENT = (0.0, math.nan)  # the total and the weight of a rank without a part
+_RankParts = tuple[bool, Mapping[str, _Part | None]]  # whether a rank must have the names of the others
 
 
 class _Options(NamedTuple):
@@ -116,29 +120,6 @@ class _Metric:
         weight = self.last_weight if self.options.reduce_fx == "mean" else 1.0
         return _Part(self.options.reduce_fx, self.last.item() * weight, weight)
 
-    def last_row(self) -> Tensor:
-        """Return the same, and a one, as a tensor."""
-        weight = self.last_weight if self.options.reduce_fx == "mean" else 1.0
-        one = torch.ones_like(self.last)
-        return torch.stack([self.last * weight, one * weight, one])
-
-
-class _Step(NamedTuple):
-    """The last value that was logged by step, reduced over the ranks."""
-
-    reduce_fx: str
-    value: Tensor
-
-    def reduced(self, totals: Tensor, weights: Tensor, counts: Tensor) -> _Step:
-        """Return the value of another step: that of the ranks that have logged it, of this one if none has.
-
-        All arguments have shape `(world_size,)`.
-        """
-        combine, empty = _REDUCTIONS[self.reduce_fx]
-        value = reduce(combine, totals.masked_fill(counts == 0, empty).unbind())
-        value = value / weights.sum() if self.reduce_fx == "mean" else value
-        return self._replace(value=torch.where(counts.any(), value, self.value.to(value.device)))
-
 
 @final
 class Results:
@@ -162,7 +143,7 @@ class Results:
         self._is_in_batch = False
         self._is_muted = False
         self._batch_size: int | None = 1
-        self._steps: dict[str, _Step] | None = None  # None before the epoch's first step
+        self._synced: dict[str, str] | None = None  # how step values are reduced; None before the first step
         self._metrics: dict[str, _Metric] = {}
         self._objects: dict[str, _LoggedObject] = {}
 
@@ -275,29 +256,28 @@ class Results:
             )
         return 1 if self._batch_size is None else self._batch_size
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that was logged so far, as plain types and CPU tensors."""
-        return {name: metric.state() for name, metric in self._metrics.items()}
-
-    def logged_objects(self) -> dict[str, Any]:
-        """Return the metric objects that were logged so far: their dotted names, and options."""
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return all that was logged so far, as plain types and CPU tensors; metric objects by name."""
         names = {id(metric): name for name, metric in metric_objects(self._module).items()}
         return {
-            name: (names[id(logged.metric)], logged.options._asdict())
-            for name, logged in self._objects.items()
-            if id(logged.metric) in names
+            "numbers": {name: metric.state() for name, metric in self._metrics.items()},
+            "objects": {
+                name: (names[id(logged.metric)], logged.options._asdict())
+                for name, logged in self._objects.items()
+                if id(logged.metric) in names
+            },
         }
 
-    def add_state_dict(self, state_dict: dict[str, Any], objects: dict[str, Any]) -> None:
-        """Add what another instance's `state_dict` and `logged_objects` returned."""
-        for name, state in state_dict.items():
+    def add_state_dict(self, state_dict: dict[str, dict[str, Any]]) -> None:
+        """Add what another instance's `state_dict` returned."""
+        for name, state in state_dict["numbers"].items():
             added = _Metric(**{**state, "options": _Options(**state["options"])})
             if name in self._metrics:
                 self._metrics[name].merge(added.total, added.weight)
             else:
                 self._metrics[name] = added
-        own = metric_objects(self._module) if objects else {}
-        for name, (dotted_name, options) in objects.items():
+        own = metric_objects(self._module)
+        for name, (dotted_name, options) in state_dict["objects"].items():
             if dotted_name in own:
                 self._objects[name] = _LoggedObject(own[dotted_name], _Options(**options), is_restored=True)
 
@@ -308,43 +288,53 @@ class Results:
         these, in all later steps. Raises when the ranks logged different names. If no rank had one, a value
         that is first logged in a later step waits for the next of these.
         """
-        by_step = {name: logged for name, logged in self._metrics.items() if logged.options.on_step}
-        fresh = {name: logged for name, logged in by_step.items() if logged.is_fresh}
-        synced = {name: logged for name, logged in fresh.items() if logged.options.sync_dist}
-        if strategy.world_size == 1:
-            synced = {}
-        elif is_checked or self._steps is None:
-            self._compare_steps(strategy, synced)
-        elif self._steps:
-            self._reduce_steps(strategy, synced)
-        steps = self._steps or {}
-        values = {name: logged.last for name, logged in fresh.items() if name not in synced}
-        values.update({name: steps[name].value for name in synced if name in steps})
-        if self._is_muted:
-            values.update({name: step.value for name, step in steps.items()})
+        fresh = {
+            name: logged
+            for name, logged in self._metrics.items()
+            if logged.is_fresh and logged.options.on_step
+        }
+        values = {name: logged.last for name, logged in fresh.items()}
+        if strategy.world_size > 1:
+            synced = {name: logged for name, logged in fresh.items() if logged.options.sync_dist}
+            values = {name: value for name, value in values.items() if name not in synced}
+            values.update(self._synced_steps(strategy, synced, is_checked=is_checked))
         for name in fresh.keys() & values.keys():
             fresh[name].is_fresh = False
         return self._reported(values, "_step")
 
-    def _compare_steps(self, strategy: Strategy, synced: dict[str, _Metric]) -> None:
-        """Reduce a step's values over the ranks, and note their names, the same on every rank. Collective."""
-        own = {name: logged.last_part() for name, logged in synced.items()}
-        by_name, _ = self._by_name(strategy, own)
-        found = {name: _Step(parts[0].reduce_fx, _reduced(name, parts)) for name, parts in by_name.items()}
-        self._steps = {**(self._steps or {}), **found}
+    def _synced_steps(
+        self, strategy: Strategy, own: dict[str, _Metric], *, is_checked: bool
+    ) -> dict[str, Tensor]:
+        """Reduce a step's values over the ranks; note how, the same on every rank."""
+        is_checked = is_checked or self._synced is None
+        if not is_checked and not self._synced:
+            return {}
+        parts = {name: logged.last_part() for name, logged in own.items()}
+        gathered = None if is_checked else self._gathered_rows(strategy, parts)
+        by_name = _by_name(gathered or strategy.all_gather_object((self._is_counted, parts)))
+        noted = {name: found[0].reduce_fx for name, found in by_name.items()}
+        self._synced = {**(self._synced or {}), **noted}
+        return {name: _reduced(name, found) for name, found in by_name.items()}
 
-    def _reduce_steps(self, strategy: Strategy, synced: dict[str, _Metric]) -> None:
-        """Reduce the values of the noted names with one small tensor; compare, if a rank has another name."""
-        steps, device = self._steps or {}, strategy.root_device
-        absent = torch.zeros(3, dtype=torch.double, device=device)
-        rows = [synced[name].last_row().to(device) if name in synced else absent for name in steps]
-        others = absent + len(synced.keys() - steps.keys())
-        others_found, *found = strategy.all_gather(torch.stack([others, *rows])).unbind(1)
-        if others_found.any():
-            self._compare_steps(strategy, synced)
-            return
-        for (name, step), by_rank in zip(steps.items(), found, strict=True):
-            steps[name] = step.reduced(*by_rank.unbind(1))
+    def _gathered_rows(self, strategy: Strategy, parts: Mapping[str, _Part]) -> list[_RankParts] | None:
+        """Gather the parts of the noted names as one small tensor; return None if a rank has other names."""
+        noted = self._synced or {}
+        rows: list[tuple[float, float]] = [(self._is_counted, len(parts.keys() - noted.keys()))]
+        rows += [parts[name][1:] if name in parts else _ABSENT for name in noted]
+        by_rank = strategy.all_gather(torch.tensor(rows, dtype=torch.double)).tolist()
+        if any(others for (_, others), *_ in by_rank):
+            return None
+        return [
+            (
+                is_counted > 0,
+                {
+                    name: _Part(reduce_fx, *row)
+                    for (name, reduce_fx), row in zip(noted.items(), found, strict=True)
+                    if not math.isnan(row[1])
+                },
+            )
+            for (is_counted, _), *found in by_rank
+        ]
 
     def epoch_values(self, strategy: Strategy, *, is_continued: bool = False) -> list[Reported]:
         """Return what was logged by epoch, reduced over the ranks with `sync_dist=True`.
@@ -353,16 +343,18 @@ class Results:
         afterwards. Collective: every rank must call this, and raises when the ranks logged different names.
         """
         self.is_open = False
-        chosen = {name: logged for name, logged in self._metrics.items() if logged.options.on_epoch}
-        synced = {name: logged.part() for name, logged in chosen.items() if logged.options.sync_dist}
-        own = {name: logged.part() for name, logged in chosen.items() if name not in synced}
-        values = {name: _reduced(name, [part]) for name, part in own.items()}
+        own = {name: logged.part() for name, logged in self._metrics.items() if logged.options.on_epoch}
+        synced = {name: part for name, part in own.items() if self._metrics[name].options.sync_dist}
         objects = metric_objects(self._module, [logged.metric for logged in self._objects.values()])
-        parts = {**dict.fromkeys(self._objects), **synced}
         states_here = on_cpu(states_of(objects))
-        by_name, states = self._by_name(strategy, parts, states_here)
-        values.update({name: _reduced(name, found) for name, found in by_name.items()})
+        gathered = strategy.all_gather_object(
+            (self._is_counted, {**dict.fromkeys(self._objects), **synced}, states_here)
+        )
+        parts = {name: [part] for name, part in own.items()}
+        parts.update(_by_name([(is_counted, part) for is_counted, part, _ in gathered]))
+        values = {name: _reduced(name, found) for name, found in parts.items()}
         self.object_states = states_here if is_continued else {}
+        states = [found for *_, found in gathered]
         if any(states):
             values.update(self._computed(strategy, objects, states))
         return self._reported(values, "_epoch")
@@ -378,21 +370,10 @@ class Results:
             values = {**found, **values}
         return values
 
-    def _by_name(
-        self, strategy: Strategy, parts: Mapping[str, _Part | None], states: States | None = None
-    ) -> tuple[dict[str, list[_Part]], list[States]]:
-        """Gather all ranks' parts and states with one collective, and compare the names."""
-        own = (self._num_batches > 0 and not self._is_muted, parts, states or {})
-        gathered = strategy.all_gather_object(own)
-        _check_same_names(
-            {rank: set(part) for rank, (is_counted, part, _) in enumerate(gathered) if is_counted}
-        )
-        by_name: dict[str, list[_Part]] = {}
-        for _, others, _ in gathered:
-            for name, part in others.items():
-                if part is not None:
-                    by_name.setdefault(name, []).append(part)
-        return by_name, [states for _, _, states in gathered]
+    @property
+    def _is_counted(self) -> bool:
+        """Whether this rank has to log what the others log."""
+        return self._num_batches > 0 and not self._is_muted
 
     def _reported(self, values: Mapping[str, Tensor], ending: str) -> list[Reported]:
         reported = []
@@ -423,6 +404,17 @@ def _number(name: str, value: Any) -> Tensor:
         expected="a number, or a tensor with one element",
         remedy=f'self.log("{name}", value.mean())',
     )
+
+
+def _by_name(gathered: Sequence[_RankParts]) -> dict[str, list[_Part]]:
+    """Return the ranks' parts of each number; raise ConfigurationError if ranks have logged others."""
+    _check_same_names({rank: set(parts) for rank, (is_counted, parts) in enumerate(gathered) if is_counted})
+    by_name: dict[str, list[_Part]] = {}
+    for _, parts in gathered:
+        for name, part in parts.items():
+            if part is not None:
+                by_name.setdefault(name, []).append(part)
+    return by_name
 
 
 def _reduced(name: str, parts: list[_Part]) -> Tensor:

@@ -234,7 +234,6 @@ def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:
             changing_state(context) if before is None or context.state.progress.is_validated else before
         ),
         "results": None if results is None else results.state_dict(),
-        "logged_objects": {} if results is None else results.logged_objects(),
         "metrics": {key: dict(getattr(context.state.fit_metrics, name)) for key, name in _METRICS.items()},
     }
     return context.strategy.all_gather_object(own, context.strategy.job_group)
@@ -281,7 +280,7 @@ class RankState:
     def restore_metric_objects(self, path: str) -> None:
         """Restore the module's metric objects; raise CheckpointError where a rank cannot continue several."""
         metrics = metric_objects(self._module)
-        shares = [[state.get("metric_objects", {}) for state in share] for share in self._shares]
+        shares = [[state["metric_objects"] for state in share] for share in self._shares]
         if odd := sorted({name for share in shares for name in unmergeable(metrics, share)}):
             raise CheckpointError(
                 path=path,
@@ -300,7 +299,7 @@ class RankState:
         results = Results(self._module, is_evaluation=False)
         for state in self._states:
             if state["results"] is not None:
-                results.add_state_dict(state["results"], state.get("logged_objects", {}))
+                results.add_state_dict(state["results"])
         return results
 
     def restore_random(self) -> None:

@@ -1,4 +1,4 @@
-"""Batch sizes of all ranks, computed before any batch is read."""
+"""Batch sizes: of all ranks, computed before any batch is read, and of the batches that were read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from rankwise.data import shard_for_evaluation, shard_for_training
-from rankwise.data.batches import batch_sizes
+from rankwise.data.batches import SizedBatches, batch_sizes
 
 
 def dataset(count: int) -> TensorDataset:
@@ -111,3 +111,17 @@ class Stream(IterableDataset[int]):
 def test_unknown_sizes(loader: Any) -> None:
     """They are unknown without batches, without length, and for a sampler of the user's own."""
     assert batch_sizes(loader) is None
+
+
+class Whole(TensorDataset):
+    """Gives a batch's samples as one pair of tensors."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.tensors[0][indices], self.tensors[0][indices]
+
+
+def test_sizes_of_samples_that_come_together() -> None:
+    """What a data set returns for several indices says nothing about their number."""
+    sized = SizedBatches(DataLoader(Whole(torch.arange(7)), 3, collate_fn=tuple))
+    assert len(list(sized)) == 3
+    assert list(sized.sizes) == [3, 3, 1]

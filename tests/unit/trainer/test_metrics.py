@@ -50,7 +50,7 @@ def test_functions_name_reductions(function: Any, name: str) -> None:
     """A function of torch's or Python's stands for the reduction that has its name; others are refused."""
     results = Results(nn.Module(), is_evaluation=False)
     results.log("x", 1.0, on_epoch=True, reduce_fx=function)
-    assert results.state_dict()["x"]["options"]["reduce_fx"] == name
+    assert results.state_dict()["numbers"]["x"]["options"]["reduce_fx"] == name
     with pytest.raises(UnknownNameError, match="median"):
         results.log("y", 1.0, reduce_fx=torch.median)
 
@@ -101,7 +101,7 @@ def test_step_values(alone: Strategy) -> None:
 
 def other_part(mine: Any) -> Any:
     """Return what rank 1 sends in a step, of what rank 0 does: another value under the same name."""
-    return (True, {name: part._replace(total=7.0) for name, part in mine[1].items()}, {})
+    return (True, {name: part._replace(total=7.0) for name, part in mine[1].items()})
 
 
 def test_step_values_over_ranks() -> None:

@@ -83,11 +83,11 @@ class EvaluationLoop:
         Collective: every rank must call this. The ranks of `gather` get all ranks' outputs; with several
         loaders, a list for each.
         """
-        strategy = self.context.strategy
+        results, strategy = Results(self.context.module, is_evaluation=True), self.context.strategy
         own: list[list[Any]] = [[] for _ in self.shares]
         with self._running(None):
-            for dataloader_idx, batch_idx, batch in self._batches(None):
-                output = self._run_batch(None, batch, batch_idx, dataloader_idx)
+            for dataloader_idx, batch_idx, batch in self._batches(results):
+                output = self._run_batch(results, batch, batch_idx, dataloader_idx)
                 output = strategy.precision.convert_output(output)
                 output = map_tensors(output, lambda tensor: tensor.cpu())
                 own[dataloader_idx].append(output)
@@ -104,32 +104,29 @@ class EvaluationLoop:
             yield
             self._hook("end")
 
-    def _batches(self, results: Results | None) -> Iterator[tuple[int, int, Any]]:
+    def _batches(self, results: Results) -> Iterator[tuple[int, int, Any]]:
         """Yield the number of the loader, the number of the batch in it, and the batch."""
         for share in self.shares if self.stage != "predict" else []:  # which keeps the order of the data set
             share.set_epoch(self.context.state.progress.current_epoch)
         check_same_order(self.context.strategy, self.stage, [share.loader for share in self.shares])
         for dataloader_idx, share in enumerate(self.shares):
-            if results is not None:
-                results.suffix = self._suffixes[dataloader_idx]
+            results.suffix = self._suffixes[dataloader_idx]
             for batch_idx, batch in enumerate(share):
                 yield dataloader_idx, batch_idx, batch
 
-    def _run_batch(self, results: Results | None, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    def _run_batch(self, results: Results, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
         """Run the module's step on a batch, and the hooks around it; return the outputs."""
         context, precision = self.context, self.context.strategy.precision
         phase, name = _NAMES[self.stage]
         indices = (batch_idx, dataloader_idx) if len(self.shares) > 1 else (batch_idx,)
         report_phase(phase)
         batch = precision.convert_input(context.strategy.batch_to_device(batch))
-        if results is not None:
-            results.begin_batch(self.shares[dataloader_idx].take_size())
+        results.begin_batch(self.shares[dataloader_idx].take_size())
         context.hooks.call(f"on_{name}_batch_start", batch, *indices)
         with precision.forward_context():
             outputs = getattr(context.module, f"{name}_step")(batch, *indices)
         context.hooks.call(f"on_{name}_batch_end", outputs, batch, *indices)
-        if results is not None:
-            results.end_batch()
+        results.end_batch()
         return outputs
 
     def _hook(self, moment: str) -> None:
