@@ -17,11 +17,34 @@ from typing import Any, NamedTuple
 
 import torch
 import torchmetrics
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
+from typing_extensions import override
 
 PARTS = 3
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+OWN_EXAMPLES = {  # of classes that have none, or one that needs a package
+    "LipVertexError": """
+        >>> metric = LipVertexError(mouth_map=[0, 2])
+        >>> metric.update(torch.rand(7, 5, 3), torch.rand(7, 5, 3))
+        """,
+    "FrechetInceptionDistance": """
+        >>> metric = FrechetInceptionDistance(feature=Means(), normalize=True)
+        >>> metric.update(torch.rand(5, 3, 8, 8), real=True)
+        >>> metric.update(torch.rand(5, 3, 8, 8), real=False)
+        """,
+}
+
+
+class Means(nn.Module):
+    """Features of images: the mean of each channel."""
+
+    num_features = 3
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        return images.float().mean((2, 3))
 
 
 class Example(NamedTuple):
@@ -115,8 +138,15 @@ def _recorded_updates(kind: type[Metric]) -> Iterator[list[tuple[Metric, Call]]]
 
 def _run_example(kind: type[Metric]) -> str:
     """Run the example in a class's documentation; return how it ended."""
-    names = {**vars(torchmetrics), "torch": torch, "tensor": torch.tensor, kind.__name__: kind}
-    for example in doctest.DocTestParser().get_examples(inspect.cleandoc(kind.__doc__ or "")):
+    names = {
+        **vars(torchmetrics),
+        "torch": torch,
+        "tensor": torch.tensor,
+        "Means": Means,
+        kind.__name__: kind,
+    }
+    text = OWN_EXAMPLES.get(kind.__name__, kind.__doc__ or "")
+    for example in doctest.DocTestParser().get_examples(inspect.cleandoc(text)):
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(example.source, "<example>", "single"), names)

@@ -121,7 +121,7 @@ class SizedBatches:
             counted = _CountedBatches(loader.batch_sampler)
             self._loader = with_indices_from(loader, counted)
             self._with_size = counted.with_size
-        elif not hasattr(loader.dataset, "__getitems__"):  # which may return anything to the collate function
+        elif getattr(loader.dataset, "__getitems__", None) is None:  # which may return anything
             self._loader = with_attributes(loader, collate_fn=_CountedCollate(loader.collate_fn))
             self._with_size = tuple
 
