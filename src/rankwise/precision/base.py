@@ -106,9 +106,12 @@ class Precision:
         """
         self.unscale_gradients(optimizer)
         parameters = self.main_parameters(optimizer)
-        norm = get_total_norm(gradient_values(parameters), norm_type)
+        norm = self._total_norm(gradient_values(parameters), norm_type)
         clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    def _total_norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
+        return get_total_norm(gradients, norm_type)
 
     def clip_gradients_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Unscale the optimizer's gradients, and clamp them to `[-clip_value, clip_value]`."""

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from rankwise.errors import UnknownNameError
@@ -87,18 +86,10 @@ class HalfPrecision(_TrueFormat):
     def __init__(self, name: str = "16-true") -> None:
         super().__init__(name)
 
-    def clip_gradients_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Limit the total norm, which is computed in 32 bits: in 16 it may be infinite, or rounded."""
-        self.unscale_gradients(optimizer)
-        parameters = [one for one in self.main_parameters(optimizer) if one.grad is not None]
-        norms = [
-            torch.linalg.vector_norm(parameter.grad, norm_type, dtype=torch.float32)
-            for parameter in parameters
-            if parameter.grad is not None
-        ]
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
-        clip_grads_with_norm_(parameters, max_norm, total)
-        return total
+    def _total_norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
+        """Return the norm, computed in 32 bits: in 16 it may be infinite, or rounded."""
+        norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float32) for each in gradients]
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
 
 @final

@@ -128,3 +128,22 @@ def test_the_norm_of_no_gradients() -> None:
     """Without gradients the norm is 0."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1).half())], lr=1.0)
     assert float(create_precision("16-true").clip_gradients_norm(optimizer, 1.0)) == 0
+
+
+@pytest.mark.parametrize("name", ["32-true", "16-true", "bf16-true", "16-mixed", "16-master", "bf16-master"])
+def test_clipping_sparse_gradients(name: str) -> None:
+    """The norm counts each row once; rows that a batch uses twice are added first."""
+    precision, layer = create_precision(name), nn.Embedding(4, 1, sparse=True)
+    precision.convert_module(layer)
+    sgd = torch.optim.SGD(layer.parameters(), lr=1.0)
+    precision.configure(layer, [sgd])
+    with torch.no_grad():
+        layer.weight.zero_()
+    for limit in (precision.clip_gradients_norm, precision.clip_gradients_value):
+        precision.zero_grad(sgd)
+        precision.backward(layer(torch.tensor([1, 1, 2, 2, 2])).sum() / 2)
+        norm = limit(sgd, 1.0)
+        assert norm is None or float(norm) == pytest.approx(3.25**0.5, rel=1e-2)
+    [gradient] = [parameter.grad for parameter in precision.main_parameters(sgd)]
+    assert gradient is not None
+    assert gradient.to_dense().flatten().tolist() == [0.0, 1.0, 1.0, 0.0]
