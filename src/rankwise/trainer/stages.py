@@ -216,8 +216,9 @@ class Stage:
             state.rank_states = []
         if not state.rank_states:
             state.seed, state.process_seed = (saved or {}).get("seed", own), own
-        states = context.strategy.broadcast([logger.state_dict() for logger in context.loggers])
-        for logger, saved_state in zip(context.loggers, states, strict=True):
+        loggers = context.loggers
+        states = context.strategy.call_on_rank_zero(lambda: [logger.state_dict() for logger in loggers])
+        for logger, saved_state in zip(loggers, states, strict=True):
             logger.load_state_dict(saved_state)
 
     def _fit(self, context: LoopContext) -> None:

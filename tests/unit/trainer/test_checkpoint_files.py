@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint
-from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import CSVLogger
 from rankwise.stores import restart
@@ -235,6 +236,27 @@ def test_a_restart_finds_what_a_stop_has_left(
     assert restarted(tmp_path, monkeypatch, **options) == "last.ckpt"
 
 
+class ReplacedWhenRead(CheckpointIO):
+    """Replaces a checkpoint by a newer one, once it is read, and calls a function."""
+
+    def __init__(self, newer: Path, then: Callable[[], None]) -> None:
+        self.newer = newer
+        self.then = then
+
+    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+        loaded = TorchCheckpointIO().load_checkpoint(path, map_location)
+        if self.newer.exists():
+            self.newer.replace(path)
+            self.then()
+        return loaded
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        TorchCheckpointIO().save_checkpoint(checkpoint, path)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        TorchCheckpointIO().remove_checkpoint(path)
+
+
 class Beginning(Line):
     """Notes the step at which training begins."""
 
@@ -246,21 +268,13 @@ def test_a_restart_finds_what_replaced_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file that the first start continued from was read before that; the job has written it anew."""
-
-    class ReplacedWhenRead(TorchCheckpointIO):
-        def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-            loaded = super().load_checkpoint(path, map_location)
-            if newer.exists():
-                newer.replace(path)
-                monkeypatch.setattr(restart, "_noted", RestartInfo(1, JOB))
-            return loaded
-
     path, newer, module = tmp_path / "last.ckpt", tmp_path / "newer", Beginning()
     for steps, file in ((2, path), (3, newer)):
         train = trainer(tmp_path, max_steps=steps)
         train.fit(Line(), loader())
         train.save_checkpoint(file)
-    trainer(tmp_path, max_steps=4, plugins=[ReplacedWhenRead()]).fit(module, loader(), ckpt_path=str(path))
+    io = ReplacedWhenRead(newer, lambda: monkeypatch.setattr(restart, "_noted", RestartInfo(1, JOB)))
+    trainer(tmp_path, max_steps=4, plugins=[io]).fit(module, loader(), ckpt_path=str(path))
     assert module.seen[0] == "3"
 
 
