@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -23,6 +23,8 @@ from rankwise.process_group import (
     all_gather_ddp_if_available,
     all_gather_object,
     all_reduce,
+    barrier,
+    broadcast,
     gather_all_tensors,
     gather_object,
     init_process_group,
@@ -333,15 +335,26 @@ def objects(rank: int) -> dict[str, Any]:
     return {"all": all_gather_object({"rank": rank}), "one": gather_object(("x" * rank, rank), dst=1)}
 
 
+def _is_refused(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except ValueError:
+        return True
+    return False
+
+
 def in_a_subgroup(rank: int) -> dict[str, Any]:
     """Use every collective among ranks 0 and 2; on rank 1 it is an error."""
     pair = dist.new_group([0, 2])
     assert isinstance(pair, dist.ProcessGroup) or rank == 1
     if rank == 1:
-        with contextlib.suppress(ValueError):
-            all_reduce(torch.ones(1), pair)
-            return {"refused": False}
-        return {"refused": True}
+        calls: list[Callable[[], Any]] = [
+            lambda: all_reduce(torch.ones(1), pair),
+            lambda: all_gather(torch.ones(1), pair),
+            lambda: broadcast(rank, 0, pair),
+            lambda: barrier(pair),
+        ]
+        return {"refused": [_is_refused(call) for call in calls]}
     x = torch.ones(1, requires_grad=True)
     all_gather(x * rank, pair, sync_grads=True).sum().backward()
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -334,6 +335,39 @@ def test_step_values_of_some_ranks(first: int) -> None:
     """A step value that only one rank logs is an error on all ranks, in any step, not a deadlock."""
     with pytest.raises(WorkerRaisedError, match="not all logged \\['mean'\\]"):
         trainer_on(2, max_epochs=1).fit(OnRankZero(first), loader(24, 2))
+
+
+class Spoilt(Regression):
+    """Logs the smallest and the largest target, of which one is NaN."""
+
+    def __init__(self, bad: float) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def log_extremes(self, targets: Tensor) -> None:
+        targets = torch.where(targets == self.bad, torch.nan, targets)
+        for reduce_fx in ("min", "max"):
+            self.log(reduce_fx, getattr(targets, reduce_fx)(), reduce_fx=reduce_fx, sync_dist=True)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.log_extremes(batch[1])
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log_extremes(batch[1])
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_nan_among_extremes(place: int) -> None:
+    """The extremes are NaN wherever the NaN is: on either rank, in the first batch or the last."""
+    module = Spoilt(float(dataset(4).tensors[1][place]))
+    [tested] = trainer_on(2).test(module, loader(4, 1))
+    assert all(math.isnan(tested[name]) for name in ("min", "max"))
+    trainer = trainer_on(2, max_steps=1)
+    trainer.fit(module, loader(4, 2))  # one step on all samples
+    assert all(math.isnan(metrics_of(trainer)[name]) for name in ("min", "max"))
 
 
 # ------------------------------------------------------------------------------------------ batch sizes
