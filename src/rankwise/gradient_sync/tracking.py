@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from inspect import signature
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
     from rankwise.monitoring.rank_monitor import RankMonitor
 
 _TIMEOUT = timedelta(minutes=10)
+_REBUILT_WITH = {  # what torch 2.6 to 2.13 have, and their parameters
+    "_build_params_for_reducer": ["self"],
+    "_build_debug_param_to_name_mapping": ["self", "parameters"],
+    "_ddp_init_helper": [
+        "self",
+        "parameters",
+        "expect_sparse_gradient",
+        "param_to_name_mapping",
+        "static_graph",
+    ],
+}
 
 
 @final
@@ -148,16 +161,20 @@ def rebuild_reducer(wrapped: DistributedDataParallel) -> None:
     """Make DDP average the parameters that require a gradient now, in new buckets, with the same hook.
 
     Raises:
-        ConfigurationError: when there are none, or DDP keeps copies of them.
+        ConfigurationError: when there are none, DDP keeps copies of them, or this torch is not known.
     """
-    parameters, expects_sparse = wrapped._build_params_for_reducer()
-    if not parameters or wrapped.mixed_precision:
-        name = type(wrapped.module).__name__
-        problem = "has nothing left to train" if not parameters else "is wrapped with mixed_precision"
+    if problem := _cannot_rebuild(wrapped):
         raise ConfigurationError(
-            message=f"Parameters were frozen, unfrozen or added, but {name} {problem}.",
+            message=f"Parameters were frozen, unfrozen or added, but {problem}.",
             facts="DDP cannot average what is trained now.",
-            remedy="keep one trained parameter; use Trainer(precision=...) instead of mixed_precision.",
+            remedy='DDPStrategy(sync_mode="forced_sync"), which averages without DDP.',
+        )
+    parameters, expects_sparse = wrapped._build_params_for_reducer()
+    if not parameters:
+        raise ConfigurationError(
+            message=f"Parameters were frozen, and {type(wrapped.module).__name__} has nothing left to train.",
+            facts="DDP averages gradients, of which there are none.",
+            remedy="keep one parameter that requires a gradient.",
         )
     names = wrapped._build_debug_param_to_name_mapping(parameters)
     ignored = wrapped.parameters_to_ignore
@@ -175,3 +192,16 @@ def rebuild_reducer(wrapped: DistributedDataParallel) -> None:
         if isinstance(state, PowerSGDMemory):
             state.name_parameters(wrapped.module)
         dist._register_comm_hook(wrapped.reducer, state, hook)
+
+
+def _cannot_rebuild(wrapped: DistributedDataParallel) -> str | None:
+    """Return why the reducer cannot be replaced; see `docs/decisions/0010-the-reducer-is-replaced.md`."""
+    if wrapped.mixed_precision:
+        return "DDP keeps copies of them, with mixed_precision"
+    if wrapped._use_python_reducer:
+        return "DDP averages in hooks of its own, with torch._dynamo.config.optimize_ddp='python_reducer'"
+    methods = vars(DistributedDataParallel)
+    found = {name: list(signature(methods[name]).parameters) for name in _REBUILT_WITH if name in methods}
+    if found != _REBUILT_WITH:
+        return f"the DistributedDataParallel of torch {torch.__version__} is not known to rankwise"
+    return None

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync import tracking
 from rankwise.gradient_sync.trained_set import TrainedSet
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.unit.gradient_sync.helpers import FEATURES, batch
@@ -218,6 +220,14 @@ def test_within_a_block(case: str, mode: str) -> None:
     """What is trained from a microbatch's own forward pass on is averaged at the end of its window."""
     for accumulate, change_at in (1, 0), (2, 0), (2, 1):
         check(case, accumulate, change_at, in_block=True, sync_mode=mode)
+
+
+def test_an_unknown_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where DDP is built in another way, a change is an error, and the wrapper stays as it is."""
+    monkeypatch.setitem(tracking._REBUILT_WITH, "_ddp_init_helper", ["self", "parameters", "options"])
+    with pytest.raises(ConfigurationError, match=r"torch .* is not known to rankwise"):
+        trained("frozen", 1)
+    check("frozen", 1, sync_mode="forced_sync")
 
 
 def test_optimizers_are_numbered_alike_on_all_ranks() -> None:
