@@ -248,9 +248,11 @@ class Stage:
         """
         strategy, state, saved = context.strategy, context.state, self.checkpoint
         states, state.rank_states = state.rank_states, []  # none until this fit has ended
-        order = state.gradient_order if states else []
+        order: list[int] = []
         if saved is not None:
             order = saved.get("gradient_order", [])
+        elif states:
+            order = strategy.broadcast(state.gradient_order)  # each rank's own: they may use different layers
         replay_gradient_order(strategy, context.wrapped, order)
         if saved is not None:
             return restore_training(context, saved)
