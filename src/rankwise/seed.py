@@ -80,15 +80,23 @@ def restore_seed(torch_seed: int, given: int | None) -> None:
     torch.manual_seed(torch_seed)
 
 
+def drawn_seed() -> int:
+    """Draw a seed from torch's CPU generator."""
+    return int(torch.randint(2**63 - 1, (), device=_CPU))
+
+
 def mixed_seed(*numbers: int) -> int:
     """Return a seed from 0 to 2**63 - 1 that depends on all `numbers`."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def seed_process(seed: int) -> None:
-    """Seed Python, NumPy (if loaded) and torch's CPU generator."""
+def seed_process(seed: int, device: torch.device = _CPU) -> None:
+    """Seed Python, NumPy (if loaded), torch's CPU generator and that of `device`."""
     torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)

@@ -41,6 +41,7 @@ SCRIPT = """
             TrainingModule.__init__(self)
 
         def setup(self, stage):
+            facts["in setup"] = [random.random(), float(torch.rand(1))]
             torch.manual_seed(os.getpid())
             Norm.__init__(self)
 
@@ -65,6 +66,7 @@ SCRIPT = """
     with torch.no_grad():
         facts["by hand"] = float(nn.functional.mse_loss(model.net(data.tensors[0]), data.tensors[1]))
     same = DataLoader(TensorDataset(torch.ones(4, 3, dtype=torch.float64)), 1)
+    torch.manual_seed(os.getpid())
     facts["predicted"] = torch.cat(new_trainer().predict(Late(), same)).flatten().tolist()
     facts["rank"] = trainer.global_rank
     print(json.dumps(facts), flush=True)
@@ -107,3 +109,9 @@ def test_stages_leave_the_random_state_alone(facts: list[dict[str, Any]]) -> Non
     first, second = facts
     assert first["drawn"] == second["drawn"]
     assert len({tuple(drawn) for drawn in first["drawn"]}) == 3
+
+
+def test_ranks_draw_the_same_before_the_batches(facts: list[dict[str, Any]]) -> None:
+    """All ranks split data in `setup` alike, also where nothing has seeded the processes."""
+    first, second = facts
+    assert first["in setup"] == second["in setup"]

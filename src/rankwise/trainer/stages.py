@@ -12,7 +12,7 @@ import torch
 
 from rankwise.errors import InvalidTypeError
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
-from rankwise.seed import get_random_state, given_seed, set_random_state
+from rankwise.seed import drawn_seed, get_random_state, given_seed, seed_process, set_random_state
 from rankwise.strategies.shared_errors import errors_shared
 from rankwise.trainer.checkpointing import CheckpointFiles, restore_module, restore_training
 from rankwise.trainer.consistency import (
@@ -36,7 +36,7 @@ from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
 from rankwise.trainer.loops.fit import FitLoop
 from rankwise.trainer.module import is_defined, undefined
-from rankwise.trainer.state_transfer import RankState
+from rankwise.trainer.state_transfer import RankState, seed_rank
 
 if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
@@ -82,6 +82,7 @@ class Stage:
         loaders: the user's loaders by phase; None for the module's own.
         gather: which ranks get the predictions.
         seed: this process's; the trainer's is rank 0's, or that of the run that continues.
+        stream: seed of the random numbers that are drawn in the stage; rank 0's counts.
         ckpt_path: a path, `"best"`, `"last"` or None; once found, a path or None.
         checkpoint: what to load; None for nothing.
     """
@@ -90,6 +91,7 @@ class Stage:
     loaders: dict[str, Any]
     gather: Gather = "all"
     seed: int = field(default_factory=torch.initial_seed)
+    stream: int = field(default_factory=drawn_seed)
     ckpt_path: str | os.PathLike[str] | None = None
     checkpoint: dict[str, Any] | None = None
 
@@ -146,13 +148,11 @@ class Stage:
 
     @contextmanager
     def _random_state_kept(self, context: LoopContext) -> Iterator[None]:
-        """Restore this process's random state after the block, where each rank draws from its own stream.
+        """Restore this process's random state after the block, in which other streams are drawn from.
 
-        The ranks of a script draw the same numbers between its stages, as one process does.
+        The caller has drawn one number for the stage, and so has the same state after it on any number of
+        ranks.
         """
-        if context.strategy.world_size == 1:
-            yield
-            return
         device = context.strategy.root_device
         before = get_random_state(device)
         try:
@@ -178,6 +178,8 @@ class Stage:
             check_ranks_agree(strategy, fingerprint_of(module))
             share_model(strategy, module)
         shards = self._shards(context, self.name)
+        if strategy.world_size > 1:
+            seed_rank(strategy, self.stream, 0)
         loop = EvaluationLoop(context, shards, self.name)
         if self.name != "predict":
             return loop.run()
@@ -206,18 +208,20 @@ class Stage:
         check_ranks_agree(strategy, fingerprint_of_checkpoint(self.checkpoint))
 
     def _agree_on_seed_and_loggers(self, context: LoopContext) -> None:
-        """Use rank 0's seed, or that of the run that continues, and the state of rank 0's loggers.
+        """Use rank 0's seeds, or that of the run that continues, and the state of rank 0's loggers.
 
         A run continues unless this process was seeded anew since it began.
         """
-        state, own = context.state, context.strategy.broadcast(self.seed)
+        state, strategy = context.state, context.strategy
+        own, self.stream = strategy.broadcast((self.seed, self.stream))
+        seed_process(self.stream, strategy.root_device)
         saved = self.checkpoint if self.name == "fit" else None
         if self.name == "fit" and (saved is not None or own != state.process_seed):
             state.rank_states = []
         if not state.rank_states:
             state.seed, state.process_seed = (saved or {}).get("seed", own), own
         loggers = context.loggers
-        states = context.strategy.call_on_rank_zero(lambda: [logger.state_dict() for logger in loggers])
+        states = strategy.call_on_rank_zero(lambda: [logger.state_dict() for logger in loggers])
         for logger, saved_state in zip(loggers, states, strict=True):
             logger.load_state_dict(saved_state)
 

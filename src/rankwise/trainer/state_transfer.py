@@ -30,6 +30,7 @@ from rankwise.trainer.metrics import Results
 if TYPE_CHECKING:
     from rankwise.callbacks import Callback
     from rankwise.loggers import Logger
+    from rankwise.strategies import Strategy
     from rankwise.trainer.state import LoopContext, TrainerState
 
 _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
@@ -249,9 +250,9 @@ def changing_state(context: LoopContext) -> dict[str, Any]:
     }
 
 
-def seed_rank(seed: int, global_step: int, global_rank: int) -> None:
-    """Seed this process's random generators with a number that depends on the run, the step and the rank."""
-    seed_process(mixed_seed(seed, global_step, global_rank))
+def seed_rank(strategy: Strategy, seed: int, global_step: int) -> None:
+    """Seed this rank's random generators with a number that depends on the seed, the step and the rank."""
+    seed_process(mixed_seed(seed, global_step, strategy.global_rank), strategy.root_device)
 
 
 @final
@@ -307,4 +308,4 @@ class RankState:
         if self._is_same_world:
             set_random_state(self._states[0]["random"], self._strategy.root_device)
         else:
-            seed_rank(self._state.seed, self._state.progress.global_step, self._strategy.global_rank)
+            seed_rank(self._strategy, self._state.seed, self._state.progress.global_step)

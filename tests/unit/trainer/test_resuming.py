@@ -46,6 +46,7 @@ class Net(TrainingModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
+        self.drawn: list[float] = []
         self.net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -56,6 +57,9 @@ class Net(TrainingModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def on_train_end(self) -> None:
+        self.drawn = torch.rand(3).tolist()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
@@ -121,7 +125,7 @@ def everything(train: Trainer, net: Net) -> dict[str, Any]:
         "rate": train.optimizers[0].param_groups[0]["lr"],
         "metrics": {name: float(value) for name, value in train.callback_metrics.items()},
         "progress": train.progress,
-        "random": torch.rand(3).tolist(),
+        "random": net.drawn,
         "stopping": train.early_stopping_callback and train.early_stopping_callback.state_dict(),
     }
 

@@ -75,7 +75,7 @@ class FitLoop:
             context.warn_if_done()
             record_gradient_order(context)
             if self._strategy.world_size > 1:
-                seed_rank(context.state.seed, progress.global_step, self._strategy.global_rank)
+                seed_rank(self._strategy, context.state.seed, progress.global_step)
             while (progress.is_epoch_open or self._stopping.may_continue()) and self._agree_on_num_batches():
                 self._run_epoch()
             self._stopping.finish()

@@ -1,0 +1,58 @@
+"""The random state outside of stages is the same for any number of ranks; each stage draws new numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankwise import Trainer
+from tests.process.helpers import ddp
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+
+class Dropping(Regression):
+    """Draws random numbers in training and in prediction."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self(nn.functional.dropout(batch[0])), batch[1])
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        prediction: Tensor = self(nn.functional.dropout(torch.ones_like(batch[0])))
+        return prediction
+
+
+def trainer_of(world_size: int) -> Trainer:
+    """Return a Trainer on so many ranks."""
+    return quiet_trainer("single_device" if world_size == 1 else ddp("fork"), world_size, max_epochs=1)
+
+
+def drawn_after_stages(world_size: int) -> list[Any]:
+    """Draw a number after each stage."""
+    trainer, module = trainer_of(world_size), Dropping()
+    torch.manual_seed(5)
+    drawn = []
+    trainer.fit(module, loader(12, 2, shuffle=True), loader(6, 2))
+    drawn.append(float(torch.rand(())))
+    for stage in (trainer.validate, trainer.test, trainer.predict):
+        stage(module, loader(6, 2))
+        drawn.append(float(torch.rand(())))
+    return drawn
+
+
+def test_splits_of_data_do_not_depend_on_the_number_of_ranks() -> None:
+    """What a script draws between stages is the same on one process and in the caller of two ranks."""
+    one, two = drawn_after_stages(1), drawn_after_stages(2)
+    assert one == two
+    assert len(set(one)) == len(one)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_prediction_draws_new_numbers(world_size: int) -> None:
+    """Dropout in prediction differs between calls, and between the ranks."""
+    trainer, module = trainer_of(world_size), Dropping()
+    found = [torch.cat(trainer.predict(module, loader(4, 2))) for _ in range(2)]
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[0][:2], found[0][2:])  # two batches, of one rank each
