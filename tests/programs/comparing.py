@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ def differences(found: Any, expected: Any, place: str = "") -> list[str]:
         return [] if largest <= TOLERANCE else [f"{place}: differs by {largest:.2g}"]
     if isinstance(expected, float):
         is_close = abs(found - expected) <= TOLERANCE * max(1.0, abs(expected))
+        is_close = is_close or (math.isnan(found) and math.isnan(expected))
         return [] if is_close else [f"{place}: {found!r} instead of {expected!r}"]
     return [] if found == expected else [f"{place}: {found!r} instead of {expected!r}"]
 
@@ -58,11 +61,13 @@ def run_on_rank(rank: int, world_size: int, program: Program, job: Job, folder: 
 
 def check(program: Program, ranks_of: Callable[[int], Ranks], folder: Path) -> None:
     """Every rank has what one process has, after every action."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
     _check(program, lambda job: ranks_of(job.world_size).run(run_on_rank, program, job, folder))
 
 
 def check_forked(program: Program, folder: Path) -> None:
     """The process that calls a Trainer whose stages run in forked ranks has what one process has."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
 
     def run(job: Job) -> list[Any]:
         def strategy(**options: Any) -> DDPStrategy:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.programs.program import Action, Change, Data, Job, Learning, Options, Program, Run
 
 SIZES = (1, 2, 3)
-SHAPES = ("tuple", "dict", "nested")
+SHAPES = ("tuple", "dict", "nested", "record", "images", "time first", "scalar first")
 PLAIN_SHAPES = ("tuple", "dict", "nested")
-METRICS = ("mse", "r2", "pearson")
-CHANGES = False
+METRICS = ("mse", "r2", "pearson", "spearman", "root", "sum")
+TRAIN_METRICS = ("mse", "spearman", "root", "sum")  # of one sample, and continued on other numbers of ranks
 EVALUATIONS = ("validate", "test", "predict")
 
 
@@ -24,15 +24,15 @@ def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = SIZES, *, shuffles:
     job_sizes = draw(st.lists(st.sampled_from(world_sizes), min_size=1, max_size=3))
     train = draw(_training_data(max(job_sizes), shuffles=shuffles))
     learning = draw(_learnings())
-    options = draw(_options(train, learning))
+    # Iterable data can only be read again from its beginning by the same number of ranks.
+    can_stop = train.kind == "map" or len(set(job_sizes)) == 1
+    options = draw(_options(train, learning, can_stop=can_stop))
     if train.kind != "map" and options.uneven_inputs == "error":  # every rank must have as many samples
         same = math.lcm(*job_sizes)
         train = replace(train, num_samples=math.ceil(train.num_samples / same) * same)
     is_seeded = draw(st.booleans())
     says_batch_size = draw(st.booleans()) or (train.kind != "map" and train.shape not in PLAIN_SHAPES)
     can_fold = is_seeded and train.kind == "map" and not train.sizes and train.order != "sampler"
-    # Iterable data can only be read again from its beginning by the same number of ranks.
-    can_stop = train.kind == "map" or len(set(job_sizes)) == 1
     jobs: list[Job] = []
     for size in job_sizes:
         has_saved = not learning.late and any(run.has_fit for job in jobs for run in job.runs)
@@ -57,9 +57,15 @@ def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = SIZES, *, shuffles:
         tuple(jobs),
         changes=draw(_changes(learning)),
         is_seeded=is_seeded,
-        metrics=draw(st.sampled_from([(), *((name,) for name in METRICS)])),
+        metrics=draw(_some(METRICS)),
+        train_metrics=draw(_some(TRAIN_METRICS)),
         says_batch_size=says_batch_size,
     )
+
+
+def _some(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
+    """Draw no name, one or two."""
+    return st.lists(st.sampled_from(names), max_size=2, unique=True).map(tuple)
 
 
 @st.composite
@@ -72,8 +78,7 @@ def _changes(draw: st.DrawFn, learning: Learning) -> tuple[Change, ...]:
         action=st.sampled_from(["freeze", "unfreeze"]),
         part=st.sampled_from([part for part in ("body", "side") if part not in learning.late]),
     )
-    is_fixed = not CHANGES or learning.is_manual
-    changes: list[Change] = [] if is_fixed else draw(st.lists(places, max_size=3))
+    changes: list[Change] = [] if learning.is_manual else draw(st.lists(places, max_size=3))
     added = [Change(0, draw(st.integers(0, 2)), "add", part) for part in learning.late]
     return (*changes, *added)
 
@@ -105,7 +110,7 @@ def _training_data(draw: st.DrawFn, world_size: int, *, shuffles: bool) -> Data:
 def _evaluation_data(draw: st.DrawFn) -> Data:
     batch_size = draw(st.integers(1, 4))
     return Data(
-        draw(st.integers(max(3, batch_size), 15)),
+        draw(st.integers(max(4, batch_size), 15)),  # with one on each rank, torchmetrics' Pearson is NaN
         batch_size,
         seed=draw(st.integers(10, 19)),
         order=draw(st.sampled_from(["given", "sampler"])),
@@ -117,10 +122,14 @@ def _evaluation_data(draw: st.DrawFn) -> Data:
 @st.composite
 def _learnings(draw: st.DrawFn) -> Learning:
     is_manual = draw(st.integers(0, 4)) == 0
-    late = draw(st.sampled_from([(), (), ("body",), ("side",)])) if CHANGES else ()
-    frozen = () if late else draw(st.sampled_from([(), ("body",), ("side",)]))
+    net = draw(st.sampled_from(["mlp", "running", "branching"]))
+    late: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    if not (is_manual and net == "branching"):  # of the first optimizer, some batches use the body alone
+        late = draw(st.sampled_from([(), (), (), ("body",), ("side",), ("extra",)]))
+        frozen = () if late else draw(st.sampled_from([(), ("body",), ("side",)]))
     return Learning(
-        net=draw(st.sampled_from(["mlp", "running", "branching"])),
+        net=net,
         optimizer=draw(st.sampled_from(["sgd", "nesterov", "adam", "adamw", "rmsprop"])),
         schedule="" if late or is_manual else draw(st.sampled_from(["", "epoch", "step", "plateau"])),
         frozen=frozen,
@@ -130,7 +139,7 @@ def _learnings(draw: st.DrawFn) -> Learning:
 
 
 @st.composite
-def _options(draw: st.DrawFn, train: Data, learning: Learning) -> Options:
+def _options(draw: st.DrawFn, train: Data, learning: Learning, *, can_stop: bool) -> Options:
     every_n_epoch = 1 if learning.schedule == "plateau" else draw(st.integers(1, 2))
     weightings: list[Any] = ["samples", "logged", None]
     policies = ["error", "join", "truncate"]
@@ -144,6 +153,7 @@ def _options(draw: st.DrawFn, train: Data, learning: Learning) -> Options:
         bucket_cap_mb=draw(st.sampled_from([25, 0.0001])),
         val_check_interval=0 if learning.schedule == "plateau" else draw(st.integers(0, 1)),
         check_val_every_n_epoch=every_n_epoch,
+        save_every_n_steps=draw(st.integers(0, 3)) if can_stop and not learning.late else 0,
     )
 
 
@@ -164,7 +174,12 @@ def _jobs(
         names = draw(st.lists(st.sampled_from(["fit", *EVALUATIONS]), min_size=1, max_size=4))
         resumes = has_saved and "fit" in names and draw(st.booleans())
         validates = draw(st.booleans()) if has_validation is None else has_validation
-        actions = [draw(_fits(can_stop=can_stop)) if name == "fit" else Action(name) for name in names]
+        actions = [
+            draw(_fits(can_stop=can_stop))
+            if name == "fit"
+            else Action(name, num_loaders=draw(st.sampled_from([1, 1, 2])))
+            for name in names
+        ]
         is_fold = can_fold and not resumes and draw(st.integers(0, 3)) == 0
         runs.append(Run(tuple(actions), resumes=resumes, is_fold=is_fold, has_validation=validates))
         has_saved = has_saved or (can_resume and "fit" in names)

@@ -60,7 +60,7 @@ class Net(nn.Module):
         elif bool(uses_side.any()):
             hidden = hidden + self.side(x) * uses_side
         predicted: Tensor = self.head(torch.tanh(self.centering(hidden))).squeeze(1)
-        return predicted
+        return predicted + self.get_submodule("extra")(x).squeeze(1) if hasattr(self, "extra") else predicted
 
 
 @dataclass
@@ -95,11 +95,12 @@ def samples(data: Data) -> Samples:
     return Samples(torch.arange(data.num_samples), x)
 
 
-def loss_of(net: Net, batch: Samples, *, is_by_token: bool = False) -> Tensor:
-    """Return the mean squared error over samples, or over tokens."""
-    errors = (net(batch.x) - batch.y).square()
+def predict(net: Net, batch: Samples, *, is_by_token: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the predictions, and their mean squared error over samples, or over tokens."""
+    predicted: Tensor = net(batch.x)
+    errors = (predicted - batch.y).square()
     mean: Tensor = (errors * batch.tokens).sum() / batch.tokens.sum() if is_by_token else errors.mean()
-    return mean
+    return predicted.detach(), mean
 
 
 def order_of(data: Data, count: int, epoch: int) -> list[int]:
@@ -273,12 +274,16 @@ def make_loader(data: Data, subset: list[int] | None = None) -> DataLoader[Any]:
 
 
 def part_of(net: Net, part: str) -> list[nn.Parameter]:
-    """Return the parameters of a part."""
-    return list(net.get_submodule(part).parameters())
+    """Return the parameters of a part; none of one that does not exist yet."""
+    return list(net.get_submodule(part).parameters()) if hasattr(net, part) else []
 
 
-def apply_change(net: Net, optimizer: torch.optim.Optimizer, change: Change) -> None:
-    """Do what a script does within a fit."""
+def apply_change(net: Net, optimizer: torch.optim.Optimizer, change: Change, rank: int = 0) -> None:
+    """Do what a script does within a fit; a new part has other values on each rank."""
+    if change.part == "extra":
+        net.extra = nn.Linear(FEATURES, 1, dtype=torch.float64)
+        for parameter in net.extra.parameters():
+            nn.init.constant_(parameter, 0.3 + rank)
     for parameter in part_of(net, change.part):
         parameter.requires_grad_(change.action != "freeze")
     if change.action == "add":

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from rankwise import Trainer, TrainingModule
+from rankwise.callbacks import ModelCheckpoint
 from tests.process.training_tasks import quiet_trainer
 from tests.programs import learning
 from tests.programs.learning import Samples
@@ -20,6 +20,7 @@ from tests.programs.program import Action, Job, Program, Run
 from tests.programs.reference import Outcome, new_fold, new_net
 
 MakeStrategy = Callable[..., Any]
+MOST_LOADERS = 2
 
 
 class Module(TrainingModule):
@@ -30,8 +31,13 @@ class Module(TrainingModule):
         self.net = new_net(program)
         self.program = program
         self.automatic_optimization = not program.learning.is_manual
+        names = {"val": program.metrics, "test": program.metrics, "train": program.train_metrics}
         self.metrics: Any = nn.ModuleDict(
-            {prefix: nn.ModuleDict(learning.make_metrics(program.metrics)) for prefix in ("val", "test")}
+            {
+                f"{prefix}{loader}": nn.ModuleDict(learning.make_metrics(names[prefix]))
+                for prefix in names
+                for loader in range(MOST_LOADERS)
+            }
         )
         self.validations: list[float] = []
         self.seen: list[tuple[int, list[int]]] = []
@@ -40,7 +46,7 @@ class Module(TrainingModule):
         for change in self.program.changes:
             if (change.epoch, change.batch) != (self.current_epoch, batch_idx):
                 continue
-            learning.apply_change(self.net, self.trainer.optimizers[0], change)
+            learning.apply_change(self.net, self.trainer.optimizers[0], change, self.trainer.global_rank)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         samples = learning.read_batch(self.program.train.shape, batch)
@@ -48,53 +54,61 @@ class Module(TrainingModule):
         is_by_token = self.program.options.weighting == "logged"
         weight = samples.tokens.sum() if is_by_token else None
         if self.program.learning.is_manual:
-            loss = self._optimize(samples, weight, self.optimizers()[batch_idx % 2])
+            predicted, loss = self._optimize(samples, weight, self.optimizers()[batch_idx % 2])
         else:
-            loss = learning.loss_of(self.net, samples, is_by_token=is_by_token)
+            predicted, loss = learning.predict(self.net, samples, is_by_token=is_by_token)
             if weight is not None:
                 self.log_weight(weight)
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True}
         self.log("train", loss, batch_size=self._said(samples), **options)
         self.log("train_max", samples.x.max(), reduce_fx="max", **options)
         self.log("train_sum", len(samples), reduce_fx="sum", **options)
+        options = {"batch_size": self._said(samples), "on_step": True, "sync_dist": True}
+        self.log("last", loss, **options)
+        self.log("last_max", loss, reduce_fx="max", **options)
+        self._log_metrics("train", 0, predicted, samples)
         return loss
 
-    def _optimize(self, samples: Samples, weight: Tensor | None, optimizer: Any) -> Tensor:
+    def _optimize(self, samples: Samples, weight: Tensor | None, optimizer: Any) -> tuple[Tensor, Tensor]:
         with optimizer.toggled():
-            loss = learning.loss_of(self.net, samples, is_by_token=weight is not None)
+            predicted, loss = learning.predict(self.net, samples, is_by_token=weight is not None)
             optimizer.zero_grad()
             self.manual_backward(loss, weight=weight)
             if clip := self.program.options.clip:
                 self.clip_gradients(optimizer, clip, self.program.options.clip_algorithm)
             optimizer.step()
-        return loss.detach()
+        return predicted, loss.detach()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._measure("val", batch)
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._measure("val", batch, dataloader_idx)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._measure("test", batch)
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._measure("test", batch, dataloader_idx)
 
-    def _measure(self, prefix: str, batch: Any) -> None:
+    def _measure(self, prefix: str, batch: Any, loader: int) -> None:
         samples = learning.read_batch(self.program.evaluation.shape, batch)
         predicted = self.net(samples.x)
         errors = (predicted - samples.y).square()
         self.log(prefix, errors.mean(), batch_size=self._said(samples))
         self.log(f"{prefix}_max", errors.max(), reduce_fx="max")
         self.log(f"{prefix}_sum", len(samples), reduce_fx="sum")
-        for name, metric in self.metrics[prefix].items():
+        self._log_metrics(prefix, loader, predicted, samples)
+
+    def _log_metrics(self, prefix: str, loader: int, predicted: Tensor, samples: Samples) -> None:
+        for name, metric in self.metrics[f"{prefix}{loader}"].items():
             learning.update_metric(metric, predicted, samples)
             self.log(f"{prefix}_metric_{name}", metric)
 
     def _said(self, samples: Samples) -> int | None:
         return len(samples) if self.program.says_batch_size else None
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         predicted: Tensor = self.net(learning.read_batch(self.program.evaluation.shape, batch).x)
         return predicted
 
     def on_validation_end(self) -> None:
-        self.validations.append(float(self.trainer.callback_metrics["val"]))
+        if self.trainer.is_fitting:
+            self.validations.append(float(self.trainer.callback_metrics["val"]))
 
     def configure_optimizers(self) -> Any:
         optimizers = learning.make_optimizers(self.net, self.program.learning)
@@ -113,34 +127,43 @@ def run_job(
 ) -> list[Outcome]:
     """Do what the script does; return what is there after each action.
 
-    A checkpoint of the last run is left in `folder`; runs that resume read it.
+    Checkpoints are left in `folder`; runs that resume read the newest of the run before.
     """
     outcomes: list[Outcome] = []
+    note = folder / "newest.txt"
+    newest = Path(note.read_text()) if note.exists() else None
     torch.manual_seed(program.seed if program.is_seeded else program.seed + rank)
-    for number, run in enumerate(job.runs):
-        if job.world_size == 1:
-            torch.manual_seed(program.seed + number)
+    for run in job.runs:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="find_unused_parameters")  # not what this is about
-            outcomes += _run(program, job, run, folder / "last.ckpt", make_strategy)
+            found, newest = _run(program, job, run, folder, newest, make_strategy)
+        outcomes += found
+    if newest is not None and rank == 0:
+        note.write_text(str(newest))
     return outcomes
 
 
 def _run(
-    program: Program, job: Job, run: Run, checkpoint: Path, make_strategy: MakeStrategy
-) -> list[Outcome]:
+    program: Program, job: Job, run: Run, folder: Path, newest: Path | None, make_strategy: MakeStrategy
+) -> tuple[list[Outcome], Path | None]:
+    """Return the outcomes, and the newest checkpoint."""
     module = Module(program)
     subset = new_fold(program, run)
-    trainer = _trainer(program, job, make_strategy)
-    path = checkpoint if run.resumes else None
+    interval = program.options.save_every_n_steps
+    saving = ModelCheckpoint(folder / "steps", every_n_train_steps=interval or None)
+    trainer = _trainer(program, job, make_strategy, [saving] if interval else [])
+    path = newest if run.resumes else None
     outcomes = []
     for action in run.actions:
         result = _act(program, action, trainer, module, subset, path, has_validation=run.has_validation)
         path = None if action.name == "fit" else path
         outcomes.append({**_state(trainer, module), **result, "random": torch.rand(2)})
-    if run.has_fit:
-        trainer.save_checkpoint(checkpoint)
-    return outcomes
+    if run.has_fit and saving.best_model_path:
+        newest = Path(saving.best_model_path)
+    elif run.has_fit:
+        newest = folder / "last.ckpt"
+        trainer.save_checkpoint(newest)
+    return outcomes, newest
 
 
 def _act(
@@ -153,7 +176,8 @@ def _act(
     *,
     has_validation: bool,
 ) -> Outcome:
-    evaluation: DataLoader[Any] = learning.make_loader(program.evaluation)
+    loaders = [learning.make_loader(data) for data in program.evaluation_loaders(action.num_loaders)]
+    evaluation: Any = loaders[0] if action.num_loaders == 1 else loaders
     match action.name:
         case "fit":
             epoch, step = _position(trainer, path)
@@ -167,8 +191,7 @@ def _act(
         case "predict":
             return {"predictions": trainer.predict(module, evaluation)}
         case name:
-            [found] = getattr(trainer, name)(module, evaluation)
-            return {"metrics": found}
+            return {"metrics": getattr(trainer, name)(module, evaluation)}
 
 
 def _position(trainer: Trainer, path: Path | None) -> tuple[int, int]:
@@ -179,7 +202,9 @@ def _position(trainer: Trainer, path: Path | None) -> tuple[int, int]:
     return saved["epoch"], saved["global_step"]
 
 
-def _trainer(program: Program, job: Job, make_strategy: MakeStrategy) -> Trainer:
+def _trainer(
+    program: Program, job: Job, make_strategy: MakeStrategy, callbacks: list[ModelCheckpoint]
+) -> Trainer:
     options = program.options
     strategy = make_strategy(
         gradient_weighting=options.weighting,
@@ -196,6 +221,8 @@ def _trainer(program: Program, job: Job, make_strategy: MakeStrategy) -> Trainer
         gradient_clip_algorithm=options.clip_algorithm,
         uneven_inputs=options.uneven_inputs,
         check_val_every_n_epoch=options.check_val_every_n_epoch,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
         **interval,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Learning:
         optimizer: see `learning.make_optimizers`.
         schedule: `""`, `"epoch"`, `"step"` or `"plateau"`.
         is_manual: whether `training_step` steps two optimizers in turn, that of the head after odd batches.
-        late: parts that are frozen, and that the optimizer does not have, until a change adds them.
+        late: parts that are frozen, and that the optimizer does not have, until a change adds them; "extra"
+            does not exist until then.
     """
 
     net: str = "mlp"
@@ -60,6 +61,7 @@ class Options:
     bucket_cap_mb: float = 25
     val_check_interval: int = 0  # 0: at the end of an epoch
     check_val_every_n_epoch: int = 1
+    save_every_n_steps: int = 0  # 0: checkpoints are saved at the end of a run only
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class Program:
     Attributes:
         is_seeded: whether all ranks build the same module; otherwise rank 0's counts.
         metrics: the metric objects that evaluations log; see `learning.make_metrics`.
+        train_metrics: those that training logs.
         says_batch_size: whether the module names the batch size where it logs.
     """
 
@@ -141,4 +144,14 @@ class Program:
     changes: tuple[Change, ...] = ()
     is_seeded: bool = True
     metrics: tuple[str, ...] = ()
+    train_metrics: tuple[str, ...] = ()
     says_batch_size: bool = False
+
+    def evaluation_loaders(self, count: int) -> list[Data]:
+        """Return the data of `count` evaluation loaders, each with other samples."""
+        first = self.evaluation
+        more = [
+            replace(first, seed=first.seed + 10 * number, num_samples=first.num_samples + number)
+            for number in range(1, count)
+        ]
+        return [first, *more]

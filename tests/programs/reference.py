@@ -29,19 +29,20 @@ def run_job(program: Program, job: Job, saved: Learner | None, seen: list[Seen])
     outcomes: list[Outcome] = []
     seen = list(seen)
     torch.manual_seed(program.seed)  # rank 0's where every rank has another
-    for number, run in enumerate(job.runs):
-        if job.world_size == 1:
-            torch.manual_seed(program.seed + number)  # on one process, stages draw from the global state
+    for run in job.runs:
         learner = Learner(program, job.world_size, run, saved if run.resumes else None)
         for action in run.actions:
-            if action.name == "fit":
-                result = learner.fit(action, seen.pop(0) if seen else [])
-            else:
-                result = learner.evaluate(action)
+            with torch.random.fork_rng():
+                if action.name == "fit":
+                    result = learner.fit(action, seen.pop(0) if seen else [])
+                else:
+                    result = learner.evaluate(action)
+            torch.randint(2**63 - 1, ())  # a stage draws its seed
             outcomes.append({**learner.state(), **result, "random": torch.rand(2)})
-            if job.world_size == 1 or not program.is_seeded:
+            if job.world_size > 1 and not program.is_seeded:
                 del outcomes[-1]["random"]  # only rank 0 has it
-        saved = learner if learner.optimizers else saved
+        if learner.optimizers:
+            saved = learner.snapshot or learner
     return outcomes, saved
 
 
@@ -53,13 +54,14 @@ class Learner:
         self.net = new_net(program)
         self.subset = new_fold(program, run)
         self.data = learning.Rows(program.train, self.subset).samples
-        self.evaluation_data = learning.samples(program.evaluation)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.scheduler: Any = None
         self.epoch = self.step = self.batches_done = self.items_done = 0
-        self.is_validated = False
-        self.logged = Logged()
+        self.is_validated = self.is_epoch_done = False
+        self.is_snapshot = False
+        self.logged = Logged(program.train_metrics)
         self.saved = saved
+        self.snapshot: Learner | None = None  # what the last checkpoint within a fit holds
 
     def state(self) -> Outcome:
         """Return the state that is compared after every action."""
@@ -96,13 +98,18 @@ class Learner:
         self.epoch, self.step = saved.epoch, saved.step
         self.batches_done, self.items_done = saved.batches_done, saved.items_done
         self.is_validated, self.logged = saved.is_validated, copy.deepcopy(saved.logged)
+        self.is_epoch_done = saved.is_epoch_done
+        self.snapshot = saved if self.program.options.save_every_n_steps and saved.is_snapshot else None
 
     def _run_epoch(self, steps: int, stream: list[int] | None, fit: Outcome) -> None:
-        first, batches = self.batches_done, self._batches(stream)
-        self.logged = logged = self.logged if first else Logged()  # a second fit continues it
+        first = self.batches_done
+        batches: list[list[Samples]] = [[]] if self.is_epoch_done else self._batches(stream)
+        self.logged = logged = (
+            self.logged if first else Logged(self.program.train_metrics)
+        )  # a second fit continues it
         window: list[Samples] = []
         total = first + max(map(len, batches))
-        if first and first == total:  # an earlier run has left no batch
+        if first and first == total and not self.is_epoch_done:  # an earlier run has left no batch
             self._schedule("epoch")
         if first and not self.is_validated:
             self._validate_if_due(first - 1, first == total, fit)
@@ -110,11 +117,12 @@ class Learner:
             self._change(number)
             if not window:
                 self._optimizer(number).zero_grad()
+                logged.last = {}
             mine = [rank_batches[number - first : number - first + 1] for rank_batches in batches]
             with self._toggled(number):
                 window += self._backward(mine, logged)
             is_last = number + 1 == total
-            if self._end_batch(window, number, is_last, fit):
+            if self._end_batch(window, number, is_last, logged, fit):
                 window = []
                 if not is_last and self.step == steps:
                     fit["metrics"].update(logged.values())
@@ -124,12 +132,15 @@ class Learner:
             self.scheduler.step(fit["metrics"]["val"])
         self.epoch += 1
         self.batches_done = self.items_done = 0
+        self.is_epoch_done = False
 
-    def _end_batch(self, window: list[Samples], number: int, is_last: bool, fit: Outcome) -> bool:
+    def _end_batch(
+        self, window: list[Samples], number: int, is_last: bool, logged: Logged, fit: Outcome
+    ) -> bool:
         """Step and validate after a batch where that is due; return whether its window ends."""
         data = self.program.train
         is_window_end = is_last or (number + 1) % self.program.options.accumulate == 0
-        self.is_validated = False
+        self.is_validated, self.is_epoch_done = False, is_last
         self.batches_done += 1
         self.items_done += self.world_size * (1 if data.sizes else data.batch_size)
         if is_window_end:
@@ -137,8 +148,17 @@ class Learner:
         if is_last:
             self._schedule("epoch")
         if is_window_end:
+            fit["metrics"].update(logged.last_values())
+            self._save_if_due()
             self._validate_if_due(number, is_last, fit)
         return is_window_end
+
+    def _save_if_due(self) -> None:
+        interval = self.program.options.save_every_n_steps
+        if interval and self.step % interval == 0:
+            self.snapshot = None
+            saved = copy.deepcopy(self)
+            saved.is_snapshot, self.snapshot = True, saved
 
     def _optimizer(self, number: int) -> torch.optim.Optimizer:
         return self.optimizers[number % len(self.optimizers)]
@@ -168,12 +188,13 @@ class Learner:
         """
         for rank, batch in ((rank, batch) for rank, mine in enumerate(batches) for batch in mine):
             before = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
-            loss = learning.loss_of(self.net, batch, is_by_token=self.program.options.weighting == "logged")
+            is_by_token = self.program.options.weighting == "logged"
+            predicted, loss = learning.predict(self.net, batch, is_by_token=is_by_token)
             (loss * self._weight(batch)).backward()
             if rank:
                 for name, buffer in self.net.named_buffers():
                     buffer.copy_(before[name])
-            logged.add(batch, float(loss.detach()))
+            logged.add(rank, batch, predicted, float(loss.detach()))
         return [batch for mine in batches for batch in mine]
 
     def _weight(self, batch: Samples) -> float:
@@ -204,7 +225,7 @@ class Learner:
         first = number - number % options.accumulate
         is_due = is_last if not interval else (number + 1) // interval > first // interval
         if self.run.has_validation and is_due and (self.epoch + 1) % options.check_val_every_n_epoch == 0:
-            found = self._measure("val")
+            found = self._measure("val", self.program.evaluation)
             fit["metrics"].update(found)
             fit["validations"].append(found["val"])
             self.is_validated = True
@@ -263,12 +284,24 @@ class Learner:
 
     def evaluate(self, action: Action) -> Outcome:
         """Validate, test or predict."""
-        if action.name != "predict":
-            return {"metrics": self._measure({"validate": "val", "test": "test"}[action.name])}
-        data = self.program.evaluation
+        loaders = self.program.evaluation_loaders(action.num_loaders)
+        if action.name == "predict":
+            predictions = [self._predictions(data) for data in loaders]
+            return {"predictions": predictions if len(loaders) > 1 else predictions[0]}
+        prefix = {"validate": "val", "test": "test"}[action.name]
+        found = [self._measure(prefix, data) for data in loaders]
+        if len(loaders) == 1:
+            return {"metrics": found}
+        named = [
+            {f"{name}/dataloader_idx_{number}": value for name, value in one.items()}
+            for number, one in enumerate(found)
+        ]
+        return {"metrics": named}
+
+    def _predictions(self, data: Data) -> list[Tensor]:
         order = learning.order_of(data, data.num_samples, 0)
         chunks = _chunks(order, data.batch_size, drop_last=data.drop_last)
-        return {"predictions": [self._predict(self.evaluation_data.pick(chunk)) for chunk in chunks]}
+        return [self._predict(learning.samples(data).pick(chunk)) for chunk in chunks]
 
     def _predict(self, batch: Samples) -> Tensor:
         self.net.eval()
@@ -277,38 +310,57 @@ class Learner:
         self.net.train()
         return predicted
 
-    def _measure(self, prefix: str) -> dict[str, float]:
-        data, batch = self.program.evaluation, self.evaluation_data
+    def _measure(self, prefix: str, data: Data) -> dict[str, float]:
         order = learning.order_of(data, data.num_samples, self.epoch)
-        if data.drop_last:
-            order = order[: len(order) - len(order) % data.batch_size]
-        batch = batch.pick(order)
-        errors = (self._predict(batch) - batch.y).square()
+        chunks = _chunks(order, data.batch_size, drop_last=data.drop_last)
+        batches = [learning.samples(data).pick(chunk) for chunk in chunks]
+        predicted = [self._predict(batch) for batch in batches]
+        whole = learning.samples(data).pick([number for chunk in chunks for number in chunk])
+        errors = (self._predict(whole) - whole.y).square()
         found = {prefix: float(errors.mean()), f"{prefix}_max": float(errors.max())}
-        for name, metric in learning.make_metrics(self.program.metrics).items():
-            for chunk in _chunks(range(len(batch)), data.batch_size, drop_last=False):
-                learning.update_metric(metric, self._predict(batch.pick(chunk)), batch.pick(chunk))
-            found[f"{prefix}_metric_{name}"] = float(metric.compute())
-        return {**found, f"{prefix}_sum": len(batch)}
+        found.update(_computed(prefix, self.program.metrics, list(zip(predicted, batches, strict=True))))
+        return {**found, f"{prefix}_sum": len(whole)}
+
+
+def _computed(prefix: str, names: tuple[str, ...], updates: list[tuple[Tensor, Samples]]) -> dict[str, float]:
+    metrics = learning.make_metrics(names)
+    for name in names:
+        for predicted, batch in updates:
+            learning.update_metric(metrics[name], predicted, batch)
+    return {f"{prefix}_metric_{name}": float(metrics[name].compute()) for name in names}
 
 
 @dataclass
 class Logged:
     """The training metrics of an epoch."""
 
+    metrics: tuple[str, ...]
     losses: list[tuple[float, int]] = field(default_factory=list)
     largest: float = float("-inf")
+    updates: list[tuple[Tensor, Samples]] = field(default_factory=list)
+    last: dict[int, tuple[float, int]] = field(default_factory=dict)  # of each rank in this window
 
-    def add(self, batch: Samples, loss: float) -> None:
+    def add(self, rank: int, batch: Samples, predicted: Tensor, loss: float) -> None:
         """Add a batch."""
         self.losses.append((loss, len(batch)))
+        self.last[rank] = (loss, len(batch))
+        self.updates.append((predicted, batch))
         self.largest = max(self.largest, float(batch.x.max()))
 
     def values(self) -> dict[str, float]:
-        """Return the mean loss over samples, the largest feature, and the number of samples."""
-        count = sum(size for _, size in self.losses)
-        mean = sum(loss * size for loss, size in self.losses) / count
-        return {"train": mean, "train_max": self.largest, "train_sum": count}
+        """Return the mean loss over samples, the largest feature, the number of samples, metric objects."""
+        found = {"train": _mean(self.losses), "train_max": self.largest}
+        found["train_sum"] = sum(size for _, size in self.losses)
+        return {**found, **_computed("train", self.metrics, self.updates)}
+
+    def last_values(self) -> dict[str, float]:
+        """Return the mean and the largest of the ranks' last losses in this window."""
+        last = list(self.last.values())
+        return {"last": _mean(last), "last_max": max(loss for loss, _ in last)}
+
+
+def _mean(losses: list[tuple[float, int]]) -> float:
+    return sum(loss * size for loss, size in losses) / sum(size for _, size in losses)
 
 
 def new_net(program: Program) -> Net:
