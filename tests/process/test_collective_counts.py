@@ -179,3 +179,22 @@ def test_stopping_takes_no_collective() -> None:
     # The second step has one more: DDP agrees on new buckets, once.
     each = [after - before for before, after in pairwise(noted.found)]
     assert set(each[2:]) == {1}, noted.found
+
+
+class Telling(Silent):
+    """Logs several values of each step that are reduced over the ranks."""
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"loss": loss, "half": loss / 2}, sync_dist=True)
+        self.log("largest", loss, sync_dist=True, reduce_fx="max", on_step=True, on_epoch=True)
+        return loss
+
+
+def test_logged_values_take_one_collective() -> None:
+    """All values of a step are reduced at once, after the gradients."""
+    noted = Counting()
+    quiet_trainer("ddp_fork", 2, max_steps=8, callbacks=[noted]).fit(Telling(), loader(4000, 4))
+    each = [after - before for before, after in pairwise(noted.found)]
+    assert set(each[2:]) == {2}, noted.found
