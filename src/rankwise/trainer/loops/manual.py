@@ -283,8 +283,10 @@ class ManualOptimization:
         return {name: one.grad.detach() for name, one in found.items() if one.grad is not None}
 
     def end(self) -> None:
-        """Leave the pending gradients on the parameters, for the next fit. Collective."""
-        self._context.optimizer_set.set_gradients(self._module, self.pending_gradients())
+        """Leave the pending gradients, averaged, on the parameters for the next fit. Collective."""
+        named = self._context.optimizer_set.named_parameters(self._module)
+        for name, gradient in self.pending_gradients().items():
+            named[name].grad = gradient
 
 
 def _copy_with_gradient(parameter: Tensor) -> nn.Parameter:
