@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
 from tests.process.training_tasks import CountingStrategy, train_twenty_steps
 
-REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 from tests.process.training_tasks import write_twenty_steps
@@ -30,7 +30,7 @@ def test_two_ranks_train_as_one(
     expected = train_twenty_steps("single_device", 1, accumulate)
     if start_method == "popen":
         result = tmp_path / "state.json"
-        run = run_script(SCRIPT, str(result), str(accumulate), env={"PYTHONPATH": str(REPOSITORY)})
+        run = run_script(SCRIPT, str(result), str(accumulate), env=with_tests())
         assert run.returncode == 0, run
         state = {name: torch.tensor(value) for name, value in json.loads(result.read_text()).items()}
     else:
