@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from hashlib import blake2b
 from typing import final
 
 import torch.distributed as dist
@@ -54,7 +55,7 @@ class ChangeAgreement:
         self._ranks = dist.get_process_group_ranks(world if self.group is None else self.group)
         self._rank = dist.get_rank()
         self._store = default_store() if self.monitor is None else self.monitor.store
-        scope = f"changes/{self._ranks[0]}"
+        scope = f"changes/{blake2b(repr(self._ranks).encode(), digest_size=8).hexdigest()}"
         series = self._store.add(f"{scope}/series of {self._rank}", 1)  # the same number on every rank
         self._name = f"{scope}/{series}"
         if self.monitor is not None:
