@@ -8,13 +8,15 @@ import dataclasses
 from collections import UserString, deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["map_nested", "map_tensors"]
+__all__ = ["map_nested", "map_tensors", "to_device"]
 
+T = TypeVar("T")
 _NOT_CONTAINERS = (str, bytes, bytearray, memoryview, range, array.array, UserString, torch.Size)
 Kinds = type | tuple[type, ...]
 
@@ -22,6 +24,14 @@ Kinds = type | tuple[type, ...]
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """Return `value` with `function` applied to each tensor in it; see `map_nested`."""
     return map_nested(value, Tensor, function)
+
+
+def to_device(value: T, device: torch.device | str, *, non_blocking: bool = False) -> T:
+    """Return `value` with every tensor on a device, but for the sizes of packed sequences, which stay."""
+    moved: T = map_nested(
+        value, (Tensor, PackedSequence), lambda each: each.to(device, non_blocking=non_blocking)
+    )
+    return moved
 
 
 def map_nested(

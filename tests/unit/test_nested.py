@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from rankwise.nested import map_nested, map_tensors
+from rankwise.strategies import DDPStrategy
 from tests.unit.trainer.helpers import Line, samples, trainer
 
 Pair = namedtuple("Pair", "x y")
@@ -131,6 +133,21 @@ def test_setting_attributes() -> None:
     """The fields of a dataclass that is not frozen are set in its own way."""
     value: Any = Counting(ONE)
     assert doubled(value).count > value.count
+
+
+class OnMeta(DDPStrategy):
+    """Has another device than the CPU."""
+
+    root_device: Any = torch.device("meta")
+
+
+def test_batches_are_moved() -> None:
+    """Every tensor of a batch is moved, but for the sizes of a packed sequence, which stay on the CPU."""
+    packed = pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
+    frozen, (moved,) = OnMeta().batch_to_device((Frozen(ONE), [packed]))
+    assert frozen.x.is_meta
+    assert moved.data.is_meta
+    assert not moved.batch_sizes.is_meta
 
 
 class Wrapped(Line):

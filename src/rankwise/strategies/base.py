@@ -28,7 +28,7 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.named_options import check_is_a
-from rankwise.nested import map_tensors
+from rankwise.nested import to_device
 from rankwise.precision import Precision
 from rankwise.process_group import collectives, rank_zero_first
 from rankwise.process_group.distributed_optimizers import is_sharded
@@ -359,9 +359,7 @@ class Strategy(ABC):
 
     def batch_to_device(self, batch: T) -> T:
         """Move every tensor of a batch, also in nested containers, to this rank's device."""
-        device = self.root_device
-        moved: T = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
-        return moved
+        return to_device(batch, self.root_device, non_blocking=True)
 
     @property
     def gradient_weighting(self) -> str | None:

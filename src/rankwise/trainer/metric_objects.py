@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.nested import map_tensors
+from rankwise.nested import to_device
 
 Metrics = dict[str, Any]  # metric objects by their dotted names in a module
 State = dict[str, Any]  # of one metric object: its states by name, and what it has of the following
@@ -84,17 +84,8 @@ def set_states(metrics: Metrics, states: States) -> None:
     for name in metrics.keys() & states.keys():
         metric = metrics[name]
         for key, value in states[name].items():
-            setattr(metric, key, _moved(value, metric.device))
+            setattr(metric, key, to_device(value, metric.device))
         metric._computed = None
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return map_tensors(value, lambda tensor: tensor.to(device))
-
-
-def on_cpu(states: Any) -> Any:
-    """Return the same containers with all tensors on the CPU."""
-    return map_tensors(states, lambda tensor: tensor.cpu())
 
 
 def _state_of(metric: Any) -> State:
@@ -193,7 +184,7 @@ def _in_one_window(metric: Any, states: list[State]) -> list[State]:
     for state in states:
         outdated = tuple(f"_{number % metric.window}" for number in range(state[_SEEN], latest))
         empty = {name: value for name, value in metric._defaults.items() if name.endswith(outdated)}
-        found.append({**state, **on_cpu(empty), _SEEN: latest})
+        found.append({**state, **to_device(empty, "cpu"), _SEEN: latest})
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
+from rankwise.nested import to_device
 from rankwise.trainer.metric_objects import (
     Metrics,
     States,
@@ -21,7 +22,6 @@ from rankwise.trainer.metric_objects import (
     is_metric_object,
     merged_states,
     metric_objects,
-    on_cpu,
     states_of,
 )
 
@@ -346,7 +346,7 @@ class Results:
         own = {name: logged.part() for name, logged in self._metrics.items() if logged.options.on_epoch}
         synced = {name: part for name, part in own.items() if self._metrics[name].options.sync_dist}
         objects = metric_objects(self._module, [logged.metric for logged in self._objects.values()])
-        states_here = on_cpu(states_of(objects))
+        states_here = to_device(states_of(objects), "cpu")
         gathered = strategy.all_gather_object(
             (self._is_counted, {**dict.fromkeys(self._objects), **synced}, states_here)
         )
@@ -366,7 +366,7 @@ class Results:
         for logged in self._objects.values():
             logged.metric.reset()
         values: dict[str, Tensor] = {}
-        for found in strategy.all_gather_object(on_cpu(own)):
+        for found in strategy.all_gather_object(to_device(own, "cpu")):
             values = {**found, **values}
         return values
 

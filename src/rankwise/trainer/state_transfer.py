@@ -13,14 +13,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.nested import map_tensors
+from rankwise.nested import map_tensors, to_device
 from rankwise.processes.parametrized_modules import kind_of, set_kind
 from rankwise.processes.shared_memory import send_by_name
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metric_objects import (
     merged,
     metric_objects,
-    on_cpu,
     saved_states,
     set_states,
     unmergeable,
@@ -230,10 +229,10 @@ def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:
         return context.state.rank_states
     results, before = context.stage.epoch_results, context.stage.before_validation
     # A run that continues from within a validation validates again.
+    is_validated = context.state.progress.is_validated
+    changing = changing_state(context) if before is None or is_validated else before
     own = {
-        **on_cpu(
-            changing_state(context) if before is None or context.state.progress.is_validated else before
-        ),
+        **to_device(changing, "cpu"),
         "results": None if results is None else results.state_dict(),
         "metrics": {key: dict(getattr(context.state.fit_metrics, name)) for key, name in _METRICS.items()},
     }

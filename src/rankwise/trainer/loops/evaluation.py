@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.nested import map_tensors
+from rankwise.nested import to_device
 from rankwise.trainer.consistency import check_same_order
 from rankwise.trainer.metrics import Results
 
@@ -89,7 +89,7 @@ class EvaluationLoop:
             for dataloader_idx, batch_idx, batch in self._batches(results):
                 output = self._run_batch(results, batch, batch_idx, dataloader_idx)
                 output = strategy.precision.convert_output(output)
-                output = map_tensors(output, lambda tensor: tensor.cpu())
+                output = to_device(output, "cpu")
                 own[dataloader_idx].append(output)
             by_rank = _gathered(strategy, own, gather)
             predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
