@@ -40,6 +40,7 @@ class TrainedSet:
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self._num_optimizers = 0
         self._outside: dict[str, Tensor] = {}
+        self._held: list[Any] = []
         self._read: tuple[list[str], list[Tensor], list[bool]] = [], [], []
         self.read(module)
 
@@ -51,12 +52,7 @@ class TrainedSet:
     def is_current(self, optimizers: Iterable[Optimizer] = ()) -> bool:
         """Return whether module and optimizers still have the parameters that were read, as trained."""
         _, parameters, flags = self._read
-        return (
-            not any(self._empty)
-            and all(map(is_, chain.from_iterable(self._views), self._held))
-            and list(map(_requires_grad, parameters)) == flags
-            and self._is_updated_alike(optimizers)
-        )
+        return list(map(_requires_grad, parameters)) == flags and self._has_same(optimizers)
 
     def is_complete(self, optimizers: Sequence[Optimizer]) -> bool:
         """Return whether the next step can update no other parameters than those that were read as trained.
@@ -66,6 +62,14 @@ class TrainedSet:
         if not optimizers:
             return self.is_current()
         return not any(map(_requires_grad, self._frozen)) and self._is_updated_alike(optimizers)
+
+    def _has_same(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Return whether module and optimizers still have the parameters that were read, trained or not."""
+        return (
+            not any(self._empty)
+            and all(map(is_, chain.from_iterable(self._views), self._held))
+            and self._is_updated_alike(optimizers)
+        )
 
     def _is_updated_alike(self, optimizers: Iterable[Optimizer]) -> bool:
         return all(
@@ -85,6 +89,27 @@ class TrainedSet:
         Parameters whose ids are in `elsewhere` belong to other modules. Those of optimizers that are not
         given stay as they were read last.
         """
+        names, before, flags_before = self._read
+        named = dict(zip(names, before, strict=True))
+        if not (self._held and self._has_same(optimizers)):
+            named = self._walk(module, optimizers, parameters_of, elsewhere)
+        parameters = list(named.values())
+        flags = list(map(_requires_grad, parameters))
+        self._read = list(named), parameters, flags
+        self.trained = list(compress(parameters, flags))
+        self._frozen = list(compress(parameters, map(not_, flags)))
+        self.trained_inside = self.inside.intersection(map(id, self.trained))
+        is_same = len(parameters) == len(before) and all(map(is_, parameters, before))
+        return not is_same or flags != flags_before or self._read[0] != names
+
+    def _walk(
+        self,
+        module: nn.Module,
+        optimizers: Iterable[Optimizer],
+        parameters_of: ParametersOf,
+        elsewhere: Container[int],
+    ) -> dict[str, Tensor]:
+        """Return the parameters of module and optimizers by name, and prepare to compare with them."""
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         dicts: list[dict[str, Any]] = [
             each for submodule in inner.modules() for each in (submodule._parameters, submodule._modules)
@@ -100,16 +125,7 @@ class TrainedSet:
             self._read_optimizer(optimizer, parameters_of, elsewhere)
         outside = {id(each): name for name, each in self._outside.items() if id(each) not in self.inside}
         named = {name: each for name, each in named.items() if name not in ignored_names}
-        named |= {name: self._outside[name] for name in outside.values()}
-        before = self._read
-        names, parameters = list(named), list(named.values())
-        flags = list(map(_requires_grad, parameters))
-        self._read = names, parameters, flags
-        self.trained = list(compress(parameters, flags))
-        self._frozen = list(compress(parameters, map(not_, flags)))
-        self.trained_inside = {id(each) for each in self.trained if id(each) in self.inside}
-        is_same = len(parameters) == len(before[1]) and all(map(is_, parameters, before[1]))
-        return not is_same or (names, flags) != (before[0], before[2])
+        return named | {name: self._outside[name] for name in outside.values()}
 
     def _read_optimizer(
         self, optimizer: Optimizer, parameters_of: ParametersOf, elsewhere: Container[int]
