@@ -180,15 +180,13 @@ def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
 
     Mutates: `parameter.grad` of sparse gradients; what is written to the tensors changes the gradients.
     """
-    found = []
-    for parameter in parameters:
-        gradient = parameter.grad
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters]
+    for number, gradient in enumerate(gradients):
         if gradient is not None and gradient.is_sparse:
-            parameter.grad = gradient = gradient.coalesce()
-            gradient = gradient._values()
-        if gradient is not None and gradient.numel():
-            found.append(gradient)
-    return found
+            parameters[number].grad = coalesced = gradient.coalesce()
+            gradients[number] = coalesced._values()
+    return [gradient for gradient in gradients if gradient is not None and gradient.numel()]
 
 
 def floats_to(batch: T, dtype: torch.dtype) -> T:

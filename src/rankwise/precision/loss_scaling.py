@@ -72,8 +72,7 @@ class ScaledPrecision(DtypePrecision):
             return
         if id(optimizer) in self._stepped:
             self.scale_gradients()
-        gradients = self._gradients(optimizer)
-        if id(optimizer) in self._unscaled or not gradients:
+        if id(optimizer) in self._unscaled or not (gradients := self._gradients(optimizer)):
             return
         if self.agree is not None:  # all ranks skip the step if the gradients of one are not finite
             is_finite = are_finite(gradients)

@@ -121,6 +121,8 @@ class ManualOptimization:
     def _read_parameters(self) -> None:
         """Read the parameters again if some were added, frozen or unfrozen; every rank calls this."""
         strategy = self._strategy
+        if strategy.world_size == 1 and self._weights is None:
+            return  # nothing is averaged, and no gradient is left out
         self._parameters = strategy.gradients.manual_parameters(
             self._wrapped,
             self._context.optimizers,
