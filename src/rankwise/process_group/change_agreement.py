@@ -12,8 +12,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from typing import final
+from weakref import WeakMethod
 
 import torch.distributed as dist
 
@@ -59,7 +61,8 @@ class ChangeAgreement:
         series = self._store.add(f"{scope}/series of {self._rank}", 1)  # the same number on every rank
         self._name = f"{scope}/{series}"
         if self.monitor is not None:
-            self.monitor.subscribe(self._name, self._on_request)
+            on_request = WeakMethod(self._on_request)  # the monitor lives longer than a module and its facts
+            self.monitor.subscribe(self._name, partial(_call, on_request))
 
     def begin_step(self, has_changed: bool) -> None:
         """Begin the next step; if any rank has changed its facts, make sure that all have the same.
@@ -112,3 +115,9 @@ class ChangeAgreement:
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/{number}/{rank}"
+
+
+def _call(method: Callable[[], Callable[[str], None] | None], text: str) -> None:
+    """Call the method of a weak reference with a text, if its object still exists."""
+    if (found := method()) is not None:
+        found(text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from rankwise.errors import RankMismatchError
+from rankwise.monitoring.rank_monitor import PollingMonitor
 from rankwise.process_group.change_agreement import ChangeAgreement
 from tests.helpers.threaded import run_ranks
 
@@ -37,3 +39,18 @@ def test_different_changes() -> None:
         return str(caught.value)
 
     assert all("parameter" in text and "frozen True" in text for text in run_ranks(2, run))
+
+
+def test_a_monitor_keeps_no_agreement() -> None:
+    """An agreement ends with its module, of which a job may have many, one after the other."""
+
+    def run(rank: int) -> None:
+        store = dist.HashStore()
+        monitor = PollingMonitor(rank, 2, store, lambda: store)
+        agreement = ChangeAgreement(dict, None, TIMEOUT, monitor)
+        gone = weakref.ref(agreement)
+        del agreement
+        assert gone() is None
+        monitor.close()
+
+    run_ranks(2, run)
