@@ -74,10 +74,11 @@ def given_seed() -> int | None:
 
 
 def restore_seed(torch_seed: int, given: int | None) -> None:
-    """Seed torch on all devices, with a seed of another process, and make `given` its `given_seed`."""
+    """Give torch, on all devices, the seed of another process, and make `given` the `given_seed`."""
     global _given
     _given = given
-    torch.manual_seed(torch_seed)
+    if torch.initial_seed() != torch_seed:  # a fork has it, and seeding all devices takes milliseconds
+        torch.manual_seed(torch_seed)
 
 
 def drawn_seed() -> int:
