@@ -167,6 +167,9 @@ class Measured(Regression):
         self.recent = Running(torchmetrics.SumMetric(), window=3)
         self.ever = torchmetrics.SumMetric().set_dtype(torch.float64)
         self.range = MinMaxMetric(torchmetrics.MeanMetric().set_dtype(torch.float64))
+        self.errors = torchmetrics.MetricCollection(  # which share their states
+            {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
+        ).set_dtype(torch.float64)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -174,7 +177,9 @@ class Measured(Regression):
             metric.update(float(len(batch[0])))
         self.targets.update(batch[1])
         self.range.update(batch[1])
+        self.errors.update(self(batch[0]).detach(), batch[1])
         self.log_dict({"samples": self.samples, "recent": self.recent})
+        self.log_dict(self.errors)
         return super().training_step(batch, batch_idx)
 
     @override

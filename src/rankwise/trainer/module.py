@@ -202,7 +202,8 @@ class TrainingModule(nn.Module):
             prog_bar: whether the progress bar shows it.
             logger: whether loggers get it.
             on_step: whether each step's value is logged; by default only in training batches. It has no
-                effect in evaluation. With `sync_dist` each step has one more collective.
+                effect in evaluation. With `sync_dist` each step has one more collective; if an epoch's first
+                step logs no such value, later ones wait for a step that loggers get.
             on_epoch: whether the values are reduced over the epoch; by default if `on_step` is false.
             reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`, or torch's function.
             sync_dist: whether values are reduced over the ranks too; by default only in evaluation.
