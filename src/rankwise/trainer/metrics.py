@@ -144,6 +144,7 @@ class Results:
         self._is_muted = False
         self._batch_size: int | None = 1
         self._synced: dict[str, str] | None = None  # how step values are reduced; None before the first step
+        self._state: dict[str, dict[str, Any]] | None = None  # that a later fit continues from
         self._metrics: dict[str, _Metric] = {}
         self._objects: dict[str, _LoggedObject] = {}
 
@@ -256,8 +257,14 @@ class Results:
             )
         return 1 if self._batch_size is None else self._batch_size
 
+    def stop(self) -> None:
+        """Leave what is logged from here on out of the state: a later fit ends the epoch again."""
+        self._state = self.state_dict()
+
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return all that was logged so far, as plain types and CPU tensors; metric objects by name."""
+        if self._state is not None:
+            return self._state
         names = {id(metric): name for name, metric in metric_objects(self._module).items()}
         return {
             "numbers": {name: metric.state() for name, metric in self._metrics.items()},

@@ -229,6 +229,22 @@ def test_logging_before_the_first_epoch(tmp_path: Path) -> None:
     assert train.logged_metrics["late"] == 2.0
 
 
+class AtTheEnd(Line):
+    """Logs the number of steps when an epoch ends, or a fit stops within one."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("steps", float(self.trainer.global_step))
+
+
+def test_logging_when_a_fit_stops_within_an_epoch(tmp_path: Path) -> None:
+    """What is logged at the end of an epoch counts once, though the hook also ran where the fit stopped."""
+    train, model = trainer(tmp_path, max_steps=2), AtTheEnd()
+    for limit, steps in ((2, 2.0), (3, 3.0), (-1, 4.0)):
+        train.max_steps = limit
+        train.fit(model, loader())
+        assert train.callback_metrics["steps"] == steps
+
+
 @pytest.mark.parametrize("hook", ["on_train_end", "on_validation_end", "on_predict_batch_end"])
 def test_logging_what_is_not_reduced(hook: str, tmp_path: Path) -> None:
     """What is logged after the epoch's metrics were reduced, or in prediction, is an error, not lost."""

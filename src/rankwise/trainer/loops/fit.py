@@ -120,6 +120,8 @@ class FitLoop:
                 break
             report_phase("data loading", step=progress.global_step)
         report_phase("end of the epoch")
+        if not progress.is_epoch_done:
+            self._results.stop()
         self._hooks.call("on_train_epoch_end", before_monitoring=self._end_metrics)
         if self._validation is not None and progress.is_epoch_done and math.isinf(self._schedule.num_batches):
             _warn_of_no_validation(self._context)
