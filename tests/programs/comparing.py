@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,6 +81,13 @@ def check_forked(program: Program, folder: Path) -> None:
         return [outcomes]
 
     _check(program, run)
+
+
+def check_written(program: Program, folder: Path) -> None:
+    """Each rank of `script.py` has written to `folder` what one process has."""
+    written = [folder / f"rank{rank}.pkl" for rank in range(2)]
+    by_job = iter(list(zip(*[pickle.loads(path.read_bytes()) for path in written], strict=True)))
+    _check(program, lambda job: list(next(by_job)))
 
 
 def _check(program: Program, run: Callable[[Job], list[Any]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -319,6 +321,23 @@ def make_scheduler(optimizer: torch.optim.Optimizer, learning: Learning) -> Any:
 
 
 # ------------------------------------------------------------------------------------- metric objects
+
+
+_WARNINGS = (
+    "Metric `Spearman",  # needs memory
+    "The variance of predictions",  # is small
+    "find_unused_parameters",  # finds none
+    "Validation never runs",  # in so few epochs
+)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Ignore warnings of torchmetrics and rankwise that random programs cause."""
+    with warnings.catch_warnings():
+        for message in _WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        yield
 
 
 def make_metrics(names: tuple[str, ...]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,8 +133,7 @@ def run_job(
     newest = Path(note.read_text()) if note.exists() else None
     torch.manual_seed(program.seed if program.is_seeded else program.seed + rank)
     for run in job.runs:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="find_unused_parameters")  # not what this is about
+        with learning.without_warnings():
             found, newest = _run(program, job, run, folder, newest, make_strategy)
         outcomes += found
     if newest is not None and rank == 0:

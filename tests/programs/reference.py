@@ -323,11 +323,12 @@ class Learner:
 
 
 def _computed(prefix: str, names: tuple[str, ...], updates: list[tuple[Tensor, Samples]]) -> dict[str, float]:
-    metrics = learning.make_metrics(names)
-    for name in names:
-        for predicted, batch in updates:
-            learning.update_metric(metrics[name], predicted, batch)
-    return {f"{prefix}_metric_{name}": float(metrics[name].compute()) for name in names}
+    with learning.without_warnings():
+        metrics = learning.make_metrics(names)
+        for name in names:
+            for predicted, batch in updates:
+                learning.update_metric(metrics[name], predicted, batch)
+        return {f"{prefix}_metric_{name}": float(metrics[name].compute()) for name in names}
 
 
 @dataclass

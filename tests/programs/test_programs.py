@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.programs.comparing import check, check_forked
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
+from tests.programs import script
+from tests.programs.comparing import check, check_forked, check_written
 from tests.programs.drawing import programs
 from tests.programs.program import Program
 from tests.programs.ranks import ranks_of_many_sizes
@@ -20,6 +26,7 @@ ANY = settings(
 )
 FEW = settings(ANY, max_examples=20, derandomize=True)
 MANY = settings(ANY, max_examples=500)
+LAUNCHERS = {"ddp": [], "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
 
 
 def check_programs(options: settings, folder: Path) -> None:
@@ -67,3 +74,39 @@ def test_state_comes_back_to_the_caller(tmp_path: Path) -> None:
 def test_state_comes_back_to_the_caller_again_and_again(tmp_path: Path) -> None:
     """The same for 60 programs."""
     check_forked_programs(settings(MANY, max_examples=60), tmp_path)
+
+
+def check_scripts(options: settings, launcher: str, folder: Path, run_script: ScriptRunner) -> None:
+    """Draw programs, and check each in the processes of one script."""
+    drawn: list[Program] = []
+
+    @options
+    @given(programs((2,)))
+    def draw_one(program: Program) -> None:
+        drawn.append(replace(program, jobs=program.jobs[:1]))
+
+    draw_one()
+    (folder / "programs.pkl").write_bytes(pickle.dumps(drawn))
+    command = [sys.executable, *LAUNCHERS[launcher], str(Path(script.__file__)), str(folder)]
+    result = run_script.command(command, env=with_tests())
+    assert result.returncode == 0, result
+    for number, program in enumerate(drawn):
+        check_written(program, folder / str(number))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_of_a_script_equal_a_loop_by_hand(
+    launcher: str, tmp_path: Path, run_script: ScriptRunner
+) -> None:
+    """The same in processes that remain between the stages: of a script that is run again, or of torchrun."""
+    check_scripts(settings(FEW, max_examples=3), launcher, tmp_path, run_script)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_of_a_script_again_and_again(
+    launcher: str, tmp_path: Path, run_script: ScriptRunner
+) -> None:
+    """The same for 60 programs."""
+    check_scripts(settings(MANY, max_examples=60), launcher, tmp_path, run_script)
