@@ -484,7 +484,7 @@ class Strategy(ABC):
         Raises:
             CheckpointError: on every rank, when it could not be written.
         """
-        with errors_shared(self):
+        with errors_shared(self, of_rank_zero=True):
             if self.is_global_zero:
                 report_phase("checkpoint")
                 with as_checkpoint_error(path):
@@ -563,7 +563,7 @@ class Strategy(ABC):
     def call_on_rank_zero(self, function: Callable[[], T]) -> T:
         """Call `function`, without collectives, on global rank 0; return its value, or raise, everywhere."""
         value: Any = None
-        with errors_shared(self):
+        with errors_shared(self, of_rank_zero=True):
             value = function() if self.is_global_zero else None
         return self.broadcast(value)  # type: ignore[no-any-return]  # what `function` has returned
 

@@ -14,8 +14,10 @@ from rankwise.ranks import RankInfo
 
 
 @contextmanager
-def errors_shared(strategy: Any) -> Iterator[None]:
+def errors_shared(strategy: Any, *, of_rank_zero: bool = False) -> Iterator[None]:
     """Raise an exception of the block on every rank. Collective; the block must not call collectives.
+
+    With `of_rank_zero`, only the block on global rank 0 can fail.
 
     Errors of this package are the same on all ranks; for others, other ranks get a `WorkerRaisedError`.
     """
@@ -27,11 +29,12 @@ def errors_shared(strategy: Any) -> Iterator[None]:
         own = error
     try:
         sent = None if own is None else _sent(own, strategy.ranks)
-        errors = [error for error in strategy.all_gather_object(sent) if error is not None]
+        found = [strategy.broadcast(sent)] if of_rank_zero else strategy.all_gather_object(sent)
+        errors = [error for error in found if error is not None]
         if errors:
             raise mark_propagated(errors[0]) if own is None else own
     finally:
-        own, sent, errors = None, None, []  # their tracebacks refer to this frame
+        own, sent, found, errors = None, None, [], []  # their tracebacks refer to this frame
 
 
 def _sent(error: Exception, ranks: RankInfo) -> RankwiseError:
