@@ -43,6 +43,7 @@ _INNER_MODULES = (
     "contextlib",
     "lightning_utilities",
     "rankwise.gradient_sync",
+    "rankwise.nested",
     "rankwise.precision",
     "rankwise.process_group",
     "rankwise.strategies",
