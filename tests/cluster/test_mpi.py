@@ -13,6 +13,7 @@ import pytest
 from tests.cluster.conftest import need
 from tests.cluster.digits import BRIEF, EXAMPLES, LIMIT_S, REPOSITORY, VARIABLES, check_digits, check_doctor
 from tests.cluster.hosts import TwoHosts
+from tests.helpers.at_startup.sitecustomize import VARIABLE as COMPARES_RANKS
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
@@ -30,7 +31,8 @@ PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "mpich"}
 launchers = pytest.mark.parametrize("launcher", PACKAGES)
 ADDRESS = {"MASTER_ADDR": TwoHosts.names[0], "MASTER_PORT": "29500"}
 ON_BOTH = {
-    "mpirun.openmpi": f"--host {','.join(TwoHosts.names)} -x PATH -x PYTHONPATH -x TMPDIR",
+    "mpirun.openmpi": f"--host {','.join(TwoHosts.names)} "
+    f"-x PATH -x PYTHONPATH -x TMPDIR -x {COMPARES_RANKS}",
     "mpiexec.hydra": f"-hosts {','.join(TwoHosts.names)}",
 }
 
