@@ -18,6 +18,13 @@ _MAX_COUNT = 10_000_000
 _MAX_FILE_BYTES = 16_000_000
 
 
+def whole_number(text: str, lowest: int = 0, highest: int = _MAX_COUNT) -> int | None:
+    """Return the number in a variable's text; None unless it is a whole number from `lowest` to `highest`."""
+    # isdecimal excludes signs, spaces, underscores and fractions; isascii excludes other scripts' digits
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(highest))
+    return int(text) if is_number and lowest <= int(text) <= highest else None
+
+
 def is_set(name: str, environ: Mapping[str, str]) -> bool:
     """Return whether a variable is set to more than blanks."""
     return bool(environ.get(name, "").strip())
@@ -244,10 +251,11 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         """Return the different names of the job's nodes, rank 0's first, if the launcher provides them."""
         if not self.node_file:
             return []
-        path = self._text(self.node_file)
+        path, names = self._text(self.node_file), list[str]()
         try:
-            with Path(path).open(encoding="utf-8") as file:
-                names = list(dict.fromkeys(file.read(_MAX_FILE_BYTES).split()))
+            if Path(path).is_file():  # to open a pipe may take for ever
+                with Path(path).open(encoding="utf-8") as file:
+                    names = list(dict.fromkeys(file.read(_MAX_FILE_BYTES).split()))
         except (OSError, ValueError) as error:
             raise self._error(f"{self.node_file} cannot be read: {error}", {self.node_file: path}) from None
         if not names:
@@ -266,12 +274,9 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     def _number(self, name: str, highest: int = _MAX_COUNT, lowest: int = 0) -> int:
         """Return a variable that must be a whole number from `lowest` to `highest`."""
         text = self._text(name)
-        # isdecimal excludes signs, spaces, underscores and fractions; isascii excludes other scripts' digits
-        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(highest))):
+        if (number := whole_number(text, lowest, highest)) is None:
             raise self._error(f"{name} is not a number from {lowest} to {highest}", {name: text})
-        if not lowest <= int(text) <= highest:
-            raise self._error(f"{name} is not within {lowest} to {highest}", {name: text})
-        return int(text)
+        return number
 
     def _error(self, problem: str, variables: Mapping[str, str] | None = None) -> EnvironmentVariableError:
         """Return an error with these variables, by default all that this environment reads."""

@@ -189,7 +189,7 @@ def _launcher_pid() -> str:
     """
     leader = os.getsid(0)
     try:
-        fields = Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{leader}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return str(os.getppid())
     return fields[1]

@@ -12,8 +12,11 @@ from rankwise.errors import InvalidArgumentError
 T = TypeVar("T")
 
 _MAX_NODES = 100_000  # more than any cluster has: a longer list is damaged, and is not expanded
+_MAX_NAME = 255  # characters of a node's name beside brackets: DNS allows no more
+_MAX_BRACKETS = 16  # in a name: Slurm has names of five dimensions
 
-_WORD = r"(?:[A-Za-z0-9._-]|\[[^\[\]]*\])+"
+_BRACKET = re.compile(r"\[[^\[\]]*\]")
+_WORD = rf"(?:[A-Za-z0-9._-]|{_BRACKET.pattern})+"
 _LIST = re.compile(f"{_WORD}(?:,{_WORD})*")
 _RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
@@ -30,7 +33,12 @@ def expand_node_list(text: str) -> list[str]:
     """
     if _LIST.fullmatch(text.strip()) is None:
         raise _not_a_node_list(text)
-    return _limited(chain.from_iterable(_names(word, text) for word in re.findall(_WORD, text)), text)
+    words = re.findall(_WORD, text)
+    longest = max(len(_BRACKET.sub("", word)) for word in words)
+    if longest > _MAX_NAME or max(word.count("[") for word in words) > _MAX_BRACKETS:
+        expected = f"names of at most {_MAX_NAME} characters and {_MAX_BRACKETS} brackets"
+        raise _error("node list", text, expected)
+    return _limited(chain.from_iterable(_names(word, text) for word in words), text)
 
 
 def expand_counts(text: str) -> list[int]:

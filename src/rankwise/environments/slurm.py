@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import ClassVar, TypeVar, final
 
-from rankwise.environments.base import ClusterEnvironment, is_set
+from rankwise.environments.base import ClusterEnvironment, is_set, whole_number
 from rankwise.environments.mpi import MPIEnvironment
 from rankwise.environments.node_list import expand_counts, expand_node_list
 from rankwise.errors import InvalidArgumentError
@@ -160,7 +160,7 @@ class SlurmEnvironment(ClusterEnvironment):
 def warn_of_unused_tasks(environ: Mapping[str, str], world_size: int) -> None:
     """Warn if this job of Slurm has more tasks than processes train, and srun could start them."""
     counts = [environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")]
-    tasks = max([int(count) for count in counts if count.isdecimal()], default=0)
+    tasks = max(whole_number(count.strip()) or 0 for count in counts)
     if tasks > world_size and is_set("SLURM_JOB_ID", environ) and shutil.which("srun") is not None:
         warnings.warn(
             f"Slurm job {environ['SLURM_JOB_ID']} has {tasks} tasks, but srun has not started this process: "

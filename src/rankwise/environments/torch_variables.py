@@ -30,6 +30,12 @@ class TorchElasticEnvironment(ClusterEnvironment):
         "main_port": "MASTER_PORT",
     }
 
+    @property
+    def restart_count(self) -> int:
+        """How often this node's agent has started its workers again."""
+        name = "TORCHELASTIC_RESTART_COUNT"
+        return self._number(name) if self._has(name) else 0
+
 
 @final
 class PlainEnvironment(ClusterEnvironment):

@@ -11,6 +11,8 @@ from typing import Any, final
 
 import torch.distributed as dist
 
+from rankwise.stores.values import decoded
+
 _LENGTH = struct.Struct("!I")
 
 
@@ -41,16 +43,23 @@ class StoreTable:
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
-        self._waiting: list[tuple[bytes, list[bytes], Reply]] = []
+        self._waiting: dict[object, tuple[bytes, list[bytes], Reply]] = {}
 
-    def handle(self, request: bytes, reply: Reply) -> None:
-        """Reply to a request of a `PrivateStore`, now or later; raise `ValueError` when it is none."""
+    def handle(self, request: bytes, reply: Reply, name: object = None) -> None:
+        """Reply to a request of a `PrivateStore`, now or later; raise `ValueError` when it is none.
+
+        `name` is for `cancel`.
+        """
         operation, *fields = unpack_fields(request)
         if operation == b"wait" or (operation == b"get" and len(fields) == 1):
-            self._waiting.append((operation, fields, reply))
+            self._waiting[object() if name is None else name] = (operation, fields, reply)
         else:
             reply(self._reply_to(operation, fields))
         self._release()
+
+    def cancel(self, name: object) -> None:
+        """Drop a request that waits for keys: nobody waits for the reply."""
+        self._waiting.pop(name, None)
 
     def _reply_to(self, operation: bytes, fields: list[bytes]) -> bytes:
         store: Any = self._store  # whose stubs do not say that it takes bytes
@@ -75,9 +84,8 @@ class StoreTable:
 
     def _release(self) -> None:
         store: Any = self._store
-        ready = [waiter for waiter in self._waiting if store.check(waiter[1])]
-        self._waiting = [waiter for waiter in self._waiting if waiter not in ready]
-        for operation, keys, reply in ready:
+        ready = [name for name, (_, keys, _) in self._waiting.items() if store.check(keys)]
+        for operation, keys, reply in [self._waiting.pop(name) for name in ready]:
             reply(bytes(store.get(keys[0])) if operation == b"get" else b"")
 
 
@@ -85,8 +93,9 @@ class StoreTable:
 class PrivateStore(dist.Store):
     """A rank's store. Only processes with a channel of this job can use it.
 
-    `request` sends a request over the channel and returns the reply, or raises `TimeoutError`. `wait` and
-    `get` wait for a key as long as `timeout`.
+    `request` sends a request over the channel and returns the reply. It raises `TimeoutError` where
+    none comes in time, and `ConnectionError` where none will come. `wait` and `get` wait for a key as long as
+    `timeout`.
     """
 
     def __init__(self, request: Request, timeout: timedelta) -> None:
@@ -106,7 +115,7 @@ class PrivateStore(dist.Store):
         total = self._ask("add", key, str(operator.index(value)))
         if not total:
             raise ValueError(f"cannot add {value} to {key!r}, whose value is no number")
-        return int(total)
+        return decoded(int, total, "a sum")
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are set."""
@@ -123,7 +132,7 @@ class PrivateStore(dist.Store):
     deleteKey = delete_key  # noqa: N815  the name that torch's PrefixStore calls
 
     def num_keys(self) -> int:
-        return int(self._ask("count"))
+        return decoded(int, self._ask("count"), "a number of keys")
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -147,12 +156,14 @@ class PrivateStore(dist.Store):
         limit = self._timeout.total_seconds() if timeout_s is None else timeout_s
         try:
             return self._request(pack_fields([operation.encode(), *encoded]), limit)
-        except TimeoutError:
-            message = f"store: {operation} of {', '.join(map(str, fields))} had no answer in {limit:g} s"
+        except (TimeoutError, ConnectionError) as error:
+            why = f"in {limit:g} s" if isinstance(error, TimeoutError) else "as the job has been stopped"
+            message = f"store: {operation} of {', '.join(map(str, fields))} had no answer {why}"
             raise dist.DistStoreError(message) from None
 
 
 def is_private(store: dist.Store) -> bool:
-    """Return whether a store, or the one that it puts a prefix to, is a `PrivateStore`."""
-    below = store.underlying_store if isinstance(store, dist.PrefixStore) else store
-    return isinstance(below, PrivateStore)
+    """Return whether a store, or the one below all prefixes, is a `PrivateStore`."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, PrivateStore)

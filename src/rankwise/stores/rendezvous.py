@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import is_private
+from rankwise.stores.values import read_value
 from rankwise.stores.waiting import poll_until, wait_for_keys
 
 FAILURE = "failure"
@@ -89,10 +90,13 @@ def run_rendezvous(store: dist.Store, own: RankIdentity, timeout: timedelta) -> 
         store.set("met", json.dumps([disagreement(here), [asdict(each) for each in here]]))
     else:
         _wait_for_the_last(store, own, timeout)
-    problem, identities = json.loads(store.get("met"))
+    problem, identities = read_value(store, "met", tuple[str, list[RankIdentity]])
+    identities.sort(key=attrgetter("global_rank"))
+    if not problem and [each.global_rank for each in identities] != list(range(own.world_size)):
+        problem = f"The ranks that the job's store names are not the {own.world_size} ranks of this job."
     if problem:
         raise ProcessGroupError(problem, "start every rank once, each with its own rank and device.")
-    return tuple(sorted((RankIdentity(**each) for each in identities), key=lambda each: each.global_rank))
+    return tuple(identities)
 
 
 def disagreement(identities: Sequence[RankIdentity]) -> str:
@@ -127,7 +131,7 @@ def write_identity(store: dist.Store, number: int, identity: RankIdentity) -> No
 def read_identities(store: dist.Store, numbers: Iterable[int]) -> list[RankIdentity]:
     """Return the identities that are written under these numbers."""
     keys = [_identity_key(number) for number in numbers]
-    return [RankIdentity(**json.loads(store.get(key))) for key in keys if store.check([key])]
+    return [read_value(store, key, RankIdentity) for key in keys if store.check([key])]
 
 
 def _identity_key(number: int) -> str:

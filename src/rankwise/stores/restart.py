@@ -30,6 +30,7 @@ from typing import final
 
 import torch.distributed as dist
 
+from rankwise.environments import TorchElasticEnvironment
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import (
     RankIdentity,
@@ -39,6 +40,7 @@ from rankwise.stores.rendezvous import (
     read_identities,
     write_identity,
 )
+from rankwise.stores.values import read_value
 from rankwise.stores.waiting import poll_until
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -74,8 +76,8 @@ def current_restart() -> RestartInfo:
     if _noted is not None:
         return _noted
     run_id = os.environ.get(_RUN_ID, "")
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return RestartInfo(int(count), "" if run_id == _UNNAMED else run_id)
+    count = TorchElasticEnvironment().restart_count
+    return RestartInfo(count, "" if run_id == _UNNAMED else run_id)
 
 
 def find_restart(
@@ -104,14 +106,14 @@ def agree_on_restart(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> 
         of_worker = dist.PrefixStore(_worker_name(), store)
         if not of_worker.check(["number"]):  # the first of the worker's processes takes it
             of_worker.compare_set("number", "", str(_lead(store, own, timeout)))
-        number = int(of_worker.get("number"))
+        number = read_value(of_worker, "number", int)
         part = "/child" if _is_child() else ""
         if of_worker.add(f"processes{part}", 1) > 1:
             store.set(f"several{part}", "1")
         if store.check([f"several{part}"]):
             return RestartInfo(number - 1)
     # One token for the job, from its first start.
-    token = store.compare_set("job", "", secrets.token_hex(8)).decode()
+    token = store.compare_set("job", "", secrets.token_hex(8)).decode(errors="replace")
     return RestartInfo(number - 1, f"{os.environ.get(_RUN_ID, _UNNAMED)}/{token}{part}")
 
 
@@ -142,7 +144,7 @@ def _lead(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
     write_identity(restart, 0, own)
     store.set("start", str(number))
     if not poll_until(lambda: restart.add("arrived", 0) >= others, timeout):
-        raise missing_ranks_error(_arrived(restart), own.world_size, timeout)
+        raise missing_ranks_error(_arrived(restart, own), own.world_size, timeout)
     restart.set("complete", str(others))
     return number
 
@@ -154,20 +156,20 @@ def _follow(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
 
     def is_counted() -> bool:
         nonlocal number, arrival, counted, restart
-        current = int(store.get("start")) if store.check(["start"]) else 0
+        current = read_value(store, "start", int) if store.check(["start"]) else 0
         if current != number:
             number, restart = current, dist.PrefixStore(f"start{current}", store)
             arrival = restart.add("arrived", 1)
             write_identity(restart, arrival, own)
-        counted = int(restart.get("complete")) if restart.check(["complete"]) else 0
+        counted = read_value(restart, "complete", int) if restart.check(["complete"]) else 0
         return 0 < arrival <= counted
 
     if poll_until(is_counted, timeout):
         return number
     if counted:
         raise duplicate_rank_error(own)
-    raise missing_ranks_error(_arrived(restart) if number else [own], own.world_size, timeout)
+    raise missing_ranks_error(_arrived(restart, own) if number else [own], own.world_size, timeout)
 
 
-def _arrived(restart: dist.Store) -> list[RankIdentity]:
-    return read_identities(restart, range(restart.add("arrived", 0) + 1))
+def _arrived(restart: dist.Store, own: RankIdentity) -> list[RankIdentity]:
+    return read_identities(restart, range(min(restart.add("arrived", 0) + 1, own.world_size)))

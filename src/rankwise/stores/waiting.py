@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar, final
 
 import torch.distributed as dist
 
 from rankwise.errors import RankwiseError
+from rankwise.limited_call import call_with_limit
 from rankwise.stores.private import is_private
 from rankwise.stores.tcp import default_store
+from rankwise.stores.values import read_value
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _FOR = 1 << 32  # votes for count in the upper half, all votes in the lower
@@ -54,18 +54,9 @@ def wait_for_keys(store: dist.Store, keys: Sequence[str], timeout: timedelta) ->
     return True
 
 
-def call_with_limit(request: Callable[[], T], limit_s: float) -> list[T]:
-    """Call what may block for ever, as over a cut cable; return its value, or nothing without an answer."""
-    answers: list[T] = []
-
-    def run() -> None:
-        with suppress(*OUT_OF_REACH):
-            answers.append(request())
-
-    thread = threading.Thread(target=run, name="rankwise-store-request", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return list(answers)
+def call_store(request: Callable[[], T], limit_s: float) -> list[T]:
+    """Return the value of a request that may block for ever, as over a cut cable; nothing without one."""
+    return call_with_limit(request, limit_s, *OUT_OF_REACH, name="rankwise-store-request")
 
 
 @final
@@ -96,7 +87,7 @@ class StoreCounter:
             for key in self._keys(number - 2):  # all ranks have voted since, and so have read that result
                 self._store.delete_key(key)
         self._store.wait([result], self._timeout)
-        return int(self._store.get(result))
+        return read_value(self._store, result, int)
 
     def _keys(self, number: int) -> tuple[str, str]:
         return f"{self._prefix}/{number}/votes", f"{self._prefix}/{number}/result"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankwise.environments import detect_environment
-from rankwise.errors import RankwiseError
+from rankwise.environments.slurm import warn_of_unused_tasks
+from rankwise.errors import EnvironmentVariableError, RankwiseError
+from rankwise.ranks import set_rank_zero_only
+from rankwise.stores.restart import current_restart
 from tests.unit.environments import variables
 
 LAUNCHERS = (
@@ -40,3 +47,23 @@ def test_any_variables(launcher: dict[str, str], damage: dict[str, str], is_alon
     ranks = environment.ranks
     assert 0 <= ranks.global_rank < ranks.world_size
     assert 1 <= port <= 65535
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "\u00b2", "\u0663", "-1", "1.5"], ids=ascii)
+def test_numbers_of_other_kinds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no whole number in ASCII digits counts as no rank and no task, and is no restart."""
+    warn_of_unused_tasks({"SLURM_JOB_ID": "1", "SLURM_NTASKS": text}, 1)
+    monkeypatch.setenv("RANK", text)
+    before = set_rank_zero_only(None)
+    assert set_rank_zero_only(before) == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", text)
+    with pytest.raises(EnvironmentVariableError, match="TORCHELASTIC_RESTART_COUNT is not a number"):
+        current_restart()
+
+
+def test_a_pipe_in_place_of_a_file_of_nodes(tmp_path: Path) -> None:
+    """It is not opened, which would wait for a writer."""
+    os.mkfifo(tmp_path / "nodes")
+    environ = {**variables.jsrun(), "LSB_DJOB_RANKFILE": str(tmp_path / "nodes")}
+    with pytest.raises(EnvironmentVariableError, match="LSB_DJOB_RANKFILE names no node"):
+        detect_environment(environ).environment.main_address  # noqa: B018  reading it is the test

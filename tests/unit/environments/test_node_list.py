@@ -114,3 +114,17 @@ def test_too_long_counts() -> None:
     """A too large repetition is an error before it is expanded."""
     with pytest.raises(InvalidArgumentError, match="at most 100000"):
         expand_counts("1(x100000),1(x1)")
+
+
+@pytest.mark.parametrize(
+    "text", ["n" * 9000 + "[1-99999]", "n" + "[1]" * 3000, "n[1]" * 60], ids=["a", "b", "c"]
+)
+def test_too_long_names(text: str) -> None:
+    """Names that no host has are an error before they are repeated for each node."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidArgumentError, match="at most 255 characters and 16 brackets"):
+            expand_node_list(text)
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()

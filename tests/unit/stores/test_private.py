@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from rankwise.failures.classify import is_consequence, is_timeout
 from rankwise.stores.private import PrivateStore, StoreTable, pack_fields, unpack_fields
 
 
@@ -146,6 +147,29 @@ def test_a_wait_in_vain_is_torchs_error() -> None:
         store.wait(["key", "other"], timedelta(seconds=0.25))
     with pytest.raises(dist.DistStoreError):
         store.get("key")
+
+
+def test_a_stopped_job_is_no_timeout() -> None:
+    """Where no answer will come, the error does not speak of the time that was not waited."""
+
+    def request(data: bytes, limit_s: float) -> bytes:
+        raise ConnectionError
+
+    with pytest.raises(dist.DistStoreError, match="no answer as the job has been stopped") as caught:
+        PrivateStore(request, timedelta(seconds=600)).wait(["key"])
+    assert is_consequence(caught.value)
+    assert not is_timeout(caught.value)
+
+
+def test_a_wait_that_is_over_is_dropped() -> None:
+    """Nothing is kept of it, and no reply is sent."""
+    table, answers = StoreTable(), list[bytes]()
+    table.handle(pack_fields([b"wait", b"key"]), answers.append, "name")
+    table.cancel("name")
+    table.cancel("another")
+    ask(table, b"set", b"key", b"")
+    assert not answers
+    assert not table._waiting
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Read what other processes have written as JSON; what is not of the expected type is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import cache
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from rankwise.errors import ProcessGroupError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+T = TypeVar("T")
+
+_ANOTHER_JOB = (
+    "give each job a MASTER_PORT of its own, and start every rank with the same release of rankwise; "
+    "docs/security.md says who can write to a job's store."
+)
+_SHOWN = 80
+
+
+def read_value(store: Store, key: str, kind: type[T]) -> T:
+    """Return the value of a key, as `decoded` does."""
+    return decoded(kind, store.get(key), f"the value of {key!r} in the job's store")
+
+
+def decoded(kind: type[T], text: bytes | str, source: str, remedy: str = _ANOTHER_JOB) -> T:
+    """Return the value in a JSON text, which is of a type; `source` says where the text comes from.
+
+    Types are bool, int, float, str, None, dataclasses, and list, dict, tuple and unions of them.
+
+    Raises:
+        ProcessGroupError: when there is no such value in the text.
+    """
+    try:
+        value: T = _checked(kind, json.loads(text))
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        shown = repr(text[:_SHOWN]) + ("..." if len(text) > _SHOWN else "")
+        why = f"{type(error).__name__}: {error}"[: 2 * _SHOWN]
+        raise ProcessGroupError(f"What was read as {source} is damaged ({why}): {shown}.", remedy) from None
+    return value
+
+
+def _checked(kind: Any, value: Any) -> Any:
+    """Return a value of a JSON text as a type; raise where it is not of that type."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = _hints(kind)
+        return kind(**{name: _checked(hints[name], each) for name, each in _of(dict, value).items()})
+    make = _MAKERS.get(get_origin(kind))
+    if make is not None:
+        return make(get_args(kind), value)
+    if kind is float and type(value) is int:
+        return float(value)
+    return _of(kind, value)
+
+
+def _of(kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"{type(value).__name__} in place of {kind.__name__}")
+    return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _dict(kinds: tuple[Any, ...], value: Any) -> Any:
+    return {_checked(kinds[0], key): _checked(kinds[1], each) for key, each in _of(dict, value).items()}
+
+
+def _list(kinds: tuple[Any, ...], value: Any) -> Any:
+    return [_checked(kinds[0], each) for each in _of(list, value)]
+
+
+def _tuple(kinds: tuple[Any, ...], value: Any) -> Any:
+    if kinds[-1] is ...:
+        return tuple(_list(kinds, value))
+    return tuple(_checked(kind, each) for kind, each in zip(kinds, _of(list, value), strict=True))
+
+
+def _optional(kinds: tuple[Any, ...], value: Any) -> Any:
+    (kind,) = [each for each in kinds if each is not NoneType]
+    return None if value is None else _checked(kind, value)
+
+
+_MAKERS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
+    dict: _dict,
+    list: _list,
+    tuple: _tuple,
+    UnionType: _optional,
+}
