@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.environments import TorchElasticEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.hook_registry import (
     CastHook,
@@ -222,8 +223,8 @@ def register_ddp_comm_hook(
     found = CommHook.checked(hook, state, wrapper)
     if found is not None:
         size = model.process_group.size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        found.attach(model, HookPlace(model.process_group, min(local, size)))
+        local = TorchElasticEnvironment().local_world_size if os.environ.get("LOCAL_WORLD_SIZE") else size
+        found.attach(model, HookPlace(model.process_group, min(max(1, local), size)))
 
 
 def is_averaging(hook: Any) -> bool:

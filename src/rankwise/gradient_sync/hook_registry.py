@@ -20,6 +20,7 @@ from rankwise.errors import (
     UnknownNameError,
 )
 from rankwise.named_options import NameTable
+from rankwise.seed import set_numpy_state
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -292,7 +293,7 @@ class PowerSGDMemory:
         self.state.iter = state["iter"]
         self._errors = self._of_right_size(state["errors"])
         self._bases = {tuple(entry["parameters"]): entry["basis"] for entry in state["bases"]}
-        self.state.rng.set_state(tuple(state["random"]))
+        set_numpy_state(self.state.rng, state["random"])
 
 
 def _make_powersgd_state(place: HookPlace, **options: Any) -> PowerSGDMemory:

@@ -49,6 +49,7 @@ from rankwise.gradient_sync.weights import (
     weighted,
 )
 from rankwise.process_group.collectives import has_other_ranks
+from rankwise.process_group.objects import gather_object
 
 _OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit")
 States = list[list[dict[str, Any]]]
@@ -451,9 +452,8 @@ class GradientSync:
             return [own] if own else self._saved
         if all(isinstance(state, (dist.ProcessGroup, type(None))) for state in self._states):
             return []
-        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(own, gathered)
-        return gathered if gathered is not None and any(gathered) else []
+        gathered = gather_object(own) or []
+        return gathered if any(gathered) else []
 
     def load_states(self, states: States) -> None:
         """Restore what `gathered_states` returned on rank 0, now or for the next job."""

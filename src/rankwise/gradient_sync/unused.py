@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import UnusedParametersError, text_of
 from rankwise.stores.tcp import default_store
+from rankwise.stores.values import read_value
 
 _MESSAGE = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+: ((?:\d+ ?)+)")
@@ -89,7 +90,7 @@ def _exchange_names(own: tuple[str, ...]) -> Mapping[int, tuple[str, ...]]:
         with suppress(Exception):  # a timeout, for which each kind of store has its own class
             store.wait(list(keys.values()), _NAMES_TIMEOUT)
         present = [other for other, key in keys.items() if store.check([key])]
-        return {other: tuple(json.loads(store.get(keys[other]))) for other in present}
+        return {other: tuple(read_value(store, keys[other], list[str])) for other in present}
     except Exception:  # noqa: BLE001  the store may have ended with the rank that hosts it; own names suffice
         return {rank: own}
 

@@ -4,23 +4,22 @@ from rankwise.process_group.collectives import (
     AllGatherGrad,
     all_gather,
     all_gather_ddp_if_available,
-    all_gather_object,
     all_reduce,
     barrier,
-    broadcast,
     gather_all_tensors,
-    gather_object,
     sync_ddp,
     sync_ddp_if_available,
 )
 from rankwise.process_group.group import (
     check_backend,
+    check_interface,
     default_backend,
     gloo_on_interface,
     init_process_group,
     join_process_group,
     process_group,
 )
+from rankwise.process_group.objects import all_gather_object, broadcast, gather_object
 from rankwise.process_group.rank_zero import rank_zero_first
 from rankwise.stores.tcp import default_store
 
@@ -37,6 +36,7 @@ __all__ = [
     "default_store",
     "gather_all_tensors",
     "gather_object",
+    "check_interface",
     "gloo_on_interface",
     "init_process_group",
     "join_process_group",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -19,11 +20,12 @@ from weakref import WeakMethod
 
 import torch.distributed as dist
 
-from rankwise.errors import RankMismatchError
+from rankwise.errors import ProcessGroupError, RankMismatchError
 from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.monitoring.rank_monitor import RankMonitor, send_message
 from rankwise.process_group.rank_facts import differences
 from rankwise.stores.tcp import default_store
+from rankwise.stores.values import decoded
 from rankwise.stores.waiting import wait_for_keys
 
 _SINCE = "the step of the last change"
@@ -81,7 +83,9 @@ class ChangeAgreement:
 
     def _on_request(self, text: str) -> None:
         """Answer for a step that has begun. Runs on: the monitor's thread."""
-        self._requested = number = int(text)
+        with suppress(ProcessGroupError):  # no rank has sent it
+            self._requested = decoded(int, text, f"a request of {self._name}")
+        number = self._requested
         if self._begun >= number and self.monitor is not None:
             self.monitor.set_once(self._key(number, self._rank), self._answer())
 
@@ -99,9 +103,12 @@ class ChangeAgreement:
             raise RankMismatchError(self._differences(answers))
 
     def _differences(self, answers: list[bytes | None]) -> dict[str, dict[str, tuple[int, ...]]]:
-        facts = [{_SINCE: "no answer"} if each is None else json.loads(each) for each in answers]
+        facts = [
+            {_SINCE: "no answer"} if each is None else decoded(dict[str, str], each, self._name)
+            for each in answers
+        ]
         if None in answers:
-            facts = [{_SINCE: own[_SINCE]} for own in facts]
+            facts = [{_SINCE: own.get(_SINCE, "")} for own in facts]
         found = differences(facts)
         if len(found) > 1:
             found.pop(_SINCE, None)  # differs as a consequence

@@ -129,7 +129,7 @@ class CollectiveCheck:
             key = f"{slot.key}/call/{rank}"
             try:
                 self._store.wait([key], _CALLS_TIMEOUT)
-                calls[rank] = self._store.get(key).decode()
+                calls[rank] = self._store.get(key).decode(errors="replace")
             except dist.DistStoreError:
                 calls[rank] = "another call"  # that rank has ended
         return CollectiveMismatchError(group=str(slot), number=slot.number, calls=_ranks_by_call(calls))
@@ -139,7 +139,11 @@ class CollectiveCheck:
         elsewhere: dict[int, str] = {}
         for rank in slot.ranks:
             has_called = self._store.check([f"last/{rank}"])
-            last = self._store.get(f"last/{rank}").decode() if has_called else "none no collective yet"
+            last = (
+                self._store.get(f"last/{rank}").decode(errors="replace")
+                if has_called
+                else "none no collective yet"
+            )
             key, _, call = last.partition(" ")
             (here if key == slot.key else elsewhere)[rank] = call
         return CollectiveMismatchError(

@@ -1,9 +1,10 @@
-"""Collectives for tensors and objects, which do nothing without a process group."""
+"""Collectives for tensors, which do nothing without a process group."""
 
 from __future__ import annotations
 
 import datetime as dt
 import enum
+import math
 import sys
 import zlib
 from collections import UserString
@@ -19,6 +20,7 @@ from rankwise.errors import (
     InvalidArgumentError,
     InvalidTypeError,
     LifecycleError,
+    ProcessGroupError,
     TensorMismatchError,
     UnknownNameError,
 )
@@ -59,6 +61,7 @@ _UNCHANGED = (
 _SIGN_BIT = -(2**63)
 _FLOAT32_BYTES = 4
 _MAX_DIMENSIONS = 64  # torch's own limit
+_HIGHEST = 2**63
 # The number of the dtype, how many bytes, how many dimensions; the dimensions.
 _HEADER_BYTES = (3 + 1 + _MAX_DIMENSIONS) * 8  # one more: the content is aligned to the largest dtype
 _INLINE_BYTES = 4096
@@ -245,24 +248,6 @@ def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64
 
 
-def broadcast(value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Return rank `src`'s value, which may be any picklable object, on every rank.
-
-    Collective: every rank must call this, in the same order.
-
-    Raises:
-        InvalidArgumentError: when `src` or this rank does not belong to `group`.
-    """
-    ranks = ranks_of(group)
-    if src not in ranks:
-        raise InvalidArgumentError(argument="src", value=src, expected=f"one of the ranks {ranks}")
-    if not is_distributed(group):
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=src, group=group)
-    return values[0]
-
-
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait until every rank has called this.
 
@@ -447,6 +432,13 @@ def describe(value: object) -> torch.Tensor:
     return message
 
 
+def _no_message(expected: str) -> ProcessGroupError:
+    return ProcessGroupError(
+        f"What a rank has sent in a collective is not {expected}: it has called another collective.",
+        "every rank must call the same collectives, in the same order: see check_collectives.",
+    )
+
+
 @final
 class Description:
     """A rank's message about the tensor that it passed to `gather_all_tensors`.
@@ -459,7 +451,13 @@ class Description:
     def __init__(self, message: torch.Tensor) -> None:
         number, self.num_bytes, ndim, *shape = message[:_HEADER_BYTES].view(torch.int64).tolist()
         self.dtype = _DTYPES.get(number)
-        self.shape = torch.Size(shape[:ndim])
+        shape = shape[: max(0, ndim)]
+        # A rank that calls another collective may send anything.
+        num_bytes = math.prod(shape) * self.dtype.itemsize if self.dtype else self.num_bytes
+        is_shape = min(shape, default=0) >= 0 and math.prod(size or 1 for size in shape) < _HIGHEST
+        if not (0 <= ndim <= _MAX_DIMENSIONS and is_shape and self.num_bytes == num_bytes >= 0):
+            raise _no_message("the description of a tensor")
+        self.shape = torch.Size(shape)
         self._content = message[_HEADER_BYTES : _HEADER_BYTES + self.num_bytes]
 
     def __str__(self) -> str:
@@ -476,45 +474,41 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
-def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather any picklable value from every rank, in rank order.
+def broadcast_bytes(own: torch.Tensor | None, src: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the bytes that rank `src` gives, which the other ranks do not know the number of. Collective."""
+    device = collective_device(group)
+    first = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8, device="cpu")
+    if own is not None:
+        first[:8].view(torch.int64).fill_(own.numel())
+        first[8 : 8 + own.numel()] = own[:_INLINE_BYTES]
+    first = first.to(device)
+    dist.broadcast(first, src=src, group=group)
+    count = int(first[:8].view(torch.int64))
+    if count < 0:
+        raise _no_message("a number of bytes")
+    if count <= _INLINE_BYTES:
+        return first[8 : 8 + count]
+    whole = torch.empty(count, dtype=torch.uint8, device=device) if own is None else own.to(device)
+    dist.broadcast(whole, src=src, group=group)
+    return whole
 
-    Collective: every rank must call this, in the same order.
 
-    Raises:
-        InvalidArgumentError: when this rank does not belong to `group`.
-    """
-    if not is_distributed(group):
-        return [value]
-    values: list[Any] = [None] * group_size_of(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def gather_object(value: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
-    """Gather any picklable value from every rank on one of them.
-
-    Collective: every rank must call this, in the same order.
-
-    Args:
-        value: this rank's value.
-        dst: the global rank that receives the values.
-        group: the ranks to gather from; all of them by default.
-
-    Returns:
-        Every rank's value, in rank order, on `dst`; None on other ranks.
-
-    Raises:
-        InvalidArgumentError: when `dst` or this rank does not belong to `group`.
-    """
-    ranks = ranks_of(group)
-    if dst not in ranks:
-        raise InvalidArgumentError(argument="dst", value=dst, expected=f"one of the ranks {ranks}")
-    if not is_distributed(group):
-        return [value]
-    values: list[Any] | None = [None] * len(ranks) if dist.get_rank() == dst else None
-    dist.gather_object(value, values, dst=dst, group=group)
-    return values
+def gather_bytes(
+    own: torch.Tensor, group: dist.ProcessGroup | None, dst: int | None = None
+) -> list[torch.Tensor]:
+    """Gather each rank's bytes, of which there may be different numbers; if `dst` is given, there only."""
+    if dst is None:
+        return gather_all_tensors(own, group)
+    descriptions = [Description(each) for each in _gathered_list(describe(own), group_size_of(group), group)]
+    counts = [each.num_bytes for each in descriptions]
+    if max(counts) <= _INLINE_BYTES:
+        return [each.tensor() for each in descriptions]
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
+    padded[: own.numel()] = own
+    padded = padded.to(collective_device(group))
+    parts = [torch.empty_like(padded) for _ in counts] if dist.get_rank() == dst else None
+    dist.gather(padded, parts, dst=dst, group=group)
+    return [part[:count] for part, count in zip(parts or [], counts, strict=False)]
 
 
 def sync_ddp(result: T, group: dist.ProcessGroup | None = None, reduce_op: Reduction = None) -> T:

@@ -1,16 +1,44 @@
-"""Recognize torch's distributed optimizers without importing them, which takes a second."""
+"""Recognize and use torch's distributed optimizers without importing them, which takes a second."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from torch.optim import Optimizer
+
+from rankwise.nested import map_tensors
+from rankwise.process_group.objects import broadcast
+
+_SHARDED = "ZeroRedundancyOptimizer"
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
     """Return whether each rank has only a part of the optimizer's state."""
-    return is_distributed_optimizer(optimizer, "ZeroRedundancyOptimizer")
+    return is_distributed_optimizer(optimizer, _SHARDED)
 
 
 def is_distributed_optimizer(optimizer: Optimizer, *names: str) -> bool:
     """Return whether an optimizer is an instance of one of these classes of `torch.distributed`."""
     kinds = type(optimizer).__mro__
     return any(kind.__name__ in names and kind.__module__.startswith("torch.distributed.") for kind in kinds)
+
+
+def consolidate(optimizer: Any) -> None:
+    """Collect the whole state of a sharded optimizer on global rank 0. Collective.
+
+    torch's own function for the objects would unpickle whatever comes.
+
+    Mutates: a function of torch's module, meanwhile.
+    """
+    name = next(kind.__module__ for kind in type(optimizer).__mro__ if kind.__name__ == _SHARDED)
+    module: Any = sys.modules[name]
+    plain, module._broadcast_object = module._broadcast_object, _broadcast_on_cpu
+    try:
+        optimizer.consolidate_state_dict(to=0)
+    finally:
+        module._broadcast_object = plain
+
+
+def _broadcast_on_cpu(value: Any, src_rank: int, group: Any = None, device: Any = None) -> Any:
+    return broadcast(map_tensors(value, lambda tensor: tensor.cpu()), src_rank, group)

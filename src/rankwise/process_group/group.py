@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import os
+import socket
 import sys
 import threading
 import weakref
@@ -25,6 +26,12 @@ from rankwise.errors import (
     UnknownArgumentError,
     UnknownNameError,
 )
+from rankwise.process_group.authentication import (
+    current_job_key,
+    groups_authenticated,
+    key_of,
+    refuse_unknown_torch,
+)
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_of, run_rendezvous
 from rankwise.stores.restart import find_restart
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     from rankwise.environments import ClusterEnvironment
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SHORTEST_NAME = 2  # torch ignores a shorter value
 # Arguments of torch's function that rankwise's own replace.
 _NOT_OPTIONS = ("init_method", "world_size", "rank", "store", "device_id")
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -97,6 +105,8 @@ def init_process_group(
             remedy = "destroy it first with torch.distributed.destroy_process_group(), or leave them out."
             raise ProcessGroupError(f"A process group exists, which cannot take {names}.", remedy)
         return ranks
+    if "gloo" in backend:
+        check_interface()
     store = _open_environment_store(environment, ranks, init_timeout)
     with gloo_on_interface(interface_toward("127.0.0.1") if ranks.is_one_node else None):
         join_process_group(
@@ -186,29 +196,35 @@ def join_process_group(
     Raises:
         ProcessGroupError: when torch has no distributed package, the existing group differs, or the ranks'
             identities contradict each other.
+        PeerAuthenticationError: when another process has taken a rank's place.
         RendezvousTimeoutError: when a rank is missing after `init_timeout`.
     """
     _check_distributed_available()
     if dist.is_initialized():
         _check_existing(ranks, backend)
+        key_of()  # authenticates the ranks
         return ()
     own = identity_of(ranks, exclusive_device(backend, device))
-    identities = run_rendezvous(store, own, timeout if init_timeout is None else init_timeout)
+    limit = timeout if init_timeout is None else init_timeout
+    identities = run_rendezvous(store, own, limit)
     on_rendezvous(identities)
-    with _torch_state_kept():
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=ranks.global_rank,
-            world_size=ranks.world_size,
-            timeout=timeout,
-            device_id=device if backend == "nccl" else None,
-            **(options or {}),
-        )
-        # Otherwise a rank with little to do could exit while another one still connects to it.
-        if store.add("connected", 1) == ranks.world_size:
-            store.set("all_connected", "1")
-        store.wait(["all_connected"], timeout)
+    with groups_authenticated(current_job_key(), limit):
+        with _torch_state_kept():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=ranks.global_rank,
+                world_size=ranks.world_size,
+                timeout=timeout,
+                device_id=device if backend == "nccl" else None,
+                **(options or {}),
+            )
+        try:
+            refuse_unknown_torch()
+            key_of()
+        except BaseException:
+            destroy_groups()
+            raise
     return identities
 
 
@@ -313,6 +329,21 @@ def default_backend(device_type: str) -> str:
     return defaults.get(device_type, "gloo")
 
 
+def check_interface() -> None:
+    """Raise `ConfigurationError` if `GLOO_SOCKET_IFNAME` names an interface that this host does not have."""
+    wanted = os.environ.get(_GLOO_INTERFACE, "")
+    if len(wanted) < _SHORTEST_NAME:
+        return
+    known = [name for _, name in socket.if_nameindex()]
+    if {*wanted.split(",")} <= {*known}:
+        return
+    raise ConfigurationError(
+        message=f"{_GLOO_INTERFACE}={wanted!r} names no network interface of {socket.gethostname()!r}.",
+        facts=f"it has {', '.join(known)}.",
+        remedy=f"unset {_GLOO_INTERFACE}, or name one of them, or several with commas between them.",
+    )
+
+
 @contextmanager
 def gloo_on_interface(name: str | None) -> Iterator[None]:
     """Restrict the gloo groups that are created in the block to one network interface; None: no restriction.
@@ -344,7 +375,7 @@ def destroy_groups() -> None:
 
 
 def _drop_backends(backends: list[Any]) -> None:
-    if threading.get_ident() == threading.main_thread().ident:
+    if not isinstance(threading.current_thread(), threading._DummyThread):
         backends.clear()
-    else:  # possibly one of the threads that would be joined
-        threading.Thread(target=backends.clear, name="rankwise-destroy-group", daemon=True).start()
+    else:  # possibly one of the threads that would be joined; Python waits for the new one before it exits
+        threading.Thread(target=backends.clear, name="rankwise-destroy-group").start()

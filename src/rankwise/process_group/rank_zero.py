@@ -16,6 +16,7 @@ from rankwise.process_group.collectives import is_distributed
 from rankwise.process_group.interception import intercepted
 from rankwise.ranks import RankInfo, is_in_rank_zero_section
 from rankwise.stores.tcp import default_store
+from rankwise.stores.values import decoded
 
 _TIMEOUT = timedelta(days=7)  # a download may take hours; the launcher ends the job when a rank dies
 _DONE = "done"
@@ -108,7 +109,8 @@ def _wait_for_outcome(store: dist.Store, key: str, timeout: timedelta) -> None:
     outcome = store.get(key).decode("utf-8", "replace")
     if outcome != _DONE:
         rank, _, failure = outcome.partition(" ")
-        raise RankZeroFailedError(global_rank=int(rank), failure=failure)
+        source = f"the rank in {key!r} of the job's store"
+        raise RankZeroFailedError(global_rank=decoded(int, rank, source), failure=failure)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from rankwise.errors import StopAgreementError
 from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.monitoring.rank_monitor import RankMonitor, send_message
 from rankwise.ranks import RankInfo
-from rankwise.stores.waiting import call_with_limit, wait_for_keys
+from rankwise.stores.values import read_value
+from rankwise.stores.waiting import call_store, wait_for_keys
 
 _KIND, _REASON = "stop", "stop/reason"
 # How many parts a step has at most.
@@ -61,7 +62,7 @@ class StopAgreement:
         """
         self._begun = _ENDED
         if self.monitor is not None and self._limit is None:
-            call_with_limit(partial(self._on_request, ""), _CLOSE_S)
+            call_store(partial(self._on_request, ""), _CLOSE_S)
 
     def request(self, reason: str) -> None:
         """Request that all ranks stop; acted upon at this rank's next boundary.
@@ -131,9 +132,9 @@ class StopAgreement:
     def _agreed_limit(self, monitor: RankMonitor) -> int:
         if self._limit is None:
             own = monitor.store.compare_set(_answer_key(self.ranks.global_rank), "", str(self._begun))
-            self._limit = _ENDED if int(own) == _ENDED else self._highest_answer(monitor)
+            self._limit = _ENDED if own == b"%d" % _ENDED else self._highest_answer(monitor)
             if self._limit != _ENDED:
-                self.reason = monitor.store.get(_REASON).decode()
+                self.reason = monitor.store.get(_REASON).decode(errors="replace")
         return self._limit
 
     def _highest_answer(self, monitor: RankMonitor) -> int:
@@ -141,7 +142,7 @@ class StopAgreement:
         if not wait_for_keys(monitor.store, keys, self.timeout):
             missing = tuple(rank for rank, key in enumerate(keys) if not monitor.store.check([key]))
             raise StopAgreementError(missing=missing, timeout_s=self.timeout.total_seconds())
-        return max(int(monitor.store.get(key)) for key in keys)
+        return max(read_value(monitor.store, key, int) for key in keys)
 
 
 def _answer_key(rank: int) -> str:

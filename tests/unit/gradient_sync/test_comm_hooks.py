@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from rankwise.errors import (
     ConfigurationError,
     DuplicateNameError,
+    EnvironmentVariableError,
     InvalidArgumentError,
     InvalidTypeError,
     MissingExtraError,
@@ -28,6 +29,7 @@ from rankwise.errors import (
     UnknownNameError,
 )
 from rankwise.gradient_sync import CommHookRegistry, HookPlace, register_ddp_comm_hook
+from rankwise.gradient_sync.hook_registry import PowerSGDMemory
 from rankwise.strategies import DDPStrategy
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.unit.gradient_sync.helpers import (
@@ -171,6 +173,9 @@ def test_registered_hook_uses_the_local_world_size(names: Any, monkeypatch: pyte
         run_ranks(2, lambda rank: register_ddp_comm_hook(bare(models[rank]), hook="placed"))
         assert found == [expected] * 2
         found.clear()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(EnvironmentVariableError, match="LOCAL_WORLD_SIZE is not a number"):
+        run_ranks(2, lambda rank: register_ddp_comm_hook(bare(models[rank]), hook="placed"))
 
 
 @pytest.fixture
@@ -306,6 +311,15 @@ POWERSGD: dict[str, Any] = {
     "comm_hook": "powersgd:start_powerSGD_iter=2,min_compression_rate=1",
     "bucket_cap_mb": 0.002,
 }
+
+
+def test_powersgd_refuses_a_random_state_that_no_run_has_written() -> None:
+    """NumPy itself would read memory at any position."""
+    memory = PowerSGDMemory(PowerSGDState(None, 1))
+    saved = memory.state_dict()
+    saved["random"][2] = 10**6
+    with pytest.raises(ValueError, match="position 1000000 is outside"):
+        memory.load_state_dict(saved)
 
 
 def test_powersgd_resumes_from_its_state() -> None:

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from rankwise.environments import LocalEnvironment
-from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError, UnknownNameError
+from rankwise.errors import (
+    InvalidArgumentError,
+    InvalidTypeError,
+    LifecycleError,
+    ProcessGroupError,
+    UnknownNameError,
+)
 from rankwise.process_group import (
     all_gather,
     all_gather_ddp_if_available,
@@ -161,3 +167,11 @@ def test_descriptions_without_a_tensor() -> None:
     """The description of a value that is not a dense tensor says what it is."""
     assert str(Description(describe({"a": 1}))) == "no tensor but dict"
     assert "sparse_coo" in str(Description(describe(torch.eye(2).to_sparse())))
+
+
+def test_a_shape_that_no_tensor_has() -> None:
+    """It is refused also where a size of 0 means that there is no data."""
+    message = describe(torch.ones(0, 2))
+    message.view(torch.int64)[2:6] = torch.tensor([3, 0, 1 << 40, 1 << 40])
+    with pytest.raises(ProcessGroupError, match="is not the description of a tensor"):
+        Description(message)

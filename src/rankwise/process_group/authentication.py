@@ -1,0 +1,347 @@
+"""Authenticate the ranks of each process group to each other, and the objects that they send.
+
+A rank on gloo listens at a TCP port, and takes whoever connects first with another rank's number for that
+rank. So the two ranks of each connection of a new group send each other a code that only ranks of the job
+can compute. Every object has such a code too, without which it is not unpickled.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from rankwise.errors import (
+    ConfigurationError,
+    PeerAuthenticationError,
+    ProcessGroupError,
+    RendezvousTimeoutError,
+)
+from rankwise.processes.listening_sockets import listening, open_sockets, shut
+from rankwise.stores.waiting import wait_for_keys
+
+JOB_KEY = "RANKWISE_JOB_KEY"
+"""The environment variable with a job's key where no launcher of rankwise gives the ranks one."""
+
+CODE_BYTES = 32
+_HASH = "sha256"
+_MIN_KEY = 16  # characters
+# What a code is for, the group's ranks that send and receive it, its number.
+_HEADER = struct.Struct("!BiiQ")
+_CONNECTION, _OBJECT = 0, 1
+_EVERYBODY = -1
+_FINE = "fine"
+_LOOK_S = 0.1  # how often a rank whose exchange is not over looks whether another rank has found a stranger
+
+
+def job_key_of_environment() -> bytes:
+    """Return the key in `RANKWISE_JOB_KEY`; nothing where that is not set.
+
+    Raises:
+        ConfigurationError: when it has less than 16 characters.
+    """
+    key = os.environ.get(JOB_KEY, "")
+    if 0 < len(key) < _MIN_KEY:
+        raise ConfigurationError(
+            message=f"The environment variable {JOB_KEY} has {len(key)} characters, which can be guessed.",
+            remedy=f"export {JOB_KEY}=$(openssl rand -hex 32), the same value on every node.",
+        )
+    return os.fsencode(key)
+
+
+@final
+class GroupKey:
+    """What only the ranks of one process group have. Each of its messages has a number and a sender."""
+
+    def __init__(self, secret: bytes, rank: int, size: int) -> None:
+        self._secret = secret
+        self._rank = rank
+        self._size = size
+        self._collectives = 0
+
+    def codes_to_peers(self, number: int) -> bytes:
+        """Return the codes that this rank sends over its connections to the others, by rank."""
+        own = self._rank
+        return b"".join(self._code(_CONNECTION, own, peer, number) for peer in range(self._size))
+
+    def impostors(self, received: bytes, number: int) -> list[int]:
+        """Return the ranks in whose place another process has sent its part of `received`."""
+        starts = range(0, self._size * CODE_BYTES, CODE_BYTES)
+        parts = [received[start : start + CODE_BYTES] for start in starts]
+        return [
+            peer
+            for peer, part in enumerate(parts)
+            if not hmac.compare_digest(part, self._code(_CONNECTION, peer, self._rank, number))
+        ]
+
+    def begin_collective(self) -> None:
+        """Count one more collective of objects, on every rank."""
+        self._collectives += 1
+
+    def code_of(self, data: bytes | bytearray | memoryview, sender: int | None = None) -> bytes:
+        """Return the code of an object in this collective; `sender` is its rank in the group."""
+        return self._code(
+            _OBJECT, self._rank if sender is None else sender, _EVERYBODY, self._collectives, data
+        )
+
+    def _code(
+        self,
+        purpose: int,
+        sender: int,
+        receiver: int,
+        number: int,
+        data: bytes | bytearray | memoryview = b"",
+    ) -> bytes:
+        code = hmac.new(self._secret, _HEADER.pack(purpose, sender, receiver, number), _HASH)
+        code.update(data)
+        return code.digest()
+
+
+@final
+@dataclass(frozen=True)
+class _JobSettings:
+    key: bytes
+    timeout: timedelta
+
+
+# torch's class, by whose name in this module `init_process_group` and `new_group` create gloo groups; it may
+# have none.
+_Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
+_lock = threading.Lock()
+_jobs: list[_JobSettings] = []
+_keys: WeakKeyDictionary[dist.ProcessGroup, GroupKey] = WeakKeyDictionary()
+_compared: WeakSet[dist.Store] = WeakSet()  # of the groups whose connections have been compared
+
+
+@contextmanager
+def groups_authenticated(job_key: bytes, timeout: timedelta) -> Iterator[None]:
+    """Authenticate the ranks of each gloo group that is created in the block, whoever creates it.
+
+    `job_key` is what only ranks of the job have, beside what is in their store; it may be empty. `timeout` is
+    for the exchange.
+
+    Mutates: a name of `torch.distributed.distributed_c10d`, until the block ends.
+    """
+    settings = _JobSettings(job_key, timeout)
+    with _lock:
+        _jobs.append(settings)
+        if _Gloo is not None:
+            distributed_c10d.ProcessGroupGloo = _GLOO  # type: ignore[misc]  # not a type
+    try:
+        yield
+    finally:
+        with _lock:
+            _jobs.remove(settings)
+            if not _jobs and _Gloo is not None:
+                distributed_c10d.ProcessGroupGloo = _Gloo  # type: ignore[misc]
+
+
+def current_job_key() -> bytes:
+    """Return the key of the job that this process is in; without one, the key of the environment."""
+    return _settings().key
+
+
+def _settings() -> _JobSettings:
+    jobs = _jobs[-1:]  # another thread's may end meanwhile
+    return jobs[0] if jobs else _JobSettings(job_key_of_environment(), timedelta(minutes=2))
+
+
+@final
+class _AuthenticatedGloo:
+    """What stands in for torch's class of gloo groups: a group is compared before anybody can use it."""
+
+    def __call__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        """Create a gloo group; compare its connections; take no further ones."""
+        options = _Gloo._Options()
+        options._timeout = timeout
+        exchange = None
+        if size > 1:
+            exchange = _Exchange(store, rank, size, _settings())
+            exchange.wait_for_all(timeout)  # else a stranger has until the last rank comes to connect
+        before = open_sockets()
+        options._devices = _devices()  # they listen
+        listeners = listening(open_sockets() - before)
+        options._threads = 2 * len(options._devices)
+        gloo = _Gloo(store, rank, size, options)
+        if exchange is not None:
+            exchange.compare(gloo)
+            exchange.finish()
+            _compared.add(getattr(store, "underlying_store", store))  # of the group, without the device
+        # Gloo would take whatever connects until it can open no more files: then the process aborts.
+        shut(listeners)
+        return gloo
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, _Gloo)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_Gloo, name)
+
+
+_GLOO: Any = _AuthenticatedGloo()
+
+
+def _devices() -> list[Any]:
+    """Return what a gloo group listens at: torch's devices for the interfaces that the user has named."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(names) > 1:  # as torch's class does
+        return [_Gloo.create_device(interface=name) for name in names.split(",")]
+    return [_Gloo.create_default_device()]
+
+
+def key_of(group: dist.ProcessGroup | None = None) -> GroupKey:
+    """Return a group's key; authenticate the ranks first, where the group was created in no job.
+
+    Collective: every rank of the group must call this.
+
+    Raises:
+        PeerAuthenticationError: when another process has a rank's place.
+        RendezvousTimeoutError: when a rank is missing.
+    """
+    found: Any = dist.group.WORLD if group is None else group
+    if found not in _keys:
+        _keys[found] = _make_key(found)
+    return _keys[found]
+
+
+def _make_key(group: dist.ProcessGroup) -> GroupKey:
+    """Afterwards no rank of a default group, or of one on gloo, is still connecting."""
+    settings, rank, size = _settings(), group.rank(), group.size()
+    backend, store = distributed_c10d._world.pg_map[group]
+    if size == 1 or backend == "mpi":  # MPI has no store, and connects the ranks itself
+        return GroupKey(settings.key or secrets.token_bytes(CODE_BYTES) * (size == 1), rank, size)
+    backends = [] if store in _compared else _gloo_of(group)
+    timeout = backends[0].options._timeout if backends else settings.timeout
+    exchange = _Exchange(store, rank, size, _JobSettings(settings.key, timeout))
+    for gloo in backends:
+        exchange.compare(gloo)
+    if backends or (group is dist.group.WORLD and store not in _compared):
+        exchange.finish()
+    return exchange.key
+
+
+def refuse_unknown_torch() -> None:
+    """Raise where torch has just created the default group without the class above.
+
+    Raises:
+        ProcessGroupError: this version of torch creates gloo groups in another way than those before.
+    """
+    group: Any = dist.group.WORLD
+    _, store = distributed_c10d._world.pg_map[group]
+    if group.size() > 1 and _gloo_of(group) and store not in _compared:
+        raise ProcessGroupError(
+            f"torch {torch.__version__} creates gloo groups in a way in which rankwise cannot authenticate "
+            "the ranks.",
+            "use a version of torch that rankwise has been tested with.",
+        )
+
+
+def _gloo_of(group: dist.ProcessGroup) -> list[Any]:
+    """Return a group's gloo back ends, without the wrappers of `TORCH_DISTRIBUTED_DEBUG=DETAIL`."""
+    backends = [group._get_backend(device_type) for device_type in getattr(group, "_device_types", ())]
+    plain = [getattr(backend, "wrapped_pg", backend) for backend in backends]
+    return list({id(each): each for each in plain if _Gloo is not None and isinstance(each, _Gloo)}.values())
+
+
+@final
+class _Exchange:
+    """The comparison of a new group's connections; all ranks learn how it went from the store."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, settings: _JobSettings) -> None:
+        store = dist.PrefixStore("rankwise", store)
+        arrived = store.add("arrived", 1)
+        number = (arrived - 1) // size  # a group of this name may have been there before
+        self._store = dist.PrefixStore(str(number), store)
+        if arrived % size == 0:
+            self._store.set("all", "")
+        shared = self._store.compare_set("secret", "", secrets.token_hex(CODE_BYTES))
+        self.key = GroupKey(hmac.digest(settings.key, shared, _HASH), rank, size)
+        self._rank = rank
+        self._size = size
+        self._codes = 0
+        self._timeout = settings.timeout
+        self._deadline = time.monotonic() + settings.timeout.total_seconds()
+
+    def wait_for_all(self, timeout: timedelta) -> None:
+        """Wait until every rank is here; the time for the comparison begins then."""
+        if not wait_for_keys(self._store, ["all"], timeout):
+            raise RendezvousTimeoutError(
+                waiting_for="the other ranks of a new process group", timeout_s=timeout.total_seconds()
+            )
+        self._deadline = time.monotonic() + self._timeout.total_seconds()
+
+    def compare(self, gloo: Any) -> None:
+        """Exchange codes with all other ranks; raise where one is wrong, here or elsewhere."""
+        for _ in gloo.options._devices:  # whose connections gloo uses in turn
+            self._compare_next(gloo)
+
+    def _compare_next(self, gloo: Any) -> None:
+        number = self._codes
+        self._codes += 1
+        sent = torch.frombuffer(bytearray(self.key.codes_to_peers(number)), dtype=torch.uint8)
+        received = torch.zeros_like(sent)
+        options = distributed_c10d.AllToAllOptions()
+        options.timeout = self._timeout
+        work = gloo.alltoall_base(received, sent, [], [], options)
+        while not self._is_done(work):
+            if self._store.check(["outcome"]):
+                self._raise_for_outcome()
+            if time.monotonic() > self._deadline:
+                raise self._timeout_error()
+        if impostors := self.key.impostors(received.numpy().tobytes(), number):
+            self._store.compare_set("outcome", "", self._problem(impostors))
+            self._raise_for_outcome()
+
+    def finish(self) -> None:
+        """Wait until all ranks have found nothing wrong; raise when one has."""
+        if self._store.add("compared", 1) == self._size:
+            self._store.compare_set("outcome", "", _FINE)
+        left_s = max(0.0, self._deadline - time.monotonic())
+        if not wait_for_keys(self._store, ["outcome"], timedelta(seconds=left_s)):
+            raise self._timeout_error()
+        self._raise_for_outcome()
+
+    def _is_done(self, work: Any) -> bool:
+        """Wait a moment; return whether the exchange is over, and raise how it failed."""
+        try:
+            work.wait(timedelta(seconds=_LOOK_S))
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            if self._store.check(["outcome"]):  # then the other rank has left the group
+                self._raise_for_outcome()
+            # A rank that has ended looks the same; torch's words say that this may be a consequence.
+            raise RuntimeError(f"{error} (while {self._what()})") from None
+        return True
+
+    def _raise_for_outcome(self) -> None:
+        if (outcome := self._store.get("outcome").decode(errors="replace")) != _FINE:
+            raise PeerAuthenticationError(outcome)
+
+    def _problem(self, impostors: list[int]) -> str:
+        places = ", ".join(map(str, impostors))
+        own = f"rank {self._rank} of the {self._size} ranks of a process group"
+        return f"{own} is connected to another process in place of rank {places}."
+
+    def _timeout_error(self) -> RendezvousTimeoutError:
+        waiting_for = f"all ranks while {self._what()}"
+        return RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=self._timeout.total_seconds())
+
+    def _what(self) -> str:
+        return (
+            f"the {self._size} ranks of a process group compared whether they are connected to each other: "
+            "one of them hangs or has ended, or another process has taken its place"
+        )

@@ -1,0 +1,157 @@
+"""Jobs that an impostor attacks: one rank connects late in each process group.
+
+Run as `LATE=RANK python impostor_jobs.py JOB START_METHOD FOLDER [NODES]`. With `LATE=-1` nobody attacks.
+With `STRANGER=UID` the impostor is that user; the job has to be alone in its network namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from rankwise import Trainer, TrainingModule
+from rankwise.process_group import authentication
+from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
+from tests.helpers.load import slowdown
+
+SECRET = "the secret of the job"
+LONGEST_WAIT_S = 3.0
+GROUPS = 16  # the impostor can take a place in about every second one
+
+
+def connect_late(folder: Path) -> None:
+    """Connect to the other ranks of each group when the impostor has connected to two new ports."""
+    module: Any = authentication
+    plain = module._devices
+
+    def listen() -> Any:
+        before, devices, deadline = _lines(folder), plain(), time.monotonic() + LONGEST_WAIT_S
+        while _lines(folder) < before + 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return devices
+
+    module._devices = listen
+
+
+def _lines(folder: Path) -> int:
+    file = folder / "connected"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+class Prepared(DDPStrategy):
+    """One of its ranks connects late."""
+
+    def setup_environment(self) -> None:
+        if self.global_rank == int(os.environ.get("LATE", "1")):
+            connect_late(Path(sys.argv[3]))
+        super().setup_environment()
+
+
+class PreparedElastic(DDPElasticStrategy):
+    """The same with torch's elastic agent."""
+
+    def setup_environment(self) -> None:
+        if self.global_rank == int(os.environ.get("LATE", "1")):
+            connect_late(Path(sys.argv[3]))
+        super().setup_environment()
+
+
+class Line(TrainingModule):
+    """Nothing to attack but what a fit sends by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch[0]).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def share(strategy: Strategy) -> str:
+    """Share an object and a tensor."""
+    secret = strategy.broadcast(SECRET if strategy.is_global_zero else None)
+    total = strategy.all_reduce(torch.full((3,), 3.0), reduce_op="mean")
+    return f"{secret} {float(total[0])}"
+
+
+def share_in_new_groups(strategy: Strategy) -> str:
+    """Share an object by torch's own function, in groups that the function creates."""
+    for _ in range(GROUPS):
+        group = dist.new_group(list(range(strategy.world_size)))
+        box = [SECRET if strategy.is_global_zero else None]
+        dist.broadcast_object_list(box, src=0, group=group)
+        if box != [SECRET]:
+            return f"another object: {box}"
+    return f"{SECRET} 3.0"
+
+
+def share_in_own_group(strategy: Strategy) -> str:
+    """Share an object by torch's own function, in a default group that the function creates."""
+    dist.init_process_group("gloo", init_method="env://")
+    box = [SECRET if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    dist.destroy_process_group()
+    return f"{box[0]} 3.0"
+
+
+def main(job: str, start_method: str, num_nodes: int = 1) -> None:
+    """Run a job, and say how it ended."""
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "num_nodes": num_nodes}
+    options |= {"timeout": 10 * slowdown(), "init_timeout": 15 * slowdown()}
+    if start_method == "elastic":
+        strategy: DDPStrategy = PreparedElastic(max_restarts=0, **options)
+    else:
+        strategy = Prepared(start_method=start_method, **options)
+    if job == "fit":
+        data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+        shown: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        Trainer(strategy=strategy, max_epochs=1, **shown).fit(Line(), data)
+        print("ENDED", SECRET, 3.0, flush=True)
+    elif job == "own_group":
+        print("ENDED", strategy.launch(share_in_own_group, init_process_group=False), flush=True)
+    else:
+        function = share if job == "broadcast" else share_in_new_groups
+        print("ENDED", strategy.launch(function), flush=True)
+
+
+def start_impostor(folder: Path) -> subprocess.Popen[bytes]:
+    """Start it as this user, with this interpreter, or as another one, who may not even see that."""
+    script = Path(__file__).with_name("impostor.py")
+    if (user := os.environ.get("STRANGER")) is None:
+        return subprocess.Popen([sys.executable, str(script), str(os.getpid()), str(folder)])
+    copy = shutil.copy(script, folder)
+    Path(copy).chmod(0o644)
+    command = ["/usr/bin/python3", str(copy), str(os.getpid()), str(folder)]
+    variables = {"ALL_PORTS": "1", **{name: os.environ[name] for name in ("SILENT",) if name in os.environ}}
+    return subprocess.Popen(command, user=int(user), group=int(user), extra_groups=[], env=variables, cwd="/")
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[3])
+    impostor = None
+    is_attacked = os.environ.get("LATE", "1") != "-1"
+    if is_attacked and "RANK" not in os.environ:  # not a rank that runs this script again
+        impostor = start_impostor(folder)
+        while not (folder / "ready").exists() and impostor.poll() is None:
+            time.sleep(0.01)
+    try:
+        main(sys.argv[1], sys.argv[2], *map(int, sys.argv[4:]))
+    except Exception as error:
+        print("RAISED", type(error).__name__, error, flush=True)
+    finally:
+        if impostor is not None:
+            impostor.kill()
+            impostor.wait()

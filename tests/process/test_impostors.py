@@ -1,0 +1,241 @@
+"""A process that takes a rank's place in gloo runs no code and reads no object; its error says so."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from rankwise.errors import ConfigurationError, WorkerRaisedError
+from rankwise.process_group.authentication import CODE_BYTES, key_of
+from rankwise.process_group.collectives import broadcast_bytes
+from rankwise.strategies import DDPStrategy, Strategy
+from tests.helpers.ports import free_port
+from tests.helpers.scripts import ScriptResult, ScriptRunner
+from tests.process.helpers import METHODS, ddp, with_tests
+from tests.process.impostor import MakesFile
+from tests.process.impostor_jobs import SECRET
+
+SCRIPT = Path(__file__).with_name("impostor_jobs.py")
+TRIES = 40
+Attack = Callable[..., Counter[str]]
+"""The job, the start method, the rank that is late, the number of nodes; returns what happened."""
+ALL_WELL = f"ENDED {SECRET} 3.0"
+
+
+@pytest.fixture(scope="module")
+def beside_a_stranger() -> Iterator[tuple[list[str], dict[str, str | None]]]:
+    """Give what a command begins with, and variables, for a job that another user of the machine attacks.
+
+    Without root, it is the same user.
+    """
+    name = f"rankwise-impostor-{os.getpid()}"
+    is_possible = os.getuid() == 0 and shutil.which("ip") is not None and Path("/usr/bin/python3").exists()
+    if not is_possible or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
+        yield [], {}
+        return
+    try:
+        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+        yield ["ip", "netns", "exec", name], {"STRANGER": "65534"}
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@pytest.fixture
+def attack(
+    beside_a_stranger: tuple[list[str], dict[str, str | None]], run_script: ScriptRunner
+) -> Iterator[Attack]:
+    """Give a function that runs a job which an impostor attacks, and checks how it ends."""
+    prefix, stranger = beside_a_stranger
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # `tmp_path` is closed to another user
+        Path(name).chmod(0o711)
+
+        def run(job: str, start_method: str, late: int, nodes: int = 1, **more: str | None) -> Counter[str]:
+            folder = Path(tempfile.mkdtemp(dir=name))
+            folder.chmod(0o777)
+            command = [*prefix, sys.executable, str(SCRIPT), job, start_method, str(folder), str(nodes)]
+            variables = {"LATE": str(late), **stranger, **more}
+            if nodes > 1:
+                variables |= {"NNODES": str(nodes), "MASTER_ADDR": "127.0.0.1"}
+                variables |= {"MASTER_PORT": str(free_port())}
+            started = [
+                run_script.start_command(command, env=with_tests({**variables, "NODE_RANK": str(node)}))
+                for node in range(nodes)
+            ]
+            results = [each.finish() for each in started]
+            for result in results:
+                check(result, folder)
+                assert "impostor.py" not in result.stderr, result  # it has not failed
+            return Counter(
+                tries=1,
+                connected=(folder / "taken").exists(),
+                ended_with_our_error=any("PeerAuthenticationError" in each.stdout for each in results),
+                went_on=all(ALL_WELL in each.stdout for each in results),
+            )
+
+        yield run
+
+
+def check(result: ScriptResult, folder: Path) -> None:
+    """Check that a job that was attacked has read, run and sent nothing wrong."""
+    assert not (folder / "code_was_run").exists(), result
+    read = folder / "read"
+    assert not read.exists() or SECRET not in read.read_text(), result
+    says_so = "is connected to another process in place of rank" in result.stdout
+    assert says_so or ALL_WELL in result.stdout, result
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_new_group_that_a_rank_comes_late_to(late: int, attack: Attack) -> None:
+    """Each group that the launched function makes is compared before torch's own function uses it."""
+    assert attack("new_group", "fork", late)["ended_with_our_error"]
+
+
+@pytest.mark.parametrize("variable", ["TORCH_DISTRIBUTED_DEBUG=DETAIL", "GLOO_SOCKET_IFNAME=lo,lo"])
+def test_the_further_connections_of_a_group(variable: str, attack: Attack) -> None:
+    """Those of torch's debug mode, and of a second interface, are compared too."""
+    name, _, value = variable.partition("=")
+    assert attack("new_group", "fork", 1, **{name: value})["ended_with_our_error"]
+
+
+CASES = [("broadcast", "fork", 1), ("fit", "fork", 1), ("fit", "elastic", 1), ("broadcast", "fork", 2)]
+
+
+@pytest.mark.parametrize(("job", "start_method", "nodes"), CASES)
+def test_an_attack(job: str, start_method: str, nodes: int, attack: Attack) -> None:
+    """The default group is compared before the first object and the first tensor."""
+    attack(job, start_method, 1, nodes)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("job", "start_method", "nodes"), [*CASES, ("new_group", "fork", 1)])
+def test_forty_attacks(job: str, start_method: str, nodes: int, attack: Attack) -> None:
+    """Each rank is late in turn, by each start method; the impostor takes a place in some of the tries."""
+    seen = Counter[str]()
+    for number in range(TRIES):
+        method = [*METHODS, "popen"][number // (2 * nodes) % 4] if start_method == "fork" else start_method
+        seen += attack(job, method, number % (2 * nodes), nodes)
+        print(job, method, f"{nodes} nodes:", dict(seen), flush=True)
+    assert seen["ended_with_our_error"] + seen["went_on"] == TRIES
+    assert seen["ended_with_our_error"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_impostor_that_says_nothing(late: int, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """The comparison ends after `init_timeout`, and the error says what may have happened."""
+    command = [sys.executable, str(SCRIPT), "new_group", "fork", str(tmp_path)]
+    result = run_script.start_command(command, env=with_tests({"LATE": str(late), "SILENT": "1"})).finish()
+    assert "compared whether they are connected to each other" in result.stdout, result
+    assert "or another process has taken its place" in result.stdout, result
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("start_method", [*METHODS, "popen", "elastic"])
+def test_a_default_group_that_the_user_creates(start_method: str, attack: Attack) -> None:
+    """Torch's own `init_process_group` and object functions in a job without a group of the strategy's."""
+    seen = sum((attack("own_group", start_method, number % 2) for number in range(10)), Counter[str]())
+    assert seen["ended_with_our_error"]
+
+
+def test_nodes_with_different_keys(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """Whoever lacks the key is no rank of the job, whatever the store says; the same key is no obstacle."""
+    for keys, is_well in ((("k" * 32, "k" * 32), True), (("k" * 32, None), False)):
+        rendezvous = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        runs = []
+        for node, key in enumerate(keys):
+            variables = {**rendezvous, "NODE_RANK": str(node), "LATE": "-1", "RANKWISE_JOB_KEY": key}
+            command = [sys.executable, str(SCRIPT), "broadcast", "fork", str(tmp_path), "2"]
+            runs.append(run_script.start_command(command, env=with_tests(variables)))
+        expected = ALL_WELL if is_well else "is connected to another process in place of rank"
+        results = [run.finish() for run in runs]
+        assert all(expected in result.stdout for result in results), results
+
+
+def test_a_key_that_can_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before anything starts."""
+    monkeypatch.setenv("RANKWISE_JOB_KEY", "secret")
+    with pytest.raises(ConfigurationError, match="RANKWISE_JOB_KEY has 6 characters, which can be guessed"):
+        ddp("fork").bind()
+
+
+class OtherTorch(DDPStrategy):
+    """Its torch creates gloo groups by another name than rankwise expects."""
+
+    def setup_environment(self) -> None:
+        private: Any = distributed_c10d
+        plain = private._new_process_group_helper
+
+        def create(*args: Any, **kwargs: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(private, "ProcessGroupGloo", dist.ProcessGroupGloo)
+                return plain(*args, **kwargs)
+
+        private._new_process_group_helper = create
+        super().setup_environment()
+
+
+def test_a_torch_whose_groups_would_not_be_compared() -> None:
+    """It is refused by name when a job begins."""
+    strategy = OtherTorch(start_method="fork", accelerator="cpu", devices=2)
+    with pytest.raises(
+        WorkerRaisedError, match=r"ProcessGroupError: torch 2\.\S+ creates gloo groups in a way"
+    ):
+        strategy.launch(share_nothing)
+
+
+def share_nothing(strategy: Strategy) -> None:
+    """Only come to the group."""
+
+
+def receive_forged(strategy: Strategy, path: str, filler: str) -> None:
+    """Take what comes as rank 1's object; rank 1 sends one with a code of zeros."""
+    if strategy.global_rank == 0:
+        strategy.broadcast(None, src=1)
+    else:
+        forged = bytearray(bytes(CODE_BYTES) + pickle.dumps([MakesFile(path), filler]))
+        broadcast_bytes(torch.frombuffer(forged, dtype=torch.uint8), 1, dist.group.WORLD)
+        strategy.barrier()
+
+
+@pytest.mark.parametrize("size", [0, 10_000])
+def test_an_object_that_no_rank_has_sent(size: int, tmp_path: Path) -> None:
+    """What comes without the sender's code is not unpickled, be it short or long."""
+    path = tmp_path / "code_was_run"
+    with pytest.raises(
+        WorkerRaisedError,
+        match="PeerAuthenticationError: An object that came as rank 1's was sent by another",
+    ):
+        ddp("fork").launch(receive_forged, str(path), "x" * size)
+    assert not path.exists()
+
+
+def codes(strategy: Strategy) -> list[bytes]:
+    """Return the codes of the same object in two groups, and twice in one of them."""
+    group = dist.new_group([0, 1])
+    keys = key_of(), key_of(group), key_of(group)
+    found = []
+    for key in keys:
+        key.begin_collective()
+        found.append(key.code_of(b"object"))
+    return [code for own in strategy.all_gather_object(found) for code in own]
+
+
+def test_no_object_can_be_sent_again() -> None:
+    """The code of an object is another one in each group, in each collective and of each rank."""
+    of_both_ranks = ddp("fork").launch(codes)
+    assert len({*of_both_ranks}) == len(of_both_ranks) == 2 * 3
