@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -93,6 +94,59 @@ def test_killed_while_saving(io: CheckpointIO, times: int, tmp_path: Path) -> No
         assert torch.equal(loaded["weights"], torch.full((200_000,), float(loaded["step"])))
     TorchCheckpointIO().save_checkpoint({}, path)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def save_and_be_killed(path: Path) -> None:
+    """Be killed when the whole file has a name of its own, and not the target's."""
+    torch.set_num_threads(1)  # this process is forked
+    Path.replace = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]  # that is the point
+    TorchCheckpointIO().save_checkpoint({"step": 2}, path)
+
+
+@pytest.mark.parametrize("has_unnamed_files", [True, False])
+def test_killed_before_the_previous_file_is_replaced(
+    has_unnamed_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No system call replaces a file by one without a name: the next save to the folder removes the file."""
+    if not has_unnamed_files:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
+    TorchCheckpointIO().save_checkpoint({"step": 1}, path)
+    process = multiprocessing.get_context("fork").Process(target=save_and_be_killed, args=(path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert TorchCheckpointIO().load_checkpoint(path) == {"step": 1}
+    assert len(list(tmp_path.iterdir())) == 2
+    TorchCheckpointIO().save_checkpoint({}, other)
+    assert sorted(tmp_path.iterdir()) == [path, other]
+
+
+@pytest.mark.parametrize("has_unnamed_files", [True, False])
+@pytest.mark.parametrize("times", [100, SOAK])
+def test_several_processes_save_to_one_path(
+    has_unnamed_files: bool, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every save succeeds, the file is whole, and nothing else is left."""
+    if not has_unnamed_files:  # as on network file systems
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    path, context = tmp_path / "last.ckpt", multiprocessing.get_context("fork")
+    processes = [context.Process(target=save_often, args=(path, times)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    loaded = TorchCheckpointIO().load_checkpoint(path)
+    assert torch.equal(loaded["weights"], torch.full((2000,), float(loaded["step"])))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def save_often(path: Path, times: int) -> None:
+    """Save to the path."""
+    for step in range(times):
+        weights = torch.full((2000,), float(step))
+        TorchCheckpointIO().save_checkpoint({"step": step, "weights": weights}, path)
 
 
 SAVE_AS_ANOTHER = """

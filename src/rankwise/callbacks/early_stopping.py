@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.base import MonitoringCallback
@@ -92,8 +93,12 @@ class EarlyStopping(MonitoringCallback):
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in _STATE:
-            setattr(self, name, state_dict[name])
+        float(state_dict["best_score"])  # raises for what is no number
+        self.best_score = state_dict["best_score"]
+        self.wait_count = operator.index(state_dict["wait_count"])
+        self.stopped_epoch = operator.index(state_dict["stopped_epoch"])
+        limits = state_dict["stopped_by"]
+        self.stopped_by = None if limits is None else tuple(limits)
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         if trainer.global_step == 0:  # a new run, perhaps of another module

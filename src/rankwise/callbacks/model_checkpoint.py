@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,23 +13,20 @@ import torch
 from torch import Tensor
 
 from rankwise.callbacks.base import MonitoringCallback
-from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Mapping
 
+    from rankwise.strategies import Strategy
     from rankwise.trainer import Trainer, TrainingModule
 
-_STATE = (
-    "best_model_path",
-    "best_model_score",
-    "best_k_models",
-    "last_model_path",
-    "kth_best_model_path",
-    "current_score",
-)
+_log = logging.getLogger(__name__)
+_PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")
+_SCORES = ("best_model_score", "current_score")
+_STATE = (*_PATHS, *_SCORES, "best_k_models")
 
 
 @final
@@ -40,7 +39,8 @@ class ModelCheckpoint(MonitoringCallback):
     Args:
         dirpath: the folder; by default `checkpoints` in the logger's folder, or in `default_root_dir`.
         filename: file name without suffix, with metrics in braces: `"{epoch}-{val_loss:.2f}"` gives
-            `epoch=3-val_loss=0.21.ckpt`. The default is `"{epoch}-{step}"`.
+            `epoch=3-val_loss=0.21.ckpt`. It may begin with folders in `dirpath`. The default is
+            `"{epoch}-{step}"`.
         monitor: the metric that ranks the checkpoints; None keeps the latest.
         mode: `"min"` or `"max"`.
         save_top_k: number of checkpoints to keep; -1 for all, 0 for none.
@@ -84,6 +84,8 @@ class ModelCheckpoint(MonitoringCallback):
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = 0 if every_n_train_steps else every_n_epochs or 1
         self._last_step_saved = 0
+        self._token = secrets.token_hex(8)  # in all checkpoints of this callback, and in no others
+        self._unverified: set[str] = set()  # files that a loaded checkpoint has named
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -91,6 +93,7 @@ class ModelCheckpoint(MonitoringCallback):
         self.best_model_score: Tensor | None = None
         self.best_k_models: dict[str, Tensor] = {}
         self.current_score: Tensor | None = None
+        self._is_last_chosen = False
 
     @property
     def state_key(self) -> str:
@@ -101,14 +104,35 @@ class ModelCheckpoint(MonitoringCallback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"dirpath": self.dirpath, **{name: getattr(self, name) for name in _STATE}}
+        own = {"dirpath": self.dirpath, "run_token": self._token}
+        return own | {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the files of the resumed run if this callback writes to the same folder."""
-        if self.dirpath in (None, state_dict["dirpath"]):
-            self.dirpath = state_dict["dirpath"]
-            for name in _STATE:
-                setattr(self, name, state_dict[name])
+        """Continue with the files of the resumed run if this callback writes to the same folder.
+
+        Files are removed or replaced only if they show that they are of that run: a checkpoint may come from
+        anybody.
+
+        Raises:
+            ValueError, TypeError, KeyError: for files elsewhere, or for what no callback has returned.
+        """
+        if self.dirpath not in (None, state_dict["dirpath"]):
+            return
+        kept = {path: torch.tensor(float(score)) for path, score in state_dict["best_k_models"].items()}
+        paths = {*kept, *(state_dict[name] for name in _PATHS if state_dict[name])}
+        if outside := sorted(path for path in paths if not _is_below(path, state_dict["dirpath"])):
+            raise ValueError(f"it names files that are not in {state_dict['dirpath']}: {outside}")
+        if not {state_dict["best_model_path"], state_dict["kth_best_model_path"]} <= (set(kept) or {""}):
+            raise ValueError("its best files are not among those that are kept")
+        scores = [state_dict[name] for name in _SCORES]
+        if not all(score is None or isinstance(score, Tensor) for score in scores):
+            raise TypeError(f"its scores are no tensors: {scores}")
+        self.dirpath = state_dict["dirpath"]
+        if self._token != (token := state_dict.get("run_token", "")):
+            self._token, self._unverified, self._is_last_chosen = str(token), paths, False
+        for name in _STATE:
+            setattr(self, name, state_dict[name])
+        self.best_k_models = kept
 
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         if stage == "fit":
@@ -134,8 +158,9 @@ class ModelCheckpoint(MonitoringCallback):
 
     def _save(self, trainer: Trainer) -> None:
         self._last_step_saved = trainer.global_step
-        if self.save_last:  # all checkpoints of the run name its last one
-            self.last_model_path = self.last_model_path or self._choose_last(trainer)
+        if self.save_last and not self._is_last_chosen:  # all checkpoints of the run name its last one
+            self.last_model_path = self._choose_last(trainer)
+            self._is_last_chosen = True
         if self.save_top_k:
             self._save_ranked(trainer)
         if self.save_last:
@@ -147,7 +172,31 @@ class ModelCheckpoint(MonitoringCallback):
         A run may replace the last checkpoint from which it has continued.
         """
         continued = () if trainer.ckpt_path is None else (absolute_path(trainer.ckpt_path),)
-        return trainer.strategy.call_on_rank_zero(lambda: self._unused(trainer, "last", continued))
+
+        def choose() -> str:
+            known = self.last_model_path
+            if known and (known in continued or self.owns(known, trainer.strategy)):
+                return known
+            return self._unused(trainer, "last", continued)
+
+        return trainer.strategy.call_on_rank_zero(choose)
+
+    def owns(self, path: str, strategy: Strategy) -> bool:
+        """Return whether a file is this run's; a loaded checkpoint alone cannot say so. Runs on: rank 0."""
+        if path not in self._unverified:
+            return True
+        try:
+            callbacks = strategy.load_checkpoint(path).get("callbacks")
+        except CheckpointError as error:
+            if error.path != path:
+                raise  # of an earlier save, by a thread
+            callbacks = None
+        state = callbacks.get(self.state_key) if isinstance(callbacks, dict) else None
+        if self._token and isinstance(state, dict) and state.get("run_token") == self._token:
+            self._unverified.discard(path)
+            return True
+        _log.warning("%s is not replaced or removed: it is not of the run that has continued.", path)
+        return False
 
     def _unused(self, trainer: Trainer, stem: str, own: Collection[str]) -> str:
         """Return a path that no file has, also none that a thread has not written yet, or one of `own`."""
@@ -168,8 +217,11 @@ class ModelCheckpoint(MonitoringCallback):
         superseded = self._rank(path, score)
         trainer.save_checkpoint(path)
         if superseded:
-            remove = trainer.strategy.checkpoint_io.remove_checkpoint
-            trainer.strategy.call_on_rank_zero(lambda: remove(superseded))
+            trainer.strategy.call_on_rank_zero(lambda: self._remove(trainer, superseded))
+
+    def _remove(self, trainer: Trainer, path: str) -> None:
+        if self.owns(path, trainer.strategy):
+            trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
     def _agreed_score(self, trainer: Trainer) -> float:
         """Return rank 0's score on every rank; without `monitor` the step, so that the latest is best."""
@@ -201,9 +253,16 @@ class ModelCheckpoint(MonitoringCallback):
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
         }
-        is_full = len(self.best_k_models) == self.save_top_k
-        replaced = (self.kth_best_model_path,) if is_full else ()
+        worst, is_full = self.kth_best_model_path, len(self.best_k_models) == self.save_top_k
+        replaced = (worst,) if is_full and self.owns(worst, trainer.strategy) else ()
         return self._unused(trainer, _filled_in(self.filename, values), replaced)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    """Return whether a path is of a checkpoint in a folder, by the path alone."""
+    if not (path.endswith(".ckpt") and Path(path).is_relative_to(folder)):
+        return False
+    return ".." not in Path(path).relative_to(folder).parts
 
 
 def _filled_in(template: str, values: Mapping[str, float]) -> str:
@@ -245,6 +304,9 @@ def _check_intervals(every_n_epochs: int | None, every_n_train_steps: int | None
 def _check_filename(filename: str, save_last: bool) -> None:
     if save_last and is_last_checkpoint(f"{filename}.ckpt"):
         expected = "another name, as save_last=True uses this one"
+        raise InvalidArgumentError(argument="filename", value=filename, expected=expected)
+    if not _is_below(f"{filename}.ckpt", ""):
+        expected = "a name in dirpath, or in a folder below it"
         raise InvalidArgumentError(argument="filename", value=filename, expected=expected)
     try:
         _filled_in(filename, {})

@@ -56,7 +56,7 @@ class Timer(Callback):
         return {"time_elapsed": self.time_elapsed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._before = state_dict["time_elapsed"]
+        self._before = float(state_dict["time_elapsed"])
         self._started = None
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:

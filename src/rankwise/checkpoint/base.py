@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rankwise.errors import CheckpointError, text_of
+from rankwise.errors import CheckpointError, RankwiseError, text_of
 
 
 class CheckpointIO(ABC):
@@ -71,6 +71,21 @@ def as_checkpoint_error(path: str | os.PathLike[str]) -> Iterator[None]:
             path=os.fspath(path),
             problem=f"could not be written: {reason_for(error, handled)}",
             remedy="remove the cause; a file that was at this path before is untouched.",
+        ) from error
+
+
+@contextlib.contextmanager
+def restored_from(path: str | os.PathLike[str], part: str) -> Iterator[None]:
+    """Raise what the contents of a file cause in the block, which restores `part`, as `CheckpointError`."""
+    try:
+        yield
+    except RankwiseError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            path=os.fspath(path),
+            problem=f"its {part} cannot be restored: {type(error).__name__}: {text_of(error)}",
+            remedy="pass an intact file of a run with the same module, optimizers and callbacks.",
         ) from error
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import glob
 import io
 import itertools
 import os
 import pickle
 import pickletools
 import re
-import secrets
 import sys
 import zipfile
 from collections import OrderedDict
@@ -22,12 +18,15 @@ from typing import IO, Any, final
 import torch
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint
 
+from rankwise.checkpoint.atomic_file import refuse_no_file, replacing
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error, reason_for
 from rankwise.errors import CheckpointError
+from rankwise.nested import map_tensors
 from rankwise.paths import expanded_path
 
 _MAX_NAMED = 5
-_OPEN_FILES = "/proc/self/fd"
+_MAX_REPEATED = 1 << 30  # bytes, as of a mask that is expanded over a batch
+_INTACT_FILE = "pass the path of an intact file that Trainer.save_checkpoint or ModelCheckpoint wrote."
 
 
 @final
@@ -41,7 +40,7 @@ class TorchCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write `checkpoint` to `path`, creating its folder; raise too if it could not be loaded."""
-        with as_checkpoint_error(path), _replacing(path) as file:
+        with as_checkpoint_error(path), replacing(path) as file:
             _write(checkpoint, file, path)
 
     def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -56,6 +55,7 @@ class TorchCheckpointIO(CheckpointIO):
             file = expanded_path(path)
             _check_file(file)
             checkpoint = torch.load(file, map_location=map_location, weights_only=True)
+            _check_views(checkpoint, path)
         except CheckpointError:
             raise
         except pickle.UnpicklingError as error:
@@ -82,63 +82,6 @@ class TorchCheckpointIO(CheckpointIO):
 def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[str]) -> None:
     torch.save(checkpoint, file)
     check_loadable(checkpoint, file, os.fspath(path))
-
-
-@contextlib.contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces `path` if the block succeeds, and is deleted otherwise."""
-    target = expanded_path(path).resolve()  # keeps a symbolic link, and uses the file system of its target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(target)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        file = _open_unnamed(target.parent)
-        is_named = file is None
-        with temporary.open("x+b") if file is None else file as file:
-            _lock(file)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            if not is_named:
-                os.link(f"{_OPEN_FILES}/{file.fileno()}", temporary, src_dir_fd=file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # not supported by some network file systems
-            os.fsync(folder)  # flushes the rename to the disk
-    finally:
-        os.close(folder)
-
-
-def _open_unnamed(folder: Path) -> IO[bytes] | None:
-    """Open a file without a name, which a killed process does not leave behind; None if unsupported."""
-    flag = getattr(os, "O_TMPFILE", None)  # Linux has it
-    if flag is None or not Path(_OPEN_FILES).exists():
-        return None
-    try:
-        return open(os.open(folder, flag | os.O_RDWR, 0o666), "w+b")  # noqa: PTH123 -- _replacing closes it; a descriptor has no path
-    except OSError:
-        return None
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Lock a temporary file while it is open; return whether the lock was acquired."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process has the lock, or locks are not supported
-        return False
-    return True
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote to `target`."""
-    for temporary in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
-        with contextlib.suppress(OSError), temporary.open("rb") as file:
-            if _lock(file):
-                temporary.unlink()
 
 
 def check_loadable(checkpoint: dict[str, Any], file: IO[bytes], path: str) -> None:
@@ -195,15 +138,29 @@ class _PicklerWithoutData(pickle.Pickler):
 def _load_error(
     path: str | os.PathLike[str],
     problem: str,
-    remedy: str = "pass the path of an intact file that Trainer.save_checkpoint or ModelCheckpoint wrote.",
+    remedy: str = _INTACT_FILE,
 ) -> CheckpointError:
     return CheckpointError(path=os.fspath(path), problem=problem, remedy=remedy)
 
 
+def _check_views(checkpoint: Any, path: str | os.PathLike[str]) -> None:
+    """Raise if tensors repeat little data to a size that a copy of them would need."""
+    repeated = 0
+
+    def measure(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal repeated
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            repeated += max(0, tensor.nbytes - tensor.untyped_storage().nbytes())
+        return tensor
+
+    map_tensors(checkpoint, measure)
+    if repeated > _MAX_REPEATED:
+        raise _load_error(path, f"holds tensors that repeat their data to {repeated} bytes more than it has")
+
+
 def _check_file(path: Path) -> None:
     """Raise unless `path` is an intact archive; torch itself does not detect changed bytes in a tensor."""
-    if path.is_dir():
-        raise _load_error(path, "is a folder, not a file")
+    refuse_no_file(path, _INTACT_FILE)
     if not path.exists():
         raise _load_error(path, "does not exist; a relative path starts at the working directory")
     with path.open("rb") as file:
@@ -214,6 +171,9 @@ def _check_file(path: Path) -> None:
         raise _load_error(path, "is cut off")
     try:
         with zipfile.ZipFile(path) as archive:
+            # torch compresses nothing: a small file must not become large in memory.
+            if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
+                raise _load_error(path, "is damaged: its records are larger than the file")
             damaged = archive.testzip() if get_crc32_options() else None
     except zipfile.BadZipFile:
         damaged = "table of contents"

@@ -115,7 +115,11 @@ class ScaledPrecision(DtypePrecision):
         return {"scaler": self._scaler_state()} if self.scales_loss else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._state = dict(state_dict.get("scaler", {}))
+        saved = dict(state_dict.get("scaler", {}))
+        known = torch.amp.GradScaler("cpu").state_dict() if saved else {}
+        self._state = {
+            name: type(value)(saved[name]) for name, value in known.items()
+        }  # raises for no numbers
         self._scaler = None
         self._unscaled, self._stepped = {}, set()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from rankwise.checkpoint.base import as_checkpoint_error
+from rankwise.checkpoint.base import as_checkpoint_error, restored_from
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 from rankwise.ranks import rank_zero_only
@@ -28,7 +28,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
+_HIGHEST = 2**53  # numbers of steps and samples up to here are exact as scores, too
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
+_TYPES = {
+    "loops": dict,
+    "callbacks": dict,
+    "precision": dict,
+    "gradients": dict,
+    "ranks": list,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "comm_hooks": list,
+    "seed": int,
+    "order_seed": int,
+    "gradient_order": list,
+}
 _UNKNOWN_JOB = (
     "Training begins anew after a restart, as this job's checkpoints cannot be told from another job's: "
     "give torchrun a --rdzv-id of its own for each job; where a rank trains in several processes, pass "
@@ -57,12 +71,17 @@ class CheckpointFiles:
 
         It is the run's last checkpoint, if that is there, or the one from which the run has `continued`.
         """
-        own = [path for saving in self._saving if (path := saving.last_model_path)]
-        own += [] if continued is None else [absolute_path(continued)]
-        here = [path for path in own if is_last_checkpoint(path) and Path(path).parent == self.stop_folder]
-        return self._strategy.call_on_rank_zero(
-            lambda: here[0] if here else unused_checkpoint(self.stop_folder, "last")
-        )
+        named = {saving.last_model_path: saving for saving in self._saving if saving.last_model_path}
+        given = None if continued is None else absolute_path(continued)
+
+        def choose() -> str:
+            for path in filter(None, (*named, given)):
+                is_here = is_last_checkpoint(path) and Path(path).parent == self.stop_folder
+                if is_here and (path == given or named[path].owns(path, self._strategy)):
+                    return path
+            return unused_checkpoint(self.stop_folder, "last")
+
+        return self._strategy.call_on_rank_zero(choose)
 
     @property
     def folders(self) -> list[Path]:
@@ -223,6 +242,37 @@ def _checkpoint(context: LoopContext) -> dict[str, Any]:
     return checkpoint
 
 
+def check_contents(checkpoint: dict[str, Any], path: str) -> None:
+    """Raise unless what a checkpoint holds has the version and the types with which a fit writes it."""
+    version = checkpoint.get("version", _VERSION)
+    if type(version) is not int or version != _VERSION:
+        raise CheckpointError(
+            path=path,
+            problem=f"has version {version!r}, and this release of rankwise reads version {_VERSION}",
+            remedy="load it with the release that wrote it.",
+        )
+    for name, kind in _TYPES.items():
+        if name in checkpoint and not isinstance(checkpoint[name], kind):
+            found = type(checkpoint[name]).__name__
+            raise CheckpointError(path=path, problem=f"holds a {found} as {name!r}, not a {kind.__name__}")
+    for name, kind in (("ranks", dict), ("gradient_order", int)):
+        if not all(isinstance(item, kind) for item in checkpoint.get(name, ())):
+            raise CheckpointError(path=path, problem=f"holds items that are no {kind.__name__} in {name!r}")
+    if "ranks" in checkpoint and not checkpoint["ranks"]:
+        raise CheckpointError(path=path, problem="holds the state of no rank")
+
+
+def _progress_in(loops: dict[str, Any], path: str) -> Progress:
+    fresh = dataclasses.asdict(Progress())
+    for name, value in loops.items():
+        if name not in fresh or type(value) is not type(fresh[name]) or not 0 <= value <= _HIGHEST:
+            raise CheckpointError(path=path, problem=f"holds {name}={value!r} among its 'loops'")
+    progress = Progress(**loops)
+    if not progress.is_possible:
+        raise CheckpointError(path=path, problem=f"holds numbers that contradict each other: {progress}")
+    return progress
+
+
 def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
     """Load the weights of a checkpoint into the module."""
     path = context.state.ckpt_path or ""
@@ -230,14 +280,15 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
         raise CheckpointError(path=path, problem=f"holds no 'state_dict', but {sorted(map(str, checkpoint))}")
     context.hooks.call_checkpoint_hooks("on_load_checkpoint", checkpoint)
     context.strategy.precision.prepare_to_load(context.module)
-    try:
-        context.strategy.load_module_state_dict(context.module, checkpoint["state_dict"])
-    except RuntimeError as error:
-        raise CheckpointError(
-            path=path,
-            problem=f"does not fit {type(context.module).__name__}: {error}",
-            remedy="build the module as it was when the checkpoint was written.",
-        ) from None
+    with restored_from(path, "state_dict"):
+        try:
+            context.strategy.load_module_state_dict(context.module, checkpoint["state_dict"])
+        except RuntimeError as error:
+            raise CheckpointError(
+                path=path,
+                problem=f"does not fit {type(context.module).__name__}: {error}",
+                remedy="build the module as it was when the checkpoint was written.",
+            ) from None
 
 
 def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankState:
@@ -249,6 +300,7 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
             problem=f"holds no {missing}, without which training cannot continue",
             remedy="load its weights into the module instead: module.load_state_dict(...).",
         )
+    check_contents(checkpoint, path)  # a hook may have changed it
     precision, gradients = checkpoint.get("precision", {}), checkpoint.get("gradients", {})
     if gradients and ("scaler" in precision) != context.strategy.precision.scales_loss:
         raise CheckpointError(
@@ -256,32 +308,36 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
             problem="holds gradients that wait for a step, and only one of the precisions scales them",
             remedy="continue with the precision of that run, or from a checkpoint written after a step.",
         )
-    context.state.progress = progress = Progress(**checkpoint["loops"])
+    context.state.progress = progress = _progress_in(checkpoint["loops"], path)
     if progress.is_epoch_closed:
         progress.end_epoch()
-    rank_state = RankState(context, checkpoint["ranks"])
+    rank_state = RankState(context, checkpoint["ranks"], path)
     rank_state.restore_metrics()
-    rank_state.restore_metric_objects(path)
-    try:
-        context.optimizer_set.load(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
-        context.strategy.precision.load_state_dict(precision)
-        context.optimizer_set.set_gradients(context.module, gradients)
-    except ValueError as error:
-        raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
-    context.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))
-    _restore_callbacks(context, checkpoint["callbacks"])
-    context.state.should_stop = any(
-        isinstance(callback, EarlyStopping) and callback.has_stopped for callback in context.callbacks
-    )
+    rank_state.restore_metric_objects()
+    with restored_from(path, "optimizers"):
+        try:
+            context.optimizer_set.load(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
+            context.strategy.precision.load_state_dict(precision)
+            context.optimizer_set.set_gradients(context.module, gradients)
+        except ValueError as error:
+            raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
+    with restored_from(path, "communication hooks"):
+        context.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))
+    _restore_callbacks(context, checkpoint["callbacks"], path)
+    with restored_from(path, "callbacks"):  # what they have loaded may not compare
+        context.state.should_stop = any(
+            isinstance(callback, EarlyStopping) and callback.has_stopped for callback in context.callbacks
+        )
     return rank_state
 
 
-def _restore_callbacks(context: LoopContext, states: dict[str, Any]) -> None:
+def _restore_callbacks(context: LoopContext, states: dict[str, Any], path: str) -> None:
     """Load the callbacks' states; warn on rank 0 of those that no callback takes."""
     for callback in context.callbacks:
         if callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
-    gone = sorted(states.keys() - {callback.state_key for callback in context.callbacks})
+            with restored_from(path, callback.state_key):
+                callback.load_state_dict(states[callback.state_key])
+    gone = sorted(set(map(str, states)) - {callback.state_key for callback in context.callbacks})
     if not any(isinstance(callback, ModelCheckpoint) for callback in context.callbacks):
         gone = [key for key in gone if not key.startswith(ModelCheckpoint.__name__)]  # saves none on purpose
     if gone and context.strategy.is_global_zero:

@@ -270,8 +270,8 @@ class TrainDataShard:
         with isolated_random_state(seed, *([] if generator is None else [generator])):
             batches = iter(self._shard.sized)
         self.replayed = None
-        for _ in range(self._replayed):
-            self.replayed = next(batches, self.replayed)
+        for batch in islice(batches, self._replayed):  # there may be fewer now
+            self.replayed = batch
         self._shard.sized.sizes.clear()
         return _first(self.num_batches - progress.batches_done, batches)
 

@@ -83,8 +83,8 @@ def set_states(metrics: Metrics, states: States) -> None:
         metrics[name].reset()
     for name in metrics.keys() & states.keys():
         metric = metrics[name]
-        for key, value in states[name].items():
-            setattr(metric, key, to_device(value, metric.device))
+        for key in states[name].keys() & {*metric._defaults, *_BESIDE_STATES}:
+            setattr(metric, key, to_device(states[name][key], metric.device))
         metric._computed = None
 
 

@@ -14,7 +14,7 @@ from rankwise.errors import InvalidTypeError
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import drawn_seed, get_random_state, given_seed, seed_process, set_random_state
 from rankwise.strategies.shared_errors import errors_shared
-from rankwise.trainer.checkpointing import CheckpointFiles, restore_module, restore_training
+from rankwise.trainer.checkpointing import CheckpointFiles, check_contents, restore_module, restore_training
 from rankwise.trainer.consistency import (
     agreed_order_seeds,
     check_ranks_agree,
@@ -202,8 +202,11 @@ class Stage:
         if is_newest or path != self.ckpt_path:  # the job may have replaced what was loaded before it
             self.ckpt_path, self.checkpoint = path, None
         with errors_shared(strategy):
-            if path is not None and self.checkpoint is None:
-                self.checkpoint = strategy.load_checkpoint(path)
+            if path is not None:
+                if self.checkpoint is None:
+                    self.checkpoint = strategy.load_checkpoint(path)
+                if self.name == "fit":  # an evaluation takes the weights of any program's file
+                    check_contents(self.checkpoint, path)
         context.state.ckpt_path = path
         check_ranks_agree(strategy, fingerprint_of_checkpoint(self.checkpoint))
 
@@ -263,8 +266,8 @@ class Stage:
         strategy.gradients.reload_states()  # communication hooks have counted the replay
         if not states:
             return None
-        rank_state = RankState(context, states)
-        rank_state.restore_metric_objects("the fit before")
+        rank_state = RankState(context, states, "the fit before")
+        rank_state.restore_metric_objects()
         return rank_state
 
     def _train_data(self, context: LoopContext) -> TrainDataShard:

@@ -82,6 +82,14 @@ class Progress:
             self.begin_epoch()
 
     @property
+    def is_possible(self) -> bool:
+        """Whether the numbers agree with each other."""
+        has_whole_window = (
+            self.window_batches <= self.batches_done and self.window_samples <= self.samples_done
+        )
+        return has_whole_window and (self.batches_done > 0 or self.samples_done == 0)
+
+    @property
     def is_within_epoch(self) -> bool:
         """Whether some of the current epoch's batches are done."""
         return self.batches_done > 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
+from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.nested import map_tensors, to_device
 from rankwise.processes.parametrized_modules import kind_of, set_kind
@@ -258,11 +259,13 @@ def seed_rank(strategy: Strategy, seed: int, global_step: int) -> None:
 class RankState:
     """This rank's part of a checkpoint; `states` is what `gather_rank_states` returned for it.
 
-    Another number of ranks shares the parts: metrics are merged, and each rank gets a new random stream.
+    `source` is the checkpoint's path, or other words for it. Another number of ranks shares the parts:
+    metrics are merged, and each rank gets a new random stream.
     """
 
-    def __init__(self, context: LoopContext, states: list[dict[str, Any]]) -> None:
+    def __init__(self, context: LoopContext, states: list[dict[str, Any]], source: str) -> None:
         strategy = context.strategy
+        self._source = source
         self._strategy = strategy
         self._state = context.state
         self._module = context.module
@@ -274,37 +277,47 @@ class RankState:
     def restore_metrics(self) -> None:
         """Restore the last values of everything logged."""
         own = self._states[0] if self._states else self._any_state
-        for key, name in _METRICS.items():
-            setattr(self._state.fit_metrics, name, dict(own["metrics"][key]))
+        with restored_from(self._source, "metrics"):
+            for key, name in _METRICS.items():
+                values = dict(own["metrics"][key])
+                if odd := [value for value in values.values() if not isinstance(value, Tensor)]:
+                    raise TypeError(f"{odd[0]!r} is no tensor")
+                setattr(self._state.fit_metrics, name, values)
 
-    def restore_metric_objects(self, path: str) -> None:
+    def restore_metric_objects(self) -> None:
         """Restore the module's metric objects; raise CheckpointError where a rank cannot continue several."""
+        with restored_from(self._source, "metric objects"):
+            self._restore_metric_objects()
+
+    def _restore_metric_objects(self) -> None:
         metrics = metric_objects(self._module)
         shares = [[state["metric_objects"] for state in share] for share in self._shares]
         if odd := sorted({name for share in shares for name in unmergeable(metrics, share)}):
             raise CheckpointError(
-                path=path,
+                path=self._source,
                 problem=f"holds states of the metric objects {odd} that fewer ranks cannot continue",
                 remedy=f"continue on {len(self._shares)} ranks, or from the end of an epoch.",
             )
         found = {name for share in shares for states in share for name in states}
         if (lost := sorted(found - metrics.keys())) and self._strategy.is_global_zero:
             warnings.warn(
-                f"{path} has states of metric objects that the module has not: {lost}.", stacklevel=2
+                f"{self._source} has states of metric objects that the module has not: {lost}.", stacklevel=2
             )
         set_states(metrics, merged(metrics, shares[self._strategy.global_rank]))
 
     def results(self) -> Results:
         """Return what was logged in the epoch so far."""
         results = Results(self._module, is_evaluation=False)
-        for state in self._states:
-            if state["results"] is not None:
-                results.add_state_dict(state["results"])
+        with restored_from(self._source, "logged values"):
+            for state in self._states:
+                if state["results"] is not None:
+                    results.add_state_dict(state["results"])
         return results
 
     def restore_random(self) -> None:
         """Restore the random state; if the number of ranks has changed, seed it."""
         if self._is_same_world:
-            set_random_state(self._states[0]["random"], self._strategy.root_device)
+            with restored_from(self._source, "random state"):
+                set_random_state(self._states[0]["random"], self._strategy.root_device)
         else:
             seed_rank(self._strategy, self._state.seed, self._state.progress.global_step)

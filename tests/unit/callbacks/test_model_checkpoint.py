@@ -265,6 +265,8 @@ def test_state_round_trip(tmp_path: Path) -> None:
         {"every_n_epochs": 0},
         {"every_n_train_steps": 0},
         {"filename": "{epoch:.2q}"},
+        {"filename": "../{epoch}"},
+        {"filename": "/tmp/{epoch}"},
     ],
 )
 def test_wrong_values(options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import datetime as dt
 import enum
 import os
 import pickle
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,36 @@ def test_unwritable_place(path: Path) -> None:
         TorchCheckpointIO().save_checkpoint({}, path / "below.ckpt")
 
 
+def test_a_pipe(tmp_path: Path) -> None:
+    """What is no file is neither replaced nor read."""
+    pipe = tmp_path / "pipe.ckpt"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointError, match="is a device, pipe or socket, not a file"):
+        TorchCheckpointIO().save_checkpoint({}, pipe)
+    with pytest.raises(CheckpointError, match="is a device, pipe or socket, not a file"):
+        TorchCheckpointIO().load_checkpoint(pipe)
+    assert pipe.is_fifo()
+
+
+def test_other_files_are_kept(path: Path) -> None:
+    """Files beside a checkpoint are kept, whatever they are called, but for those of killed saves."""
+    own, pipe = path.with_name(".model.ckpt.notes.tmp"), path.with_name(".rankwise-00000000.tmp")
+    abandoned = path.with_name(".rankwise-00000001.tmp")
+    own.touch()
+    os.mkfifo(pipe)
+    abandoned.touch()
+    TorchCheckpointIO().save_checkpoint({}, path)
+    assert set(path.parent.iterdir()) == {path, own, pipe}
+
+
+def test_the_longest_name(tmp_path: Path) -> None:
+    """A checkpoint may have any name that the file system takes."""
+    path = tmp_path / ("n" * 250 + ".ckpt")
+    for epoch in range(2):
+        TorchCheckpointIO().save_checkpoint({"epoch": epoch}, path)
+    assert TorchCheckpointIO().load_checkpoint(path) == {"epoch": 1}
+
+
 @pytest.mark.parametrize(
     ("contents", "problem"),
     [
@@ -253,3 +284,24 @@ def test_unfinished_file_has_no_name(tmp_path: Path) -> None:
     TorchCheckpointIO().save_checkpoint({"looks": looks}, tmp_path / "last.ckpt")
     assert looks.seen == []
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_small_file_stays_small(path: Path) -> None:
+    """A file whose records are compressed, and far larger than the file, is refused unread."""
+    torch.save({"weights": torch.zeros(1 << 20)}, path)
+    with zipfile.ZipFile(path) as archive:
+        records = {each.filename: archive.read(each) for each in archive.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    with pytest.raises(CheckpointError, match="its records are larger than the file"):
+        TorchCheckpointIO().load_checkpoint(path)
+
+
+def test_tensors_that_repeat_their_data(path: Path) -> None:
+    """A small file with a tensor whose copy would take terabytes is refused; an expanded mask is not."""
+    torch.save({"mask": torch.ones(1).expand(1000)}, path)
+    assert TorchCheckpointIO().load_checkpoint(path)["mask"].shape == (1000,)
+    torch.save({"state": [torch.zeros(1).expand(1 << 40)]}, path)
+    with pytest.raises(CheckpointError, match="repeat their data to 4398046511100 bytes more than it has"):
+        TorchCheckpointIO().load_checkpoint(path)

@@ -1,0 +1,123 @@
+"""Write a file atomically: a reader gets the previous file or the new one, also after a kill."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from rankwise.errors import CheckpointError
+from rankwise.paths import expanded_path
+
+_OPEN_FILES = "/proc/self/fd"
+_SUFFIX_BYTES = 4
+_TEMPORARY_NAMES = f".rankwise-{'[0-9a-f]' * 2 * _SUFFIX_BYTES}.tmp"
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Open a temporary file that replaces `path` if the block succeeds, and is deleted otherwise.
+
+    Several processes may write to one path or folder at once: the last one replaces the others' file.
+
+    Raises:
+        CheckpointError: when something else than a file is at `path`.
+    """
+    target = expanded_path(path).resolve()  # keeps a symbolic link, and uses the file system of its target
+    refuse_no_file(target, "pass a path where there is no file yet, or a file.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target.parent)
+    file, temporary = _open_temporary(target.parent)
+    with file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if temporary is None and not _link(file, target):
+                temporary = _temporary_name(target.parent)
+                _link(file, temporary)
+            if temporary is not None:
+                temporary.replace(target)  # while it is locked
+        except BaseException:
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
+            raise
+    _flush_folder(target.parent)
+
+
+def refuse_no_file(path: Path, remedy: str) -> None:
+    """Raise where a folder, a device, a pipe or a socket is at `path`."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # there is nothing, or what uses it reports why
+        return
+    if not stat.S_ISREG(mode):
+        kind = "folder" if stat.S_ISDIR(mode) else "device, pipe or socket"
+        raise CheckpointError(path=os.fspath(path), problem=f"is a {kind}, not a file", remedy=remedy)
+
+
+def _open_temporary(folder: Path) -> tuple[IO[bytes], Path | None]:
+    """Open a locked file; without a name if possible, so that a killed process leaves none."""
+    flag = getattr(os, "O_TMPFILE", None)  # Linux has it
+    if flag is not None and Path(_OPEN_FILES).exists():
+        with suppress(OSError):
+            file = open(os.open(folder, flag | os.O_RDWR, 0o666), "w+b")  # noqa: PTH123, SIM115 -- replacing closes it; a descriptor has no path
+            _lock(file)
+            return file, None
+    while True:
+        temporary = _temporary_name(folder)
+        file = temporary.open("x+b")
+        if _lock(file) and temporary.exists():
+            return file, temporary
+        file.close()  # another process has taken it for abandoned before it was locked
+
+
+def _temporary_name(folder: Path) -> Path:
+    return folder / f".rankwise-{secrets.token_hex(_SUFFIX_BYTES)}.tmp"
+
+
+def _link(file: IO[bytes], path: Path) -> bool:
+    """Give a file without a name one; return False where another file has it."""
+    try:
+        os.link(f"{_OPEN_FILES}/{file.fileno()}", path, src_dir_fd=file.fileno())
+    except FileExistsError:
+        return False
+    return True
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a temporary file while it is open; return False where another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # locks are not supported
+        return True
+    return True
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote into a folder."""
+    for temporary in folder.glob(_TEMPORARY_NAMES):
+        with suppress(OSError), os.fdopen(os.open(temporary, _TO_LOCK), "rb") as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                temporary.unlink()
+
+
+_TO_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # NFS locks only what is open for writing
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush new names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not supported by some network file systems
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""A fit on two processes that continues from a checkpoint which somebody else has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise.callbacks import ModelCheckpoint
+from rankwise.errors import WorkerRaisedError
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+STRATEGIES = [
+    "ddp_fork",
+    "ddp",
+    pytest.param("ddp_spawn", marks=pytest.mark.soak),
+    pytest.param("ddp_forkserver", marks=pytest.mark.soak),
+]
+
+SCRIPT = """
+    import sys
+
+    from rankwise.callbacks import ModelCheckpoint
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+    saving = ModelCheckpoint(sys.argv[1], save_last=True)
+    trainer = quiet_trainer("ddp", 2, max_epochs=2, enable_checkpointing=True, callbacks=saving)
+    trainer.fit(Regression(), loader(16, 4), ckpt_path=sys.argv[2])
+"""
+
+
+def train(strategy: str, folder: Path, epochs: int, **options: Any) -> ModelCheckpoint:
+    """Train on two ranks with a `ModelCheckpoint` in a folder."""
+    saving = ModelCheckpoint(folder, save_last=True)
+    trainer = quiet_trainer(strategy, 2, max_epochs=epochs, enable_checkpointing=True, callbacks=saving)
+    trainer.fit(Regression(), loader(16, 4), **options)
+    return saving
+
+
+def resume(strategy: str, folder: Path, path: Path, run_script: ScriptRunner) -> str:
+    """Train another epoch from a checkpoint; return the error, if any."""
+    if strategy == "ddp":
+        return run_script(SCRIPT, str(folder), str(path), env=with_tests()).stderr
+    try:
+        train(strategy, folder, 2, ckpt_path=path)
+    except WorkerRaisedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_no_fit_has_written(strategy: str, tmp_path: Path, run_script: ScriptRunner) -> None:
+    """A part that only rank 1 uses is an error of the job, and so is another version."""
+    train("ddp_fork", tmp_path, 1)
+    for change, problem in ((("version", 2), "has version 2"), (("ranks", None), "its random state cannot")):
+        checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+        if change[0] == "ranks":
+            checkpoint["ranks"][1]["random"] = {}
+        else:
+            checkpoint[change[0]] = change[1]
+        path = tmp_path / "changed.pt"
+        torch.save(checkpoint, path)
+        error = resume(strategy, tmp_path, path, run_script)
+        assert f"CheckpointError: Checkpoint '{path}': {problem}" in error, error
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_only_the_runs_own_files_are_removed(strategy: str, tmp_path: Path, run_script: ScriptRunner) -> None:
+    """The superseded file of the run goes; another run's file, which a checkpoint names, stays."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    first = train("ddp_fork", run, 1).best_model_path
+    precious = Path(train("ddp_fork", other, 1).best_model_path).rename(run / "precious.ckpt")
+    checkpoint = torch.load(run / "last.ckpt", weights_only=True)
+    (state,) = checkpoint["callbacks"].values()
+    torch.save(checkpoint, tmp_path / "sent.pt")
+    names = {"best_model_path": str(precious), "kth_best_model_path": str(precious)}
+    state.update(names, best_k_models={str(precious): torch.tensor(-1.0)})
+    torch.save(checkpoint, tmp_path / "changed.pt")
+    assert "Error" not in resume(strategy, run, tmp_path / "changed.pt", run_script)
+    assert precious.exists()
+    assert Path(first).exists()
+    assert "Error" not in resume(strategy, run, tmp_path / "sent.pt", run_script)
+    assert precious.exists()
+    assert not Path(first).exists()

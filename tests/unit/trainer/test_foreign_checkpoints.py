@@ -1,0 +1,268 @@
+"""Checkpoints that somebody else has made or changed: what does not fit is an error, and no file is lost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from rankwise.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from rankwise.checkpoint import AsyncCheckpointIO
+from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.strategies import SingleDeviceStrategy
+from tests.unit.trainer.helpers import Line, loader, samples, trainer
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def put(*place: Any) -> Change:
+    """Return what replaces the value at a place, given as keys and then the value."""
+    *keys, last, value = place
+
+    def change(checkpoint: dict[str, Any]) -> None:
+        for key in keys:
+            checkpoint = checkpoint[key]
+        checkpoint[last] = value
+
+    return change
+
+
+def put_everywhere(name: str, value: Any) -> Change:
+    """Return what replaces a value in the states of all callbacks."""
+
+    def change(checkpoint: dict[str, Any]) -> None:
+        for state in checkpoint["callbacks"].values():
+            if name in state:
+                state[name] = value
+
+    return change
+
+
+NUMPY_STATE = ("MT19937", [1] * 624, 10**6, 0, 0.0)  # NumPy would read beyond the end of the state
+SCALER = torch.amp.GradScaler("cpu").state_dict()
+
+SHAPES: dict[str, Change] = {
+    "version of the future": put("version", 99),
+    "version as text": put("version", "1"),
+    "loops is a number": put("loops", 5),
+    "unknown progress": put("loops", "future", 1),
+    "negative step": put("loops", "global_step", -5),
+    "step as text": put("loops", "global_step", "x"),
+    "step as a tensor": put("loops", "global_step", torch.ones(2)),
+    "more batches than there can be": put("loops", "batches_done", 2**70),
+    "a window of more batches than are done": put("loops", "window_batches", 5),
+    "a window of more samples than are done": put("loops", "window_samples", 9),
+    "samples of no batch": put("loops", "batches_done", 0),
+    "no ranks": put("ranks", []),
+    "ranks as text": put("ranks", "x"),
+    "a rank is a number": put("ranks", [3]),
+    "random state is empty": put("ranks", 0, "random", {}),
+    "random state of another kind": put("ranks", 0, "random", "torch", torch.ones(3)),
+    "a position outside of NumPy's random state": put("ranks", 0, "random", "numpy", NUMPY_STATE),
+    "metrics are empty": put("ranks", 0, "metrics", {}),
+    "metrics are a number": put("ranks", 0, "metrics", 7),
+    "a metric is text": put("ranks", 0, "metrics", "callback_metrics", {"level": "x"}),
+    "metric objects are a number": put("ranks", 0, "metric_objects", 7),
+    "weights are a number": put("state_dict", 3),
+    "a weight is text": put("state_dict", "layer.weight", "x"),
+    "callbacks is a number": put("callbacks", 7),
+    "a callback's state is a number": lambda checkpoint: [
+        checkpoint["callbacks"].update({key: 7}) for key in list(checkpoint["callbacks"])
+    ],
+    "optimizers as text": put("optimizer_states", "x"),
+    "an optimizer without groups": put("optimizer_states", [{}]),
+    "an optimizer is a number": put("optimizer_states", [3]),
+    "too many schedulers": put("lr_schedulers", [1]),
+    "seed as text": put("seed", "x"),
+    "seed of the order as text": put("order_seed", "x"),
+    "gradient order is a number": put("gradient_order", 3),
+    "gradient order has text": put("gradient_order", [0, "x"]),
+    "gradients is a list": put("gradients", [1]),
+    "precision is a list": put("precision", [1]),
+    "hooks is a number": put("comm_hooks", 3),
+    "elapsed time as text": put_everywhere("time_elapsed", "soon"),
+    "patience as text": put_everywhere("wait_count", "x"),
+    "a limit is a tensor": put_everywhere("stopped_by", torch.ones(2, 2)),
+    "best score is a list": put_everywhere("best_score", [1]),
+    "best score is text": put_everywhere("best_model_score", "x"),
+    "files are a list": put_everywhere("best_k_models", ["x"]),
+    "a score is text": lambda checkpoint: put_everywhere(
+        "best_k_models", {checkpoint["callbacks"][_saver(checkpoint)]["best_model_path"]: "x"}
+    )(checkpoint),
+    "a file is a number": put_everywhere("last_model_path", 3),
+    "no best file": put_everywhere("kth_best_model_path", ""),
+}
+
+
+def _saver(checkpoint: dict[str, Any]) -> str:
+    keys: list[str] = [*checkpoint["callbacks"]]
+    return next(key for key in keys if key.startswith("ModelCheckpoint"))
+
+
+def _callbacks(folder: Path) -> list[Any]:
+    return [ModelCheckpoint(folder, save_last=True), EarlyStopping("level", patience=9), Timer("1:00:00:00")]
+
+
+class Logging(Line):
+    """Logs a metric that the callbacks monitor."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(batch, batch_idx)
+        self.log("level", 1.0, on_epoch=True)
+        return loss
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a run of one epoch, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    train = trainer(folder, callbacks=_callbacks(folder), enable_checkpointing=True, max_epochs=1)
+    train.fit(Logging(), loader())
+    return folder, torch.load(folder / "last.ckpt", weights_only=True)
+
+
+def resume(folder: Path, checkpoint: dict[str, Any], path: Path, **options: Any) -> None:
+    """Continue from a checkpoint for another epoch."""
+    torch.save(checkpoint, path)
+    options = {"callbacks": _callbacks(folder), "enable_checkpointing": True, **options}
+    trainer(path.parent, max_epochs=2, **options).fit(Logging(), loader(), ckpt_path=path)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_no_fit_has_written(name: str, written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Whatever part has another shape, the error says which file it is in."""
+    folder, checkpoint = written
+    changed = copy.deepcopy(checkpoint)
+    SHAPES[name](changed)
+    path = tmp_path / "changed.ckpt"
+    with pytest.raises(CheckpointError) as caught:
+        resume(folder, changed, path)
+    assert caught.value.path == str(path)
+
+
+def test_what_a_fit_has_written(written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """The same file without a change is no error."""
+    folder, checkpoint = written
+    resume(folder, checkpoint, tmp_path / "same.ckpt")
+
+
+@pytest.mark.parametrize("scaler", [{"future": 1}, {**SCALER, "scale": "x"}, {**SCALER, "scale": [1]}, 7])
+def test_a_loss_scale_that_no_fit_has_written(
+    scaler: Any, written: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """It is an error when it is read, not with the first loss."""
+    checkpoint = {**written[1], "precision": {"scaler": scaler}}
+    with pytest.raises(CheckpointError, match="optimizers"):
+        resume(written[0], checkpoint, tmp_path / "changed.ckpt", precision="16-mixed")
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, ...]]):
+    """Has no indices, so that a run which continues reads what is done again."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return iter(samples(4))
+
+
+def test_more_batches_than_the_data_have(written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Reading again ends with the data, whatever number of batches the file says."""
+    checkpoint = copy.deepcopy(written[1])
+    checkpoint["callbacks"] = {}
+    checkpoint["loops"].update(batches_done=10**12, samples_done=10**12, is_epoch_done=False)
+    torch.save(checkpoint, tmp_path / "changed.ckpt")
+    data = DataLoader(Stream(), batch_size=1)
+    with pytest.raises(ConfigurationError, match="no batch after the 1000000000000 of an earlier run"):
+        trainer(tmp_path, max_epochs=2).fit(Logging(), data, ckpt_path=tmp_path / "changed.ckpt")
+
+
+def change_saver(checkpoint: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """Return a checkpoint with other values in the state of `ModelCheckpoint`."""
+    changed = copy.deepcopy(checkpoint)
+    changed["callbacks"][_saver(changed)].update(values)
+    return changed
+
+
+@pytest.mark.parametrize("name", ["../thesis.ckpt", "thesis.txt", "/elsewhere/thesis.ckpt"])
+def test_a_file_elsewhere_is_not_a_runs(
+    name: str, written: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """A checkpoint that names a file outside of the folder, or no checkpoint, is refused."""
+    folder, checkpoint = written
+    path = str(folder / name)
+    worst = {path: torch.tensor(-1.0)}
+    changed = change_saver(checkpoint, best_k_models=worst, best_model_path=path, kth_best_model_path=path)
+    with pytest.raises(CheckpointError, match="names files that are not in"):
+        resume(folder, changed, tmp_path / "changed.ckpt")
+
+
+@pytest.mark.parametrize("content", ["another run's", "no checkpoint", "no token"])
+def test_a_file_of_another_run_stays(content: str, tmp_path: Path) -> None:
+    """A named file in the folder is removed or replaced only if it says itself that it is of the run."""
+    folder, others = tmp_path / "run", tmp_path / "other"
+    for place in (folder, others):
+        train = trainer(place, callbacks=_callbacks(place), enable_checkpointing=True, max_epochs=1)
+        train.fit(Logging(), loader())
+    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
+    precious, last = folder / "precious.ckpt", folder / "last-v7.ckpt"
+    for path in (precious, last):
+        path.write_bytes(
+            b"years of work" if content == "no checkpoint" else (others / "last.ckpt").read_bytes()
+        )
+    kept = {str(precious): torch.tensor(-1.0)}
+    changed = change_saver(
+        checkpoint,
+        best_k_models=kept,
+        best_model_path=str(precious),
+        kth_best_model_path=str(precious),
+        last_model_path=str(last),
+    )
+    if content == "no token":
+        del changed["callbacks"][_saver(changed)]["run_token"]
+    before = precious.read_bytes()
+    resume(folder, changed, tmp_path / "changed.ckpt")
+    assert (precious.read_bytes(), last.read_bytes()) == (before, before)
+
+
+def test_files_of_the_run_are_replaced(tmp_path: Path) -> None:
+    """The superseded checkpoint of the run that continues is removed, and its last one replaced."""
+    train = trainer(tmp_path, callbacks=_callbacks(tmp_path), enable_checkpointing=True, max_epochs=1)
+    train.fit(Logging(), loader())
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    folder = tmp_path / "sent"
+    folder.mkdir()
+    resume(tmp_path, checkpoint, folder / "copy.ckpt")
+    names = sorted(path.name for path in tmp_path.glob("*.ckpt"))
+    assert names == ["epoch=1-step=8.ckpt", "last.ckpt"]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 8
+
+
+@pytest.mark.parametrize(("folder", "filename"), [("../run", None), ("run", "each/{epoch}")])
+def test_a_folder_given_by_a_relative_path(
+    folder: str, filename: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run continues with its own files, also above the working directory, and in folders below its own."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for epochs in (1, 2):
+        saving = ModelCheckpoint(folder, filename)
+        path = None if epochs == 1 else next(tmp_path.rglob("*.ckpt"))
+        options = {"callbacks": [saving], "enable_checkpointing": True, "max_epochs": epochs}
+        trainer(tmp_path, **options).fit(Line(), loader(), ckpt_path=path)
+    assert len(list(tmp_path.rglob("*.ckpt"))) == 1
+
+
+def test_the_error_of_a_thread_is_not_lost(tmp_path: Path) -> None:
+    """Who reads whether a file is the run's waits for earlier saves, and raises what they have raised."""
+    first, saving = ModelCheckpoint(tmp_path), ModelCheckpoint(tmp_path)
+    trainer(tmp_path, callbacks=first, enable_checkpointing=True, max_epochs=1).fit(Line(), loader())
+    saving.load_state_dict(first.state_dict())
+    strategy = SingleDeviceStrategy(checkpoint_io=AsyncCheckpointIO())
+    (tmp_path / "file").touch()
+    strategy.checkpoint_io.save_checkpoint({}, tmp_path / "file" / "below.ckpt")
+    with pytest.raises(CheckpointError, match=r"below\.ckpt'.* could not be written"):
+        saving.owns(saving.best_model_path, strategy)
+    assert saving.owns(saving.best_model_path, strategy)
