@@ -21,6 +21,7 @@ RankwiseError
 |   |-- WorkerExitedError                   ... because it exited before it had finished
 |   `-- WorkerKilledError                   ... because a signal killed it
 |-- ProcessGroupError (RuntimeError)        the existing process group does not match the ranks
+|   `-- PeerAuthenticationError           another process has taken a rank's place
 |-- TensorMismatchError (ValueError)        ranks gave incompatible tensors to a collective
 |-- CollectiveMismatchError (RuntimeError)  ranks called different collectives, or some called none
 |-- RankZeroFailedError (RuntimeError)      rank_zero_first() failed on the rank that goes first
@@ -39,12 +40,14 @@ from __future__ import annotations
 import difflib
 import pickle
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar
 
 from typing_extensions import dataclass_transform
+
+from rankwise.limited_call import call_with_limit
 
 __all__ = [
     "CheckpointError",
@@ -60,6 +63,7 @@ __all__ = [
     "NonFiniteLossError",
     "NodesLostError",
     "NotPicklableError",
+    "PeerAuthenticationError",
     "ProcessGroupError",
     "RankMismatchError",
     "RankZeroFailedError",
@@ -105,12 +109,22 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def text_of(error: BaseException) -> str:
-    """Return an exception's text; a note where the user's `__str__` fails."""
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001  whatever the user's code raises
-        return "(its text could not be had)"
+def exit_code_text(code: int | None) -> str:
+    """Return an exit code, which may be unknown, for a sentence."""
+    return "an unknown code" if code is None else f"code {code}"
+
+
+NO_TEXT = "(its text could not be had)"
+_TEXT_TIMEOUT_S = 3.0
+_LONGEST_TEXT = 1_000_000
+
+
+def text_of(error: BaseException, write: Callable[[BaseException], str] = str) -> str:
+    """Return an exception's text, as `write` does; `NO_TEXT` where the user's code in it fails or hangs."""
+    # It may call sys.exit(), too.
+    texts = call_with_limit(lambda: write(error), _TEXT_TIMEOUT_S, BaseException, name="rankwise-text")
+    text = texts[0] if texts else NO_TEXT
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}... ({len(text)} characters)"
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -473,17 +487,22 @@ class WorkerTimedOutError(WorkerRaisedError):
 
 
 class WorkerExitedError(WorkerError):
-    """A worker exited with `exit_code` before it had finished."""
+    """A worker exited before it had finished, with `exit_code`; None where other code has taken that."""
 
     NOT_STARTED: ClassVar[str] = "before it had started (what it printed is above)"
 
-    exit_code: int = 0
+    exit_code: int | None = 0
     phase: str = "before it had finished"
 
     def what(self) -> str:
-        return f"exited with code {self.exit_code} {self.phase}"
+        return f"exited with {exit_code_text(self.exit_code)} {self.phase}"
 
     def fix(self) -> str:
+        if self.exit_code is None:
+            return (
+                "the launching process ignores SIGCHLD, or waits for all children, and so takes the code. "
+                "Leave SIGCHLD alone there."
+            )
         if self.phase == self.NOT_STARTED:
             return (
                 "look above: it ended while it imported or ran the main module. Put the code that starts the "
@@ -512,12 +531,24 @@ class WorkerKilledError(WorkerError):
 
 
 class ProcessGroupError(RankwiseError, RuntimeError):
-    """The existing process group does not match the ranks; `problem` says how."""
+    """The process group, or what another process has sent, does not match the ranks; `problem` says how."""
 
     SUMMARY = "{problem}"
 
     problem: str
     remedy: str = ""
+
+
+class PeerAuthenticationError(ProcessGroupError):
+    """A process that is no rank of the job has taken a rank's place; `problem` says which.
+
+    Raised before the first collective of the group, and before what came is unpickled.
+    """
+
+    ADVICE = (
+        "see who else uses this machine or network, and start the job again; a network namespace shuts other "
+        "users out. If RANKWISE_JOB_KEY is set, it must be the same on all nodes. See docs/security.md."
+    )
 
 
 class TensorMismatchError(RankwiseError, ValueError):

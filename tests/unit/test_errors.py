@@ -173,6 +173,14 @@ CASES = [
         "The group has 3 ranks.\n  Fix: destroy it.",
     ),
     Case(
+        lambda: errors.PeerAuthenticationError(problem="Another process has taken the place of rank 1."),
+        RuntimeError,
+        "Another process has taken the place of rank 1.\n"
+        "  Fix: see who else uses this machine or network, and start the job again; a network namespace "
+        "shuts other users out. If RANKWISE_JOB_KEY is set, it must be the same on all nodes. "
+        "See docs/security.md.",
+    ),
+    Case(
         lambda: errors.RendezvousTimeoutError(waiting_for="global_rank 1", timeout_s=60.0),
         TimeoutError,
         "Waited 60 s for global_rank 1.\n"

@@ -17,7 +17,7 @@ _TORCH_TYPES = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkErr
 # web service may refuse a connection, too.
 _TORCH_CONSEQUENCE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited|socket closed"
-    r"|store: \w+ of .* had no answer in|rank_zero_first\(\) failed on",
+    r"|store: \w+ of .* had no answer (?:in|as)|rank_zero_first\(\) failed on",
     re.IGNORECASE | re.DOTALL,
 )
 _CONSEQUENCES = {
@@ -48,6 +48,18 @@ def is_consequence(error: BaseException) -> bool:
     """Return whether an exception, or one that led to it, comes from another rank's failure."""
     # Attribute access to an exception may run the user's code.
     return any(vars(link).get(_MARK, False) or _matches(_CONSEQUENCES, link) for link in _what_led_to(error))
+
+
+def readable(error: BaseException) -> BaseException:
+    """Return an exception, or one of its name in place of one whose class prevents access to attributes."""
+    try:
+        vars(error), error.__traceback__, error.__cause__, error.__context__, error.__suppress_context__
+        isinstance(error, RankwiseError)  # which may read `__class__`
+    except Exception:  # noqa: BLE001  whatever the user's code raises
+        base = Exception if issubclass(type(error), Exception) else BaseException
+        stand_in: BaseException = type(type(error).__name__, (base,), {})(text_of(error))
+        return stand_in.with_traceback(BaseException.__dict__["__traceback__"].__get__(error))
+    return error
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -84,7 +96,7 @@ def chain_of(error: BaseException) -> list[BaseException]:
     link: BaseException | None = error
     handled_before = _handled_before.get()
     while link is not None and id(link) not in chain:  # a chain may be circular
-        chain[id(link)] = link
+        chain[id(link)] = link = readable(link)
         is_apart = link.__suppress_context__ or link.__context__ is handled_before
         context = None if is_apart else link.__context__
         link = context if link.__cause__ is None else link.__cause__

@@ -41,6 +41,8 @@ class FailureCollector:
 
     def add(self, record: FailureRecord) -> None:
         """Add a record; at the first timeout, read all heartbeats."""
+        if record.exception_type == "JobStopped":
+            return  # after STOP; the cause is what made the supervisor send that
         if any(record.is_same_failure(other) for other in self._records):
             return  # another node's failure, which several ranks here report
         self._records.append(record)
@@ -66,10 +68,9 @@ class FailureCollector:
         if not self._records:
             return None
         cause = first_cause(self._records)
-        if self._late and cause.is_caused_by_peer:
+        if self._late and cause.is_consequence:
             cause = first_cause(self._late)
         others = [record for record in (*self._records, *self._late) if record is not cause]
-        others = [record for record in others if record.exception_type != "JobStopped"]
         cause = self._of_timeout(cause) if cause.is_timeout else cause
         stopped = [rank for rank in self.stopped if rank != cause.global_rank]  # reported late
         return cause.to_error(self._started_s, stopped, others)
@@ -80,7 +81,7 @@ class FailureCollector:
         Where all ranks waited, the missing ones have not timed out: they hang or are suspended.
         Where all have timed out, they waited for each other in different collectives: all are missing.
         """
-        own = {each.global_rank: each for each in self._records if each.is_timeout or each.is_caused_by_peer}
+        own = {each.global_rank: each for each in self._records if each.is_timeout or each.is_consequence}
         waited = {rank for rank, record in own.items() if _waited_with(cause, record)}
         missing, last_seen = {*cause.missing} - waited, []
         others = {*cause.missing, *own} - {cause.global_rank}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import final
 
 import torch.distributed as dist
 
-from rankwise.errors import NodesLostError, text_of
+from rankwise.errors import NodesLostError, ProcessGroupError, text_of
 from rankwise.failures.classify import is_of_user_code
 from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.heartbeat import failure_time_of
@@ -24,7 +23,8 @@ from rankwise.monitoring.stacks import write_flight_record
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import FAILURE, RankIdentity, RemoteFailure, read_key
 from rankwise.stores.tcp import RendezvousEndpoint, forget_store, hosted_here, open_another, store_of_job
-from rankwise.stores.waiting import OUT_OF_REACH, call_with_limit, poll_until, wait_for_keys
+from rankwise.stores.values import read_value
+from rankwise.stores.waiting import OUT_OF_REACH, call_store, poll_until, wait_for_keys
 
 _log = logging.getLogger(__name__)
 
@@ -88,12 +88,12 @@ class FailureExchange:
 
     def publish(self, record: bytes) -> None:
         """Publish this rank's failure, unless another one is published already."""
-        call_with_limit(lambda: publish_failure(self.store, record, len(self.identities)), _REQUESTS_S)
+        call_store(lambda: publish_failure(self.store, record, len(self.identities)), _REQUESTS_S)
 
     def wait_until_read(self) -> None:
         """Wait a little until the other ranks have read a failure; for the rank that hosts the store."""
         others = {each.global_rank for each in self.identities} - {self.own.global_rank}
-        call_with_limit(lambda: _wait_until_read(self.store, others), _REQUESTS_S)
+        call_store(lambda: _wait_until_read(self.store, others), _REQUESTS_S)
 
     def wait_for_other_ranks(self, timeout: timedelta = _LONGEST_WAIT) -> None:
         """Wait until all ranks are done, so that a failure on one node fails the job on all.
@@ -108,11 +108,11 @@ class FailureExchange:
 
         def is_over() -> bool:
             nonlocal outcome
-            answer = call_with_limit(lambda: _outcome(self.store), _REQUESTS_S)
+            answer = call_store(lambda: _outcome(self.store), _REQUESTS_S)
             outcome = answer[0] if answer else self._received or _ALL_DONE
             return outcome != b""
 
-        if not call_with_limit(self._count_as_done, _REQUESTS_S):
+        if not call_store(self._count_as_done, _REQUESTS_S):
             outcome = self._received or _ALL_DONE
         elif not poll_until(is_over, timeout):
             cause = self.find_cause(TimeoutError(f"done, and waited {timeout} for the others"))
@@ -136,7 +136,7 @@ class FailureExchange:
         """
         if self._received is not None:
             return self._received
-        if found := call_with_limit(lambda: self._record_or_report(error, is_timeout), _REQUESTS_S):
+        if found := call_store(lambda: self._record_or_report(error, is_timeout), _REQUESTS_S):
             cause = found[0]
         else:
             # Node 0 hosts the store: for other nodes that node is lost, for node 0 all others are.
@@ -162,9 +162,11 @@ class FailureExchange:
 
     def _status_report(self) -> StatusReport:
         keys = {each: reply_key(each.global_rank) for each in self.identities}
-        replies = {
-            each: json.loads(self.store.get(key)) for each, key in keys.items() if self.store.check([key])
-        }
+        replies: dict[RankIdentity, tuple[bool, str]] = {}
+        for each, key in keys.items():
+            with suppress(ProcessGroupError):  # a damaged reply is none
+                if self.store.check([key]):
+                    replies[each] = read_value(self.store, key, tuple[bool, str])
         lost = tuple(each for each in self.identities if each not in replies)
         others = [each for each in self.identities if each.global_rank != self.own.global_rank]
         return StatusReport(
@@ -207,7 +209,7 @@ def resolve_cause(
     that failure is looked up. After a timeout the record has where the other ranks are.
     """
     if isinstance(error, RemoteFailure):
-        return _as_local(error.record)
+        return _as_local(error.record, ranks)
     record = FailureRecord.of_exception(ranks, error)
     if not isinstance(error, Exception):
         return error, record
@@ -235,12 +237,15 @@ def _look_up(
         _log.warning("%s: a consequence of what ended the job.", record.line())  # the cause is raised instead
     if isinstance(cause, NodesLostError):
         return cause, FailureRecord.of_exception(ranks, cause)
-    return _as_local(cause, record)
+    return _as_local(cause, ranks, record)
 
 
-def _as_local(cause: bytes, *others: FailureRecord) -> tuple[BaseException, FailureRecord]:
-    # Each node has a clock of its own.
-    first = dataclasses.replace(FailureRecord.from_json(cause), at_s=time.monotonic())
+def _as_local(cause: bytes, ranks: RankInfo, *others: FailureRecord) -> tuple[BaseException, FailureRecord]:
+    try:
+        found = FailureRecord.from_json(cause)
+    except ProcessGroupError as damage:
+        return damage, FailureRecord.of_exception(ranks, damage)
+    first = dataclasses.replace(found, at_s=time.monotonic())  # each node has a clock of its own
     return first.to_error(time.monotonic(), (), others), first
 
 

@@ -14,17 +14,20 @@ from types import FrameType
 from typing import Any, final
 
 from rankwise.errors import (
+    NO_TEXT,
     WorkerError,
     WorkerExitedError,
     WorkerKilledError,
     WorkerRaisedError,
     WorkerTimedOutError,
+    exit_code_text,
     signal_name,
     text_of,
 )
-from rankwise.failures.classify import is_consequence, is_timeout
+from rankwise.failures.classify import is_consequence, is_timeout, readable
 from rankwise.monitoring.heartbeat import Heartbeat, failure_time_of
 from rankwise.ranks import RankInfo
+from rankwise.stores.values import decoded
 
 _LINE_LENGTH = 160
 
@@ -37,7 +40,8 @@ class FailureRecord:
     Attributes:
         at_s: when, by CLOCK_MONOTONIC, which is one clock for all processes of a node.
         exception_type: of the exception that the rank raised; empty where only `exit_status` is known.
-        exit_status: of the process; a negative one is the signal that killed it.
+        exit_status: of the process; a negative one is the signal that killed it. None where it is unknown,
+            and where an exception ended the rank.
         phase: where in the job the process ended.
         missing: after a timeout, the global ranks that did not come.
         last_seen: after a timeout, where each other rank was.
@@ -77,36 +81,21 @@ class FailureRecord:
     @classmethod
     def of_exception(cls, ranks: RankInfo, error: BaseException) -> FailureRecord:
         """Describe an exception that ended this rank's work. Runs on: that rank."""
-        failed = failure_time_of(error)
-        return cls.of_rank(
-            ranks,
-            os.getpid(),
-            at_s=failed.at_s,
-            exception_type=type(error).__name__,
-            exception_message=text_of(error),
-            traceback_text=_traceback_of(error),
-            exit_status=_exit_code(error),
-            is_consequence=is_consequence(error),
-            is_timeout=is_timeout(error),
-            heartbeat=failed.heartbeat,
-        )
+        return cls.of_rank(ranks, os.getpid(), **_facts_of(error))
+
+    def of_value(self, error: BaseException) -> FailureRecord:
+        """Describe why what this rank has returned could not be read. Runs on: the launching process."""
+        facts = _facts_of(error)
+        message = f"what it returned cannot be unpickled: {facts['exception_message']}"
+        return dataclasses.replace(self, **{**facts, "exception_message": message})
 
     @classmethod
     def from_json(cls, payload: bytes) -> FailureRecord:
-        fields: dict[str, Any] = json.loads(payload)
-        for name in ("missing", "last_seen", "notes"):
-            fields[name] = tuple(fields[name])
-        if fields["heartbeat"] is not None:
-            fields["heartbeat"] = Heartbeat(**fields["heartbeat"])
-        return cls(**fields)
+        """Return the record in what `to_json` returned; raise `ProcessGroupError` where there is none."""
+        return decoded(cls, payload, "a failure record")
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
-
-    @property
-    def is_caused_by_peer(self) -> bool:
-        """Whether another rank's failure has caused this one, and not the supervisor's stop."""
-        return self.is_consequence and self.exception_type != "JobStopped"
 
     def is_same_failure(self, other: FailureRecord) -> bool:
         """Return whether both are records of one end of one process."""
@@ -123,7 +112,7 @@ class FailureRecord:
         elif self.exit_status is not None and self.exit_status < 0:
             how = f"was killed by {signal_name(-self.exit_status)}"
         else:
-            how = f"exited with code {self.exit_status}"
+            how = f"exited with {exit_code_text(self.exit_status)}"
         return f"global_rank {self.global_rank} {how}"
 
     def to_error(
@@ -142,14 +131,14 @@ class FailureRecord:
             "alike": tuple(sorted(other.global_rank for other in others if self._is_like(other))),
             "traceback_text": self.traceback_text,
         }
-        if self.exit_status is None:
+        if self.exit_status is None and self.exception_type:
             facts |= {"exception_type": self.exception_type, "exception_message": self.exception_message}
             if self.is_timeout:
                 facts["missing"] = tuple(sorted({*self.missing} - {self.global_rank}))
                 facts["last_seen"] = (*self.last_seen, *self.notes)
                 return WorkerTimedOutError(**facts)
             return WorkerRaisedError(**facts)
-        if self.exit_status < 0:
+        if self.exit_status is not None and self.exit_status < 0:
             return WorkerKilledError(**facts, signal_number=-self.exit_status)
         return WorkerExitedError(**facts, exit_code=self.exit_status, phase=self.phase)
 
@@ -157,6 +146,21 @@ class FailureRecord:
 def first_cause(records: Sequence[FailureRecord]) -> FailureRecord:
     """Return the earliest failure that is no consequence; the earliest of all where each is one."""
     return min(records, key=lambda record: (record.is_consequence, record.at_s))
+
+
+def _facts_of(error: BaseException) -> dict[str, Any]:
+    error = readable(error)
+    failed, message = failure_time_of(error), text_of(error)
+    return {
+        "at_s": failed.at_s,
+        "exception_type": type(error).__name__,
+        "exception_message": message,
+        "traceback_text": _traceback_of(error, message),
+        "exit_status": _exit_code(error),
+        "is_consequence": is_consequence(error),
+        "is_timeout": is_timeout(error),
+        "heartbeat": failed.heartbeat,
+    }
 
 
 def _exit_code(error: BaseException) -> int | None:
@@ -167,19 +171,22 @@ def _exit_code(error: BaseException) -> int | None:
     return error.code & 0xFF if isinstance(error.code, int) else 1  # as the kernel reports it
 
 
-def _traceback_of(error: BaseException) -> str:
+def _traceback_of(error: BaseException, message: str) -> str:
     """Return the traceback from the first frame of user code on; all of it where there is none."""
     start = error.__traceback__
     while start is not None and _is_library(start.tb_frame):
         start = start.tb_next
     start = error.__traceback__ if start is None else start
-    try:
-        return "".join(traceback.format_exception(type(error), error, start))
-    except Exception:  # noqa: BLE001  source lines come from the user's import loaders
-        lines = ["Traceback (most recent call last):"]
-        for frame, number in traceback.walk_tb(start):
-            lines.append(f'  File "{frame.f_code.co_filename}", line {number}, in {frame.f_code.co_name}')
-        return "\n".join([*lines, f"{type(error).__name__}: {text_of(error)}", ""])
+    # Source lines come from the user's import loaders.
+    text = NO_TEXT
+    if message is not NO_TEXT:
+        text = text_of(error, lambda error: "".join(traceback.format_exception(type(error), error, start)))
+    if text is not NO_TEXT:
+        return text
+    lines = ["Traceback (most recent call last):"]
+    for frame, number in traceback.walk_tb(start):
+        lines.append(f'  File "{frame.f_code.co_filename}", line {number}, in {frame.f_code.co_name}')
+    return "\n".join([*lines, f"{type(error).__name__}: {message}", ""])
 
 
 def _is_library(frame: FrameType) -> bool:

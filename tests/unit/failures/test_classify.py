@@ -19,6 +19,13 @@ def test_a_text_that_cannot_be_had() -> None:
     assert text_of(ValueError("text")) == "text"
 
 
+def test_a_text_that_is_too_long_for_a_report() -> None:
+    """Its end is left out."""
+    text = text_of(ValueError("x" * 3_000_000))
+    assert text.endswith("x... (3000000 characters)")
+    assert len(text) < 1_100_000
+
+
 def test_the_chain_is_what_a_traceback_shows() -> None:
     """What an exception was raised from goes before what was handled, and `from None` ends it."""
     inner, handled, outer = KeyError("inner"), OSError("handled"), ValueError("outer")

@@ -1,0 +1,237 @@
+"""What ended a job is reported, whatever exceptions and values are made of."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rankwise.errors import WorkerRaisedError
+from rankwise.strategies import DDPElasticStrategy, DDPStrategy
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import ddp
+from tests.process.test_host_programs import METHODS
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+class TextHangs(Exception):
+    """Its text is never there."""
+
+    def __str__(self) -> str:
+        time.sleep(300)
+        return ""
+
+
+class TextExits(Exception):
+    """Its text ends the process."""
+
+    def __str__(self) -> str:
+        raise SystemExit(0)
+
+
+class NoAttributes(Exception):
+    """It allows no access to attributes."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class NoDictionary(Exception):
+    """It has no dictionary of attributes."""
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # that is the point
+        raise RuntimeError
+
+
+class Caused(Exception):
+    """Its cause allows no access to attributes."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.__cause__ = NoAttributes()
+
+
+@pytest.mark.parametrize("kind", [TextHangs, TextExits, NoAttributes, NoDictionary, Caused])
+def test_an_exception_whose_class_is_in_the_way(kind: type[Exception]) -> None:
+    """The rank and the type are reported, and where it was raised."""
+    with pytest.raises(WorkerRaisedError) as caught:
+        ddp("fork", timeout=60.0).launch(fail, kind)
+    error = caught.value
+    assert (error.global_rank, error.exception_type) == (1, kind.__name__)
+    assert "test_lost_causes.py" in error.traceback_text
+    assert ("could not be had" in error.exception_message) == (kind in (TextHangs, TextExits))
+
+
+def fail(strategy: Any, kind: type[Exception]) -> None:
+    """Raise on rank 1."""
+    if strategy.global_rank == 1:
+        raise kind("the text")
+    time.sleep(60)
+
+
+class TwoArguments(Exception):
+    """It can be pickled, but not read back."""
+
+    def __init__(self, first: object, second: object) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class Raises:
+    """It can be pickled, but not read back."""
+
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        return operator.truediv, (1, 0)
+
+
+def elastic(start_method: str) -> DDPElasticStrategy:
+    """Return a strategy on two CPU processes, which are not started again."""
+    return DDPElasticStrategy(accelerator="cpu", devices=2, start_method=start_method, max_restarts=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        (ddp, "fork"),
+        pytest.param(ddp, "spawn", marks=pytest.mark.soak),
+        pytest.param(ddp, "forkserver", marks=pytest.mark.soak),
+        (elastic, "fork"),
+        pytest.param(elastic, "spawn", marks=pytest.mark.soak),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("value", ["exception", "other"])
+def test_a_value_that_cannot_be_unpickled(
+    value: str, rank: int, kind: Callable[[str], DDPStrategy], method: str
+) -> None:
+    """The rank that has returned it is named."""
+    why = r"argument" if value == "exception" else "division by zero"
+    with pytest.raises(WorkerRaisedError, match=rf"what it returned cannot be unpickled: .*{why}") as caught:
+        kind(method).launch(return_on_rank, rank, value)
+    assert caught.value.global_rank == rank
+    assert caught.value.pid != os.getpid()
+
+
+def return_on_rank(strategy: Any, rank: int, value: str) -> object:
+    """Return the value on one rank."""
+    if strategy.global_rank != rank:
+        return None
+    return TwoArguments(1, 2) if value == "exception" else Raises()
+
+
+VALUE = """
+    from rankwise.strategies import DDPStrategy
+
+    class TwoArguments(Exception):
+        def __init__(self, first, second):
+            super().__init__("text")
+
+    def job(strategy):
+        return TwoArguments(1, 2) if strategy.global_rank == 1 else "fine"
+
+    strategy = DDPStrategy(accelerator="cpu", devices=2, start_method="popen")
+    value = strategy.launch(job)
+    if strategy.is_global_zero:
+        print(value, strategy.results)
+"""
+
+
+def test_a_value_of_a_script_that_cannot_be_unpickled(run_script: ScriptRunner) -> None:
+    """It stays with its rank, as one that cannot be pickled."""
+    result = run_script(VALUE)
+    assert result.stdout == "fine {0: 'fine'}\n", result
+
+
+STORAGE = """
+    import sys
+
+    from rankwise.checkpoint import CheckpointIO
+    from rankwise.errors import CheckpointError
+    from rankwise.strategies import DDPElasticStrategy, DDPStrategy
+
+    class TwoArguments(Exception):
+        def __init__(self, first, second):
+            super().__init__(f"{first} and {second}")
+
+    class Locked(Exception):
+        def __init__(self, *_):
+            super().__init__("1 and 2")
+            self.lock = sys.stdout
+
+    class Storage(CheckpointIO):
+        def save_checkpoint(self, checkpoint, path):
+            raise checkpoint["error"](1, 2)
+
+        def load_checkpoint(self, path, map_location="cpu"):
+            return {}
+
+        def remove_checkpoint(self, path):
+            pass
+
+    def job(strategy):
+        for error in (TwoArguments, Locked):
+            try:
+                strategy.save_checkpoint({"error": error}, "x.ckpt")
+            except CheckpointError as caught:
+                print(strategy.global_rank, str(caught).partition("\\n")[0], flush=True)
+
+    if __name__ == "__main__":
+        method, options = sys.argv[1], {"accelerator": "cpu", "checkpoint_io": Storage()}
+        if method == "torchrun":
+            strategy = DDPStrategy(**options)
+        elif method == "elastic":
+            strategy = DDPElasticStrategy(devices=2, max_restarts=0, **options)
+        else:
+            strategy = DDPStrategy(devices=2, start_method=method, **options)
+        strategy.launch(job)
+"""
+
+
+@pytest.mark.parametrize(
+    "method", [*METHODS, *(pytest.param(name, marks=pytest.mark.soak) for name in ("elastic", "torchrun"))]
+)
+def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> None:
+    """Every rank raises the error of the rank that saves, also one that cannot be pickled, or read back."""
+    script = str(run_script.write(STORAGE))
+    result = run_script.command([sys.executable, *(TORCHRUN if method == "torchrun" else ()), script, method])
+    assert result.returncode == 0, result
+    for rank in (0, 1):
+        for name in ("TwoArguments", "Locked"):
+            text = f"{rank} Checkpoint 'x.ckpt': could not be written: {name}: 1 and 2.\n"
+            assert text in result.stdout, result
+
+
+FAILS_AFTERWARDS = """
+    import sys
+    import time
+
+    from rankwise.errors import WorkerError
+    from rankwise.strategies import DDPStrategy
+
+    class Value:
+        def __reduce__(self):
+            return sys.exit, (3,)
+
+    def job(strategy):
+        return Value() if strategy.global_rank == 1 else None
+
+    if __name__ == "__main__":
+        try:
+            DDPStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1]).launch(job)
+        except WorkerError as error:
+            print(error)
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stop_is_no_cause(method: str, run_script: ScriptRunner) -> None:
+    """Where the main process ends a job by itself, no rank is reported to have failed."""
+    result = run_script(FAILS_AFTERWARDS, method)
+    assert "JobStopped" not in result.stdout + result.stderr, result
+    assert result.returncode == 3, result
