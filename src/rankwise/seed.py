@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ __all__ = [
 
 _CPU = torch.device("cpu")
 _HIGHEST = 2**32 - 1  # NumPy's
+_NUMPY_WORDS = 624  # in a state of NumPy's MT19937
 _given: int | None = None
 
 
@@ -172,6 +174,18 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.default_generator.set_state(state["torch"])
     random.setstate(state["python"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(state["numpy"])
+        set_numpy_state(numpy.random, state["numpy"])
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def set_numpy_state(generator: Any, state: Any) -> None:
+    """Set a legacy state of NumPy, from a file, in a `RandomState` or in `numpy.random`.
+
+    Raises:
+        ValueError, TypeError: for another state. NumPy itself would read memory at any position.
+    """
+    kind, keys, position, *rest = state
+    if not 0 <= operator.index(position) <= _NUMPY_WORDS:
+        raise ValueError(f"position {position} is outside of the state")
+    generator.set_state((kind, keys, position, *rest))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
-WORKING_DIRECTORY = os.getcwd()  # noqa: PTH109 -- pathlib takes longer to import
+try:
+    WORKING_DIRECTORY = os.getcwd()  # noqa: PTH109 -- pathlib takes longer to import
+except OSError:
+    WORKING_DIRECTORY = ""  # it has been removed
 
 # Set by the main process of strategy "ddp" for the scripts that it runs again.
 CONTEXT_VARIABLE = "RANKWISE_WORKER"

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankwise.errors import LifecycleError, NotPicklableError
+from rankwise.errors import LaunchRefusedError, LifecycleError, NotPicklableError, WorkerRaisedError
+from rankwise.launchers.supervisor import Supervisor
 from rankwise.ranks import rank_zero_only
 from rankwise.strategies import DDPForkStrategy, DDPSpawnStrategy, DDPStrategy, Strategy
 from tests.helpers.shared import computed_once
@@ -232,6 +233,29 @@ def test_no_value_is_a_value(start_method: str) -> None:
 
 def do_nothing(strategy: Strategy) -> None:
     """Return at once, with no collective."""
+
+
+def test_ranks_that_end_before_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have done their part: on a busy machine the launching process may come to it later."""
+
+    def begin_late(supervisor: Supervisor, until_exit: bool) -> None:
+        while not supervisor.all_ended():
+            time.sleep(0.01)
+        begin(supervisor, until_exit)
+
+    begin = Supervisor.begin_job
+    monkeypatch.setattr(Supervisor, "begin_job", begin_late)
+    assert ddp("fork", "tcp").launch(rank_of_variable, init_process_group=False) == "0"
+    with pytest.raises(WorkerRaisedError, match="at once"):
+        ddp("fork", "tcp").launch(fail_at_once, init_process_group=False)
+
+
+def rank_of_variable(strategy: Strategy) -> str:
+    return os.environ["RANK"]
+
+
+def fail_at_once(strategy: Strategy) -> None:
+    raise ValueError("at once")
 
 
 def late(strategy: Strategy) -> None:
@@ -531,7 +555,7 @@ def test_a_start_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPa
 
     before = set(folder.iterdir())
     monkeypatch.setattr(os, "pidfd_open", refuse_the_second)
-    with pytest.raises(OSError, match="Too many open files"):
+    with pytest.raises(LaunchRefusedError, match="no more files"):
         strategy.launch(_nothing)
     gc.collect()
     assert set(folder.iterdir()) <= before

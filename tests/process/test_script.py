@@ -18,6 +18,7 @@ from rankwise.errors import LaunchRefusedError, ProcessGroupError
 from rankwise.launchers.script import ScriptLauncher, script_place
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.ranks import RankInfo
+from rankwise.start import CONTEXT_VARIABLE
 from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies import DDPStrategy
 from rankwise.strategies.placement import ranks_on_node
@@ -109,6 +110,13 @@ def test_a_command_of_ones_own_is_run(run_script: ScriptRunner) -> None:
     )
     first, other = facts_of_ranks(run_script(source))
     assert (len(first["argv"]), other["argv"][1:], other["utf8"]) == (1, ["--sibling"], 1)  # type: ignore[arg-type,index]  # lists
+
+
+def test_a_command_that_runs_the_script_below_another_program(run_script: ScriptRunner) -> None:
+    """A shell script, a profiler or a package manager may be in between."""
+    command = "['sh', '-c', f'{sys.executable} {sys.argv[0]} --sibling; exit $?']"
+    _, other = facts_of_ranks(run_script(MAIN.replace("devices=2", f"devices=2, command={command}")))
+    assert other["argv"][1:] == ["--sibling"]  # type: ignore[index]  # a list
 
 
 # ---------------------------------------------------------------------- refused at once
@@ -294,7 +302,7 @@ def test_a_start_that_fails_leaves_nothing(sleeping: DDPStrategy, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pidfd_open", no_descriptor)
-        with pytest.raises(OSError, match="no descriptor is left"):
+        with pytest.raises(LaunchRefusedError, match="no more files"):
             sleeping.launch(never)
     assert script_place() is None
     gc.collect()
@@ -551,3 +559,13 @@ def test_command_must_be_words() -> None:
     for command in ("python train.py", [], [Path("python")], [1]):
         with pytest.raises((TypeError, ValueError), match="command"):
             DDPStrategy(command=command)  # type: ignore[arg-type]  # wrong on purpose
+
+
+@pytest.mark.parametrize("text", ["", "x", "[1, 2]", "{}"])
+def test_a_damaged_description_of_a_worker_is_refused(text: str, run_script: ScriptRunner) -> None:
+    """The error names the variable: it is of nobody but rankwise."""
+    result = run_script("import rankwise", env={CONTEXT_VARIABLE: text})
+    assert result.returncode == 1
+    assert (
+        f"ProcessGroupError: What was read as the environment variable {CONTEXT_VARIABLE} is" in result.stderr
+    )

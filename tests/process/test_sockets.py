@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
@@ -188,3 +193,68 @@ def test_jobs_meet_no_port_conflict(jobs: int) -> None:
 def test_jobs_from_threads(rendezvous: str, jobs: int) -> None:
     """Jobs of one process, five side by side at any time, each from a thread of its own."""
     assert _side_by_side(jobs, 5, rendezvous) == [2.0] * jobs
+
+
+def test_gloo_takes_no_connections_of_strangers(tmp_path: Path) -> None:
+    """It listens only from when all ranks are there until they are connected; the program's servers go on."""
+    before = socket.create_server(("127.0.0.1", 0))
+    with before:
+        states = ddp("fork").launch(connect_to_all, before.getsockname()[1], tmp_path / "serves")
+    assert states.pop("gloo") == [False, False]  # of the default group and of the further one
+    assert states == {
+        "opened while a rank was missing": [],
+        "before": [True],
+        "meanwhile": [True],
+        "after": [True],
+    }
+
+
+def connect_to_all(strategy: Strategy, before: int, serves: Path) -> dict[str, list[bool]]:
+    """Return whether connections to each listening socket of this process can be made.
+
+    In another thread the program begins to serve while a group waits for its other rank.
+    """
+    names = {before: "before"}
+    servers = []
+    states: dict[str, list[bool]] = {}
+
+    def serve_meanwhile(listening: int) -> None:
+        time.sleep(0.3)  # of waiting for the other rank
+        states["opened while a rank was missing"] = [True] * (len(listening_ports()) - listening)
+        servers.append(socket.create_server(("127.0.0.1", 0)))
+        serves.touch()
+
+    thread = threading.Thread(target=serve_meanwhile, args=[len(listening_ports())])
+    if strategy.is_global_zero:
+        thread.start()
+    while not strategy.is_global_zero and not serves.exists():
+        time.sleep(0.001)
+    dist.new_group([0, 1])
+    if strategy.is_global_zero:
+        thread.join()
+        servers.append(socket.create_server(("127.0.0.1", 0)))
+        names |= {
+            server.getsockname()[1]: name
+            for server, name in zip(servers, ("meanwhile", "after"), strict=True)
+        }
+        for port in listening_ports():
+            states.setdefault(names.get(port, "gloo"), []).append(can_connect(port))
+    strategy.all_reduce(torch.ones(1))
+    for server in servers:
+        server.close()
+    return states
+
+
+def listening_ports() -> list[int]:
+    """Return the ports at which this process listens."""
+    connections = psutil.Process().net_connections("tcp")
+    return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+
+
+def can_connect(port: int) -> bool:
+    """Return whether a port takes a connection."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=0.5).close()
+    except TimeoutError:
+        return False
+    return True

@@ -8,9 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from rankwise.environments.network import (
     listening_address,
 )
 from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.limited_call import call_with_limit
 from rankwise.process_group import default_backend
 from rankwise.strategies import DDPStrategy, Strategy
 from rankwise.strategies.job import usable_cores
@@ -174,17 +175,10 @@ def lookup_seconds() -> float:
     slowest = 0.0
     for look_up in (socket.gethostbyname, socket.gethostbyaddr):
         started = time.monotonic()
-        # In a thread: a look-up that hangs cannot be interrupted.
-        thread = threading.Thread(target=_look_up, args=(look_up, socket.gethostname()), daemon=True)
-        thread.start()
-        thread.join(_LONGEST_LOOKUP_S)
+        # An unknown name ends the look-up too.
+        call_with_limit(partial(look_up, socket.gethostname()), _LONGEST_LOOKUP_S, OSError)
         slowest = max(slowest, time.monotonic() - started)
     return slowest
-
-
-def _look_up(look_up: Callable[[str], object], host: str) -> None:
-    with contextlib.suppress(OSError):  # an unknown name ends the look-up too
-        look_up(host)
 
 
 def examine_network(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import signal
 import socket
 import struct
 import threading
@@ -11,10 +12,15 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import final
 
+from rankwise.errors import ProcessGroupError
+from rankwise.processes import fork_safety
 from rankwise.processes.event_loop import EventLoop
+from rankwise.processes.exit_codes import write_stderr
 
 _HEADER = struct.Struct("!IB")
 _CHUNK = 1 << 16
+# Bytes in a frame; torch's own store takes values of 2**23. A text in place of a header names more.
+_LONGEST = 1 << 26
 
 REQUEST_ID_SIZE = 8
 """How many bytes the number of a store request takes, which precedes the request and its reply."""
@@ -33,12 +39,39 @@ class Kind(IntEnum):
     IN_LOOP = 8  # worker: it stops at a boundary on REQUEST ("1"), or no longer does ("0")
     REQUEST = 9  # supervisor: stop training, because of this signal (its number)
     STOPPED = 10  # worker: as DONE, but training has stopped for this signal (its number)
+    STORE_CANCEL = 12  # worker: it no longer waits for the reply to a request (its number)
     ELSEWHERE = 11  # worker: a rank of another node has failed; its record, as JSON
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:
-    """Return one message as bytes: length, kind, payload."""
+    """Return one message as bytes: length, kind, payload.
+
+    Raises:
+        ProcessGroupError: when the payload is longer than a frame can be.
+    """
+    if len(payload) > _LONGEST:
+        raise ProcessGroupError(
+            f"A {kind.name} message of {len(payload)} bytes is longer than {_LONGEST}.",
+            "send large values through the process group: the private store is for small ones.",
+        )
     return _HEADER.pack(len(payload), kind) + payload
+
+
+_KINDS = frozenset(Kind)
+
+
+def signal_in(payload: bytes) -> int:
+    """Return the number of a signal in a payload; raise `ProcessGroupError` where there is none."""
+    if not payload.isdigit() or len(payload) > 2 or not 1 <= int(payload) < signal.NSIG:
+        raise _damage(f"the signal {payload[:20]!r}")
+    return int(payload)
+
+
+def _damage(found: str) -> ProcessGroupError:
+    return ProcessGroupError(
+        f"A channel between a rank and the launching process is damaged: it has {found}.",
+        "look for code that writes to a descriptor which it has not opened.",
+    )
 
 
 @final
@@ -49,10 +82,16 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
-        """Add bytes; yield the frames that are complete now."""
+        """Add bytes; yield the frames that are complete now.
+
+        Raises:
+            ProcessGroupError: when the bytes are no frames.
+        """
         self._buffer += data
         while len(self._buffer) >= _HEADER.size:
             length, kind = _HEADER.unpack_from(self._buffer)
+            if length > _LONGEST or kind not in _KINDS:
+                raise _damage(f"a header of kind {kind} with {length} bytes")
             end = _HEADER.size + length
             if len(self._buffer) < end:
                 return
@@ -71,6 +110,8 @@ class RankChannel:
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[], None]) -> None:
         self._sock = sock
+        sock.settimeout(None)  # whatever the program has set as the default
+        fork_safety.close_in_child(sock)  # a process that the rank forks is not the rank
         self._on_lost = on_lost
         self._on_stop: Callable[[], None] | None = None
         self._on_request: Callable[[int], None] | None = None
@@ -105,17 +146,23 @@ class RankChannel:
             return
 
     def ask_store(self, request: bytes, timeout_s: float) -> bytes:
-        """Return the private store's reply; raise `TimeoutError` where none comes in time, or at all."""
+        """Return the private store's reply.
+
+        Raises:
+            TimeoutError: when none comes in time.
+            ConnectionError: when none will come: the job is stopped, or its supervisor is gone.
+        """
         replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         request_id = self.post_store(request, replies.put)
         try:
             reply = replies.get(timeout=timeout_s)
         except queue.Empty:
+            self.send(Kind.STORE_CANCEL, request_id)
             raise TimeoutError from None
         finally:
             self._pending.pop(request_id, None)
         if reply is None:
-            raise TimeoutError
+            raise ConnectionError
         return reply
 
     def post_store(self, request: bytes, on_reply: Callable[[bytes | None], None]) -> bytes:
@@ -160,8 +207,12 @@ class RankChannel:
             data = self._sock.recv(_CHUNK)
         except OSError:
             data = b""
-        for kind, payload in self._reader.feed(data):
-            self._on_frame(kind, payload)
+        try:
+            for kind, payload in self._reader.feed(data):
+                self._on_frame(kind, payload)
+        except ProcessGroupError as error:
+            write_stderr(f"rankwise: {error}\n")
+            data = b""
         if not data:
             self._loop.unregister(self._sock)
             self._release_pending()
@@ -174,8 +225,9 @@ class RankChannel:
         elif kind is Kind.OVER:
             self._over.put(None)
         elif kind is Kind.REQUEST:
+            number = signal_in(payload)
             if self._on_request is not None:
-                self._on_request(int(payload))
+                self._on_request(number)
         elif kind is Kind.STOP:
             self._has_to_stop = True
             self._release_pending()

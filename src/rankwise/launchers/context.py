@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from rankwise.errors import ProcessGroupError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.processes.interrupt import Interruptible
@@ -74,6 +76,7 @@ class WorkerContext:
     hosts_store: bool = False  # whether this rank has to host the store itself
     store_outlives: bool = False  # it may hold keys of an earlier start, as an elastic agent's does
     channel: RankChannel | None = None  # to the supervisor; None where nothing was launched (`inline`)
+    key: bytes = field(default=b"", repr=False)  # of the job, which only its ranks have
     job: int = 1  # counts the jobs of this group of processes; keeps their keys apart in the store
     on_stop: Callable[[], None] | None = None  # runs in another thread, before this rank is interrupted
     failure_exchange: FailureExchange | None = None  # with ranks that this node's supervisor does not see
@@ -98,6 +101,20 @@ class WorkerContext:
         if self.store_outlives and self.address is not None:
             self._start = find_restart(self.address, self._store, self.ranks, timeout).number
         return self._of_this_job(self._store)
+
+    def job_key(self, timeout: timedelta) -> bytes:
+        """Return what only this job's ranks have: the launcher's key, or else the user's; it may be empty.
+
+        Raises:
+            ConfigurationError: when the user's can be guessed.
+        """
+        from rankwise.process_group.authentication import job_key_of_environment
+        from rankwise.stores.private import PrivateStore
+
+        if self.key or self.channel is None or not self.ranks.is_one_node:
+            return self.key or job_key_of_environment()
+        store = PrivateStore(self.channel.ask_store, timeout)  # also where the ranks meet in a TCP store
+        return store.compare_set("job_key", "", secrets.token_hex(32))
 
     def limit_store(self, timeout: timedelta) -> None:
         """Set the store's timeout for the time after the rendezvous, for the monitor too."""
@@ -171,8 +188,14 @@ class WorkerContext:
 
     def _on_remote_failure(self, text: bytes) -> None:
         """Report another node's failure to the supervisor, which sees those of this node itself."""
-        record = FailureRecord.from_json(text)
-        if self.channel is not None and record.node_rank != self.ranks.node_rank:
+        if self.channel is None:
+            return
+        try:
+            record = FailureRecord.from_json(text)
+        except ProcessGroupError as damage:
+            self.report_failure(damage)
+            return
+        if record.node_rank != self.ranks.node_rank:
             record = dataclasses.replace(record, at_s=time.monotonic())  # each node has a clock of its own
             self.channel.send(Kind.ELSEWHERE, record.to_json())
 

@@ -12,20 +12,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
-from rankwise.errors import WorkerError
+from rankwise.errors import ProcessGroupError, WorkerError
 from rankwise.failures.record import FailureRecord, first_cause
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
-from rankwise.launchers.multiprocess import create_job, refuse_where_impossible
+from rankwise.launchers.multiprocess import create_job, refuse_where_impossible, value_of
+from rankwise.launchers.preconditions import shortages_named
 from rankwise.launchers.worker_main import JobSpec, bind_to_main_process, run_worker
 from rankwise.processes.command_line import count_launch
 from rankwise.processes.parent_death import ParentDeathPipe, end_with_writer
-from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack, unpack
-from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal
+from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack
+from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, exit_statuses_kept
 from rankwise.ranks import RankInfo
 from rankwise.stores.restart import RestartInfo, note_restart
 
@@ -80,13 +81,15 @@ class ElasticLauncher(Launcher):
         refuse_where_impossible(self.start_method)
         started_s = time.monotonic()
         with ExitStack() as cleanup:
-            job = self._prepare(entry, described, cleanup)
-            with _agent_signals(), _agent_log_filtered(job.note_exit):
-                failures = self._run(job)
+            with shortages_named(self.local_world_size):
+                job = self._prepare(entry, described, cleanup)
+                with _agent_signals(), exit_statuses_kept(), _agent_log_filtered(job.note_exit):
+                    failures = self._run(job)
             gc.collect()  # the agent, with the store that it hosts, is a cycle
             if failures:
                 raise _worker_error(failures, job, started_s)
-            return dict(unpack(value.number, copy=False) for value in job.values)
+            ranks = zip(job.written(), job.values, strict=True)
+            return {rank.global_rank: value_of(rank, value, started_s) for rank, value in ranks}
 
     def _prepare(self, entry: Entry, described: Mapping[str, object], cleanup: ExitStack) -> _Job:
         spec = create_job(self.start_method, entry, described, cleanup)
@@ -98,6 +101,7 @@ class ElasticLauncher(Launcher):
             failures=[owned_descriptor(cleanup) for _ in range(self.local_world_size)],
             parent_pipe=Descriptor(parent_pipe.worker_end),
             is_alone=not self.nodes.endpoint,
+            key=b"" if self.nodes.endpoint else secrets.token_bytes(32),
         )
 
     def _run(self, job: _Job) -> Mapping[int, Any]:
@@ -152,23 +156,28 @@ class _Job:
     failures: list[Descriptor]  # memory files for each local rank's failure record
     parent_pipe: Descriptor  # ends the workers with the agent
     is_alone: bool  # whether the job has one node
+    key: bytes = field(repr=False)  # of the job, where it has one node
     unreported: list[FailureRecord] = field(default_factory=list)  # ends of this start without an exception
     start: RestartInfo = field(default_factory=RestartInfo)  # the same on all nodes, unlike an agent's count
 
     def records(self) -> list[FailureRecord]:
         """Return what the ranks of the last start have reported of their failures."""
-        return [each for each in self._written() if each.exception_type]
+        return [each for each in self.written() if each.exception_type]
 
     def note_exit(self, pid: int, status: int) -> None:
         """Record how a rank of the last start ended, unless it has reported that. Runs on: the agent."""
-        ended = [each for each in self._written() if each.pid == pid and not each.exception_type]
+        ended = [each for each in self.written() if each.pid == pid and not each.exception_type]
         now_s = time.monotonic()
         self.unreported += [dataclasses.replace(each, exit_status=status, at_s=now_s) for each in ended]
 
-    def _written(self) -> list[FailureRecord]:
+    def written(self) -> list[FailureRecord]:
         """Return each rank's record: an empty one from its start, then that of its failure."""
         texts = [os.pread(each.number, os.fstat(each.number).st_size, 0) for each in self.failures]
-        return [FailureRecord.from_json(text) for text in texts if text]
+        records = []
+        for text in filter(None, texts):
+            with suppress(ProcessGroupError):  # the rank was killed while it wrote
+                records.append(FailureRecord.from_json(text))
+        return records
 
     def begin(self, start: RestartInfo) -> None:
         """Record which start it is; log a restart and its cause. Runs on: the agent."""
@@ -292,7 +301,8 @@ def _work(job: _Job) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.start.number)
     note_restart(job.start)
     ranks = RankInfo(*(int(os.environ[name]) for name in _RANK_VARIABLES))
-    worker = WorkerContext(ranks, address=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    worker = WorkerContext(ranks, address=address, key=job.key)
     values, failure = job.values[ranks.local_rank].number, job.failures[ranks.local_rank].number
 
     def write_failure(record: FailureRecord) -> None:
@@ -307,4 +317,4 @@ def _work(job: _Job) -> None:
         return record.exit_status or 1
 
     write_failure(FailureRecord.of_rank(ranks, os.getpid(), exit_status=0, phase=""))
-    run_worker(job.spec, worker, lambda value: pack((ranks.global_rank, value), values), fail)
+    run_worker(job.spec, worker, lambda value: pack(value, values), fail)

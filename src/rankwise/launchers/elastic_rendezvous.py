@@ -2,30 +2,41 @@
 
 torch (2.13) keeps the store of the first start for all later ones and publishes its address in that start
 only: a node that comes back waits for it in vain. Each agent counts restarts by itself, so that nodes may
-disagree on which start it is. Torch's stores listen on every interface.
+disagree on which start it is. Torch's stores listen on every interface. Its agents load the list of nodes
+from the store as a pickle, whoever has written it.
 """
 
 from __future__ import annotations
 
+import datetime as dt
+import io
 import ipaddress
 import json
+import pickle
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch.distributed import PrefixStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    dynamic_rendezvous,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from rankwise.errors import ProcessGroupError
+from rankwise.errors import PeerAuthenticationError, ProcessGroupError
 from rankwise.stores.restart import RestartInfo
 from rankwise.stores.tcp import host_store, open_another
+from rankwise.stores.values import read_value
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -38,6 +49,9 @@ NODES = "rankwise_nodes"
 _DEFAULT_PORT = 29400  # torch's
 _ANSWER = timedelta(seconds=60)  # torch's
 _MEETING = "rankwise/meeting"
+# What a pickled list of nodes consists of, beside built-in types.
+_NodeList: Any = dynamic_rendezvous._RendezvousState
+_PARTS = (_NodeList, dynamic_rendezvous._NodeDesc, dt.datetime, dt.timedelta, dt.timezone)
 
 
 def register() -> None:
@@ -100,6 +114,46 @@ class LoopbackRendezvous(_AgentRendezvous):
         return 0
 
 
+class _NodeListUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        for part in _PARTS:
+            if (module, name) == (part.__module__, part.__qualname__):
+                return part
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+@final
+class _CheckedBackend(C10dRendezvousBackend):
+    """torch's, except that what it returns is certain to be a list of nodes: torch loads it as a pickle."""
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        found: tuple[bytes, Any] | None = super().get_state()
+        if found is not None:
+            _check(found[0])
+        return found
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        found: tuple[bytes, Any, bool] | None = super().set_state(state, token)
+        if found is not None:
+            _check(found[0])
+        return found
+
+
+def _check(state: bytes) -> None:
+    """Raise torch's error where a pickle is no list of nodes."""
+    try:
+        fields = vars(_NodeListUnpickler(io.BytesIO(state)).load())
+    except Exception as error:  # noqa: BLE001  a pickle that is damaged may raise any
+        raise RendezvousStateError(str(error) or type(error).__name__) from None
+    if {_shape(each) for each in fields.items()} != {_shape(each) for each in vars(_NodeList()).items()}:
+        raise RendezvousStateError("it has other fields")
+
+
+def _shape(field: tuple[str, object]) -> tuple[str, type]:
+    name, value = field
+    return name, type(None if name == "deadline" else value)
+
+
 @final
 class NodesRendezvous(_AgentRendezvous):
     """torch's handler, except that the node of rank 0 hosts a new store for each start.
@@ -114,25 +168,27 @@ class NodesRendezvous(_AgentRendezvous):
         host, port = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORT)
         self._own_address: Callable[[], str] = partial(parameters.config["own_address"], host)
         store = self._agents_store(host, port, parameters.get_as_bool("is_host"))
-        backend = C10dRendezvousBackend(store, parameters.run_id)
-        self._inner: Any = create_handler(store, backend, parameters)
+        backend = _CheckedBackend(store, parameters.run_id)
+        self._endpoint = f"{host}:{port}"
+        self._inner: Any = dynamic_rendezvous.create_handler(store, backend, parameters)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents; take the store of this start, without the keys of the one before."""
         self._store = None
-        info: RendezvousInfo = self._inner.next_rendezvous()
+        with self._strangers_named():
+            info: RendezvousInfo = self._inner.next_rendezvous()
         if info.rank == 0:
             self._open(info.store)
-        host, port, *start = json.loads(info.store.get(_MEETING))
-        self._on_start(RestartInfo(*start))
+        host, port, number, job = read_value(info.store, _MEETING, tuple[str, int, int, str])
+        self._on_start(RestartInfo(number, job))
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(host, port))
 
     def _open(self, endpoint: Any) -> None:
         """Host the store of this start; publish its address in `endpoint`, the agents' own store."""
         self._store, (host, port) = host_store(self._timeout, (self._own_address(), 0))
         agents = PrefixStore(f"rankwise/{self._run_id}", endpoint.underlying_store)
-        token = agents.compare_set("job", "", secrets.token_hex(8)).decode()  # the first start's
-        job = f"{self._run_id}/{token}"  # another job may have the same id, at another time
+        token = agents.compare_set("job", "", secrets.token_hex(8))  # the first start's
+        job = f"{self._run_id}/{token.decode(errors='replace')}"  # other jobs may have the same id
         endpoint.set(_MEETING, json.dumps([host, port, agents.add("starts", 1) - 1, job]))
         # torch's handler waits for these on a node that is new in this start.
         endpoint.set(RendezvousStoreInfo.MASTER_ADDR_KEY, host)
@@ -152,16 +208,29 @@ class NodesRendezvous(_AgentRendezvous):
         return store
 
     def is_closed(self) -> bool:
-        return bool(self._inner.is_closed())
+        with self._strangers_named():
+            return bool(self._inner.is_closed())
 
     def set_closed(self) -> None:
-        self._inner.set_closed()
+        with self._strangers_named():
+            self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return int(self._inner.num_nodes_waiting())
+        with self._strangers_named():
+            return int(self._inner.num_nodes_waiting())
 
     def shutdown(self) -> bool:
         return super().shutdown() and bool(self._inner.shutdown())
+
+    @contextmanager
+    def _strangers_named(self) -> Iterator[None]:
+        try:
+            yield
+        except RendezvousStateError as error:
+            problem = (
+                f"No agent of the job has written the list of nodes in the agents' store at {self._endpoint}"
+            )
+            raise PeerAuthenticationError(f"{problem}: {error}.") from None
 
 
 def _is_this_host(host: str, port: int) -> bool:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, final
 
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
+from rankwise.launchers.preconditions import refuse_patched_threads
 from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to
 from rankwise.monitoring.stacks import stacks_on_signal
 from rankwise.processes import parent_death
@@ -40,6 +41,8 @@ class InlineLauncher(Launcher):
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Call `entry`; report a failure, and raise it."""
+        if self.has_other_ranks:
+            refuse_patched_threads()
         address = self.address
         if address is not None and self.ranks.world_size == 1:
             store = open_store(None, address, hosts=False, timeout=_ANSWER)

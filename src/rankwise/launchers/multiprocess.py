@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -12,8 +13,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker, util
@@ -23,7 +25,9 @@ from typing import Any, final
 import torch
 
 from rankwise.errors import LaunchRefusedError
+from rankwise.failures.record import FailureRecord
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
+from rankwise.launchers.preconditions import refuse_patched_threads, shortages_named
 from rankwise.launchers.process_state import ProcessState
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks, WorkerStarter
@@ -40,15 +44,33 @@ from rankwise.ranks import RankInfo
 _one_at_a_time = threading.Lock()
 # The jobs on several nodes, which all meet in one store: every node counts the same.
 _jobs = itertools.count(1)
+# Of the jobs that threads of this process wait for.
+_supervisors: set[Supervisor] = set()
 PRELOAD = "rankwise.launchers.preload"
 
 
-def _unlock_in_child() -> None:
+def _forget_in_child() -> None:
     global _one_at_a_time
     _one_at_a_time = threading.Lock()
+    _supervisors.clear()
 
 
-os.register_at_fork(after_in_child=_unlock_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+@functools.cache
+def _end_jobs_at_exit() -> None:
+    """Register an exit hook, once: Python keeps the place of one that is unregistered."""
+    atexit.register(_end_jobs)
+
+
+def _end_jobs() -> None:
+    """End the jobs for which daemon threads wait when the program ends.
+
+    Otherwise multiprocessing, which joins all that it has started, would hold the program up until then.
+    """
+    for supervisor in list(_supervisors):
+        supervisor.end_all(by=signal.SIGTERM)
 
 
 @final
@@ -70,19 +92,37 @@ class MultiprocessLauncher(Launcher):
         """Start, run, collect the values; see `Launcher.launch`."""
         count_launch()
         refuse_where_impossible(self.start_method)
+        started_s = time.monotonic()
         with ExitStack() as cleanup:
-            with _one_at_a_time:
+            with _one_at_a_time, shortages_named(len(self.local_ranks)):
                 job = create_job(self.start_method, entry, described, cleanup)
                 number = 1 if self.options.endpoint is None else next(_jobs)
                 group = WorkerGroup(self.local_ranks, self.options, number)
                 cleanup.callback(group.close)
                 group.open_rendezvous(rendezvous)
                 group.start(self.local_ranks, _starter(self.start_method, job))
-            group.supervisor.start()
+                group.supervisor.start()
             group.supervisor.begin_job(until_exit=True)
-            with group.supervisor.handle_signals(), _ended_with_the_program(group.supervisor):
+            _end_jobs_at_exit()
+            _supervisors.add(group.supervisor)
+            cleanup.callback(_supervisors.discard, group.supervisor)
+            with group.supervisor.handle_signals():
                 group.supervisor.wait_job()
-            return {rank: unpack(file.number, copy=False) for rank, file in group.values.items()}
+            return {
+                rank.global_rank: value_of(rank, group.values[rank.global_rank], started_s)
+                for rank in group.supervisor.ranks()
+            }
+
+
+def value_of(rank: FailureRecord, value: Descriptor, started_s: float) -> Any:
+    """Return what a rank has returned; raise its `WorkerRaisedError` where that cannot be unpickled.
+
+    `rank` says which rank it is; `started_s` when the launch began.
+    """
+    try:
+        return unpack(value.number, copy=False)
+    except Exception as error:  # noqa: BLE001  unpickling runs anybody's code
+        raise rank.of_value(error).to_error(started_s, (), ()) from None
 
 
 def create_job(
@@ -107,25 +147,6 @@ def create_job(
         start_method=default or multiprocessing.get_all_start_methods()[0],
         environ=dict(os.environ) if start_method == "forkserver" else None,
     )
-
-
-@contextmanager
-def _ended_with_the_program(supervisor: Supervisor) -> Iterator[None]:
-    """End the job when the program ends while a daemon thread waits for it in the block.
-
-    Otherwise multiprocessing, which joins all that it has started, would hold the program up until then.
-    """
-    launching = os.getpid()
-
-    def end() -> None:
-        if os.getpid() == launching:
-            supervisor.end_all(by=signal.SIGTERM)
-
-    atexit.register(end)
-    try:
-        yield
-    finally:
-        atexit.unregister(end)
 
 
 def _starter(start_method: str, job: JobSpec) -> WorkerStarter:
@@ -181,6 +202,7 @@ def _exit_fork() -> None:
 
 def refuse_where_impossible(start_method: str) -> None:
     """Raise `LaunchRefusedError` where starting processes cannot work."""
+    refuse_patched_threads()
     if multiprocessing.process.current_process().daemon:
         raise LaunchRefusedError(
             message=f"start_method={start_method!r} cannot work in a daemon: it may start no processes.",

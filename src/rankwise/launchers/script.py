@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import socket
 import subprocess
@@ -18,22 +19,20 @@ from typing import Any, NoReturn, final
 from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
+from rankwise.launchers.preconditions import refuse_patched_threads, shortages_named
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks
 from rankwise.launchers.worker_main import describe_context, inherited_context
 from rankwise.monitoring.heartbeat import HeartbeatReader, heartbeat_written_to
-from rankwise.processes import fork_safety, parent_death
+from rankwise.processes import parent_death
 from rankwise.processes.command_line import count_launch, launch_count, rerun_command
-from rankwise.processes.exit_codes import exit_code_of, exit_now, write_stderr
+from rankwise.processes.exit_codes import LAST_LINES_TIMEOUT_S, exit_code_of, exit_now, write_stderr
 from rankwise.processes.shared_memory import owned_descriptor, unpack
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import PopenProcess
 from rankwise.ranks import RankInfo
 from rankwise.start import CONTEXT_VARIABLE
 from rankwise.stores.tcp import forget_store
-
-# How long to wait for a reader of stderr before the process ends all the same.
-_STDERR_TIMEOUT_S = 5.0
 
 
 @final
@@ -61,6 +60,12 @@ class ScriptLauncher(Launcher):
         """
         earlier = count_launch()
         worker = inherited_context()
+        running = worker or _script
+        if running is not None and running.pid != os.getpid():
+            raise LaunchRefusedError(
+                message="No job can start in a process that a rank has forked: it is no rank of the script.",
+                remedy='use strategy="single_device" there.',
+            )
         if worker is not None:
             self._check_fits(worker.ranks, worker.address, rendezvous)
             return worker.run(entry, self.options.teardown_timeout_s)
@@ -70,6 +75,7 @@ class ScriptLauncher(Launcher):
 
     def _start_script(self, earlier: int, rendezvous: str) -> _Script:
         global _script
+        refuse_patched_threads()
         command, directory = (list(self.command), str(Path.cwd())) if self.command else rerun_command()
         if earlier and self.command is None:
             raise LaunchRefusedError(
@@ -79,14 +85,15 @@ class ScriptLauncher(Launcher):
                 "of another strategy or ended by a failure.",
                 remedy='use strategy="ddp_spawn" or "ddp_fork" there: their processes run only the function.',
             )
-        script = _Script(self.local_ranks, self.options)
-        try:
-            script.group.open_rendezvous(rendezvous)
-            script.start(command, directory)
-            _script = script
-        except BaseException:
-            script.end()
-            raise
+        with shortages_named(len(self.local_ranks)):
+            script = _Script(self.local_ranks, self.options)
+            try:
+                script.group.open_rendezvous(rendezvous)
+                script.start(command, directory)
+                _script = script
+            except BaseException:
+                script.end()
+                raise
         return script
 
     def _check_fits(self, existing: RankInfo, address: tuple[str, int] | None, rendezvous: str) -> None:
@@ -144,6 +151,7 @@ class _Script:
     """The processes that run one script together, until the script ends or one of them fails."""
 
     def __init__(self, local_ranks: tuple[RankInfo, ...], options: SupervisionOptions) -> None:
+        self.pid = os.getpid()
         self.local_ranks = local_ranks
         self.group = WorkerGroup(local_ranks, options, job=1)
         self._supervisor = self.group.supervisor
@@ -153,13 +161,12 @@ class _Script:
         ours, self._mine = socket.socketpair()
         self._supervisor.add(local_ranks[0], ours, None, HeartbeatReader(self._heartbeat))
         self._channel = RankChannel(self._mine, on_lost=lambda: None)
-        fork_safety.close_in_child(self._mine)
 
     def start(self, command: list[str], directory: str) -> None:
         """Start the other ranks, and supervise them until this process ends."""
         self.group.start(self.local_ranks[1:], partial(_start_command, command, directory))
         self._supervisor.start()
-        atexit.register(self._finish_script)
+        _finish_at_exit()
 
     def run(self, entry: Entry) -> dict[int, Any]:
         """Run one job; return every local rank's value."""
@@ -197,7 +204,7 @@ class _Script:
     def _other_values(self) -> dict[int, Any]:
         values = {}
         for rank, file in self.group.values.items():
-            with suppress(EOFError):  # a value that cannot be pickled stays with its rank
+            with suppress(Exception):  # a value that cannot be pickled, or not read, stays with its rank
                 values[rank] = unpack(file.number, copy=True)
         return values
 
@@ -214,7 +221,6 @@ class _Script:
         """End the other processes and close everything."""
         global _script
         _script = None
-        atexit.unregister(self._finish_script)
         with suppress(OSError):  # the other side was first
             # Rank 0, which is here, has left, also where an interrupt kept it from reporting that.
             self._mine.shutdown(socket.SHUT_RDWR)
@@ -230,10 +236,11 @@ class _Script:
         self.group.store = None
         self.group.cross_node_failures.forget_store_soon(lambda: self._is_in_job)
 
-    def _finish_script(self) -> None:
+    def finish(self) -> None:
         """Wait until the other ranks come to the end of the script; a failure there is one here."""
-        if self._is_in_job:
-            return  # in a daemon thread, which ends with the program; the others end with their channels
+        if self._is_in_job or self.pid != os.getpid():
+            # A fork; or a daemon thread, which ends with the program, and the others with their channels.
+            return
         if getattr(sys, "last_value", None) is None:
             self._supervisor.begin_exit()
             try:
@@ -246,10 +253,16 @@ class _Script:
         is_ours = isinstance(error, WorkerError)  # its own traceback says more than ours
         text = f"{type(error).__name__}: {error}\n" if is_ours else "".join(traceback.format_exception(error))
         try:
-            write_stderr(text, _STDERR_TIMEOUT_S)
+            write_stderr(text, LAST_LINES_TIMEOUT_S)
             self.end()
         finally:
             exit_now(exit_code_of(error))
 
 
 _script: _Script | None = None
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """Register an exit hook, once: Python keeps the place of one that is unregistered."""
+    atexit.register(lambda: None if _script is None else _script.finish())

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -19,13 +19,19 @@ from typing import final
 from rankwise.errors import WorkerError, WorkerExitedError
 from rankwise.failures.collector import FailureCollector
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
+from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame, signal_in
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
 from rankwise.monitoring.stragglers import LocalStragglerMonitor, StopTimeout, TeardownTimeout
 from rankwise.processes import fork_safety
 from rankwise.processes.event_loop import WRITE, EventLoop
-from rankwise.processes.exit_codes import exit_now, write_stderr
+from rankwise.processes.exit_codes import (
+    LAST_LINES_TIMEOUT_S,
+    exit_code_of,
+    exit_now,
+    is_hosted,
+    write_stderr,
+)
 from rankwise.processes.signals import ROUTER, SignalRequest
 from rankwise.processes.started_process import StartedProcess, is_suspended
 from rankwise.ranks import RankInfo
@@ -35,6 +41,8 @@ from rankwise.stores.tcp import RendezvousEndpoint
 _CHUNK = 1 << 16
 # After a failure that looks like the consequence of another one, how long to wait for that other one.
 _SETTLE_S = 0.5
+# The shortest time that rank 0 in the main process has to leave the job, when all others have ended.
+_TO_LEAVE_S = 1.0
 # The shortest pause between two checks whether a checkpoint has been written.
 _SHORTEST_PAUSE_S = 0.1
 
@@ -64,7 +72,7 @@ class WorkerState(MonitoredRank):
     has_stopped: bool = False
     is_in_loop: bool = False
     jobs_done: int = 0
-    exit_status: int = 0  # of one that has ended
+    exit_status: int | None = 0  # of one that has ended; None if it is unknown
 
     def has_data(self) -> bool:
         """Return whether the channel has unread bytes."""
@@ -102,6 +110,8 @@ class ShutdownSequence:
     has_begun: bool = False  # a rank that ends afterwards has not failed
     ended_by: int | None = None  # the signal that ended the job at once
     _began_s: float = 0.0
+    _job: int = 0
+    _is_for_failure: bool = False
     _has_reported_saving: bool = False
 
     def begin(self, job: int) -> None:
@@ -109,9 +119,9 @@ class ShutdownSequence:
         if self.has_begun:
             return
         self.has_begun = True
-        self._began_s = time.monotonic()
+        self._began_s, self._job, self._is_for_failure = time.monotonic(), max(1, job), bool(self.failures)
         for worker in self.workers:
-            if not worker.has_failed and not worker.has_ended and worker.jobs_done < max(1, job):
+            if not worker.has_failed and not worker.has_ended and worker.jobs_done < self._job:
                 self.failures.stopped.append(worker.ranks.global_rank)
             self.send(worker, Kind.STOP, b"")
             if worker.process is not None and is_suspended(worker.process.pid):
@@ -122,7 +132,7 @@ class ShutdownSequence:
         """Kill all that are left."""
         self.has_begun = True
         self._kill_but(())
-        self.loop.call_later(self.options.grace_period_s, self._report_busy_main)
+        self.loop.call_later(max(_TO_LEAVE_S, self.options.grace_period_s), self._end_busy_main)
 
     def _end_grace(self) -> None:
         saving = self._saving()
@@ -140,24 +150,30 @@ class ShutdownSequence:
         limit_s = self.options.teardown_timeout_s
         if limit_s is not None and time.monotonic() - self._began_s > limit_s:
             return []
-        return [
-            worker
-            for worker in self.workers
-            if worker.process is not None and not worker.has_ended and worker.heartbeat.is_saving()
-        ]
+        return [each for each in self.workers if not each.has_ended and each.heartbeat.is_saving()]
 
     def _kill_but(self, spared: Sequence[WorkerState]) -> None:
         for worker in self.workers:
             if worker.process is not None and not worker.has_ended and worker not in spared:
                 worker.process.kill()
 
-    def _report_busy_main(self) -> None:
-        # Only rank 0 in the main process itself can still be at work, in a C call that nothing interrupts.
-        # After a signal it is not waited for longer than for other ranks' teardown.
-        if error := self.failures.error():
-            write_stderr(f"rankwise: {error}\n  (raised when rank 0's present call returns)\n")
-        if self.ended_by is not None and self.options.teardown_timeout_s is not None:
-            self.loop.call_later(self.options.teardown_timeout_s, partial(exit_now, 128 + self.ended_by))
+    def _end_busy_main(self) -> None:
+        # Rank 0 in the main process may be in C code, in a block that catches all, or in another thread. The
+        # others have been killed: the kernel may need time to end them. After Ctrl-C the program decides.
+        own = next((worker for worker in self.workers if worker.process is None), None)
+        if own is None:
+            return
+        error, code = self.failures.error() if self._is_for_failure else None, None
+        if not own.has_left(self._job):
+            if self.ended_by is not None:
+                code = 128 + self.ended_by
+            elif error is not None and not is_hosted():
+                code = exit_code_of(error)
+        if error is not None:
+            what = "raises this when it can" if code is None else "was still at work, so its process ends"
+            write_stderr(f"rankwise: {error}\n  (rank 0 {what})\n", LAST_LINES_TIMEOUT_S)
+        if code is not None:
+            exit_now(code)
 
 
 @final
@@ -226,7 +242,8 @@ class Supervisor:
         self._has_to_exit = until_exit
         self._job += jobs
         for worker in self._workers:
-            if jobs and worker.has_ended and not worker.has_failed:
+            is_in_job = bool(jobs) and worker.jobs_done < self._job  # others may have done it already
+            if is_in_job and worker.has_ended and not worker.has_failed:
                 self._on_early_end(worker, "before the next job began")
         self._check()
 
@@ -237,11 +254,12 @@ class Supervisor:
         """
         self._settled.wait()
         if self._crash is not None:
-            raise RuntimeError(
-                "the supervisor of the job failed, which is a defect of rankwise"
-            ) from self._crash
+            defect = RuntimeError("the supervisor of the job failed, which is a defect of rankwise")
+            raise self.error() or defect from self._crash
         if self.ended_by is not None:
             raise SystemExit(128 + self.ended_by)
+        if self.was_interrupted:  # and the function has caught what Python raised
+            raise KeyboardInterrupt
         if error := self.error():
             try:
                 raise error
@@ -302,6 +320,10 @@ class Supervisor:
         """Return the first failure as an exception, or None."""
         return self._failures.error()
 
+    def ranks(self) -> list[FailureRecord]:
+        """Return for each local rank a record that says which it is."""
+        return [FailureRecord.of_rank(worker.ranks, worker.pid) for worker in self._workers]
+
     def close(self) -> None:
         """End the thread and close all descriptors; the processes must be gone."""
         if self._is_closed:
@@ -312,6 +334,7 @@ class Supervisor:
             self._thread.join()
         for worker in self._workers:
             worker.sock.close()
+            worker.heartbeat.close()
             if worker.process is not None:
                 worker.process.close()
         self._loop.close()
@@ -363,8 +386,9 @@ class Supervisor:
             self._shutdown.has_begun = True
             for worker in self._workers:
                 if worker.process is not None and not worker.has_ended:
-                    worker.process.kill()
-                    worker.process.wait()
+                    with suppress(OSError):
+                        worker.process.kill()
+                        worker.process.wait()
             self._settled.set()
 
     def _on_channel(self, worker: WorkerState, events: int) -> None:
@@ -381,13 +405,23 @@ class Supervisor:
         except OSError:
             data = b""
         if data:
-            for kind, payload in worker.reader.feed(data):
-                self._receive(worker, kind, payload)
+            try:
+                for kind, payload in worker.reader.feed(data):
+                    self._receive(worker, kind, payload)
+            except Exception as error:  # noqa: BLE001  code of the rank has written to its channel
+                self._on_broken_channel(worker, error)
         elif self._loop.is_registered(worker.sock):
             self._loop.unregister(worker.sock)
             if worker.process is None:  # rank 0, in the main process, has given up
                 worker.has_ended = True
                 self._stop_all()
+
+    def _on_broken_channel(self, worker: WorkerState, error: Exception) -> None:
+        self._loop.unregister(worker.sock)
+        worker.has_failed = True
+        message = f"what it sent is no message: {error!r}"
+        facts = {"exception_type": "BrokenChannel", "exception_message": message}
+        self._on_failure(FailureRecord.of_rank(worker.ranks, worker.pid, **facts))
 
     def _receive(self, worker: WorkerState, kind: Kind, payload: bytes) -> None:
         if kind is Kind.HELLO:
@@ -398,9 +432,9 @@ class Supervisor:
         elif kind is Kind.IN_LOOP:
             worker.is_in_loop = payload == b"1"
         elif kind is Kind.STOPPED:
+            self._stopped_by = signal_in(payload)
             worker.has_stopped = True
             worker.jobs_done += 1
-            self._stopped_by = int(payload)
             self._check()
         elif kind in (Kind.FAILURE, Kind.ELSEWHERE):
             worker.has_failed |= kind is Kind.FAILURE
@@ -408,8 +442,12 @@ class Supervisor:
         elif kind is Kind.STORE_REQUEST:
             request_id, request = payload[:REQUEST_ID_SIZE], payload[REQUEST_ID_SIZE:]
             self._table.handle(
-                request, lambda reply: self._send(worker, Kind.STORE_REPLY, request_id + reply)
+                request,
+                lambda reply: self._send(worker, Kind.STORE_REPLY, request_id + reply),
+                (worker, request_id),
             )
+        elif kind is Kind.STORE_CANCEL:
+            self._table.cancel((worker, payload))
 
     def _send(self, worker: WorkerState, kind: Kind, payload: bytes) -> None:
         worker.outgoing += frame(kind, payload)
@@ -439,9 +477,10 @@ class Supervisor:
         worker.has_ended = True
         is_in_job = self._job > 0 and worker.jobs_done < self._job
         is_expected = worker.has_failed or worker.has_stopped or self._shutdown.has_begun
-        if (worker.exit_status != 0 or is_in_job) and not is_expected:
+        status = worker.exit_status or 0  # an unknown one is good where the rank has done its part
+        if (status != 0 or is_in_job) and not is_expected:
             self._on_early_end(worker, worker.phase(is_in_job))
-        elif worker.exit_status < 0 and not (process.was_killed or worker.has_failed):
+        elif status < 0 and not (process.was_killed or worker.has_failed):
             self._failures.add_late(worker.end(worker.phase(is_in_job)))
         self._check()
 

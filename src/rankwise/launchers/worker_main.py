@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -29,6 +29,8 @@ from rankwise.processes.exit_codes import exit_now
 from rankwise.processes.signals import StoppedBySignal, ignore_interrupts_in_workers
 from rankwise.processes.started_process import is_suspended
 from rankwise.ranks import RankInfo
+from rankwise.start import CONTEXT_VARIABLE
+from rankwise.stores.values import decoded
 
 if TYPE_CHECKING:
     from rankwise.processes.shared_memory import Descriptor
@@ -108,6 +110,7 @@ class InheritedContext:
     channel: RankChannel
     values: int
     jobs: int = 0
+    pid: int = field(default_factory=os.getpid)  # a process that this one forks is not the rank
 
     def run(self, entry: Entry, timeout_s: float | None) -> dict[int, Any]:
         """Run one job as this rank, until it is over on every rank; `timeout_s` is `_wait_until_over`'s.
@@ -146,23 +149,46 @@ def inherited_context() -> InheritedContext | None:
     return _inherited
 
 
+@final
+@dataclass(frozen=True)
+class _Description:
+    """What the environment variable of a re-run script has; the last three are descriptors."""
+
+    inode: int  # of the channel's socket
+    ranks: RankInfo
+    variables: dict[str, str]
+    address: tuple[str, int] | None
+    channel: int
+    heartbeat: int
+    values: int
+
+
 def describe_context(worker: WorkerContext, descriptors: Mapping[str, int]) -> str:
-    """Return the text of the environment variable from which a re-run script reads its context."""
-    return json.dumps([dataclasses.asdict(worker.ranks), worker.variables, worker.address, descriptors])
+    """Return the text of the environment variable from which a re-run script is attached."""
+    inode = os.fstat(descriptors["channel"]).st_ino
+    context = _Description(inode, worker.ranks, dict(worker.variables), worker.address, **descriptors)
+    return json.dumps(dataclasses.asdict(context))
 
 
 def attach(description: str) -> None:
     """Become the worker that `describe_context` described: this process ends when the main process does.
 
+    Does nothing in a program that such a worker has started, which has the variable, but not the channel.
+
     Mutates: the handler of SIGINT, which the main process handles.
     """
     global _inherited
-    ranks, variables, address, descriptors = json.loads(description)
-    for descriptor in descriptors.values():
+    source = f"the environment variable {CONTEXT_VARIABLE}"
+    found = decoded(_Description, description, source, "unset it: only rankwise sets it.")
+    try:
+        if os.fstat(found.channel).st_ino != found.inode:
+            return
+    except (OSError, OverflowError):
+        return
+    for descriptor in (found.channel, found.heartbeat, found.values):
         os.set_inheritable(descriptor, False)
-    channel = open_channel(socket.socket(fileno=descriptors["channel"]), descriptors["heartbeat"])
-    address = address and (address[0], address[1])
-    _inherited = InheritedContext(RankInfo(**ranks), variables, address, channel, descriptors["values"])
+    channel = open_channel(socket.socket(fileno=found.channel), found.heartbeat)
+    _inherited = InheritedContext(found.ranks, found.variables, found.address, channel, found.values)
 
 
 def _wait_until_over(channel: RankChannel, timeout_s: float | None) -> None:

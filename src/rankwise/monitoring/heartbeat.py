@@ -37,6 +37,14 @@ _page: mmap.mmap | None = None
 _current: tuple[int, bool, str] = (-1, False, "")
 
 
+def _forget_page() -> None:
+    global _page
+    _page = None  # a process that a rank forks is not the rank
+
+
+os.register_at_fork(after_in_child=_forget_page)
+
+
 def write_heartbeat_to(descriptor: int | None) -> None:
     """Write this process's heartbeat into a file from here on; None stops that."""
     global _page
@@ -143,6 +151,10 @@ class HeartbeatReader:
     def read(self) -> Heartbeat:
         """Return what the rank wrote last."""
         return _read(self._page)
+
+    def close(self) -> None:
+        """Close the page; nobody reads it afterwards."""
+        self._page.close()
 
     def is_saving(self) -> bool:
         """Return whether a thread of the rank writes checkpoints."""

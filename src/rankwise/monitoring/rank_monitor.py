@@ -108,7 +108,7 @@ class RankMonitor(ABC):
 
     def _deliver(self, message: bytes) -> None:
         self._next_number += 1
-        kind, _, text = message.decode().partition(":")
+        kind, _, text = message.decode(errors="replace").partition(":")
         with self._lock:
             on_message = self._subscribers.get(kind)
             if on_message is None:

@@ -19,6 +19,10 @@ from rankwise.processes.exit_codes import write_stderr
 from rankwise.processes.started_process import is_suspended
 
 STACKS_SIGNAL = signal.SIGUSR2
+"""What a user sends to a process for its stacks."""
+
+# What the supervisor sends to a rank: another one, as SIGUSR2 may be the user's own there.
+_FROM_SUPERVISOR = getattr(signal, "SIGRTMAX", STACKS_SIGNAL)
 _STDERR = 2
 _WRITING_S = 0.05  # what a rank needs to write its stacks, so that the stacks of several ranks do not mix
 _DELIVERY_S = 1.0  # how long a busy machine may take to give a rank the signal
@@ -37,7 +41,7 @@ def stacks_on_signal() -> Iterator[None]:
     if not is_main or signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
         yield
         return
-    write_stacks_on_signal()
+    faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True)
     try:
         yield
     finally:
@@ -45,8 +49,12 @@ def stacks_on_signal() -> Iterator[None]:
 
 
 def write_stacks_on_signal() -> None:
-    """Do so until this process ends; for a process that was started as a rank."""
-    faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True)
+    """Do so until this process, which was started as a rank, ends; also for the supervisor's own signal."""
+    numbers = {_FROM_SUPERVISOR}
+    if signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL:  # a fork may have inherited a handler of the user's
+        numbers.add(STACKS_SIGNAL)
+    for number in numbers:
+        faulthandler.register(number, file=_STDERR, all_threads=True)
 
 
 def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
@@ -60,7 +68,7 @@ def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
             write_stderr(f"{title} (this process):\n{_own_stacks()}")
         elif worker.has_started:
             write_stderr(f"{title} (pid {process.pid}):\n")
-            process.send_signal(STACKS_SIGNAL)
+            process.send_signal(_FROM_SUPERVISOR)
             if _wait_for_stacks(process.pid, process.fileno()):
                 write_stderr("  (it has left)\n")
 
@@ -83,7 +91,7 @@ def _is_signal_pending(pid: int) -> bool:
     except OSError:  # it has ended, or there is no /proc
         return False
     pending = re.search(r"^ShdPnd:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    is_pending = pending is not None and int(pending[1], 16) >> (STACKS_SIGNAL - 1) & 1
+    is_pending = pending is not None and int(pending[1], 16) >> (_FROM_SUPERVISOR - 1) & 1
     return bool(is_pending) and not is_suspended(pid)
 
 
@@ -112,7 +120,8 @@ def write_flight_record(global_rank: int) -> str:
         return ""
     try:
         path = _prefix() + str(global_rank)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK  # of a pipe
+        descriptor = os.open(path, flags, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(dump())
     except (OSError, RuntimeError):  # no permission; no home directory

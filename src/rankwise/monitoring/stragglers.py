@@ -7,14 +7,16 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import final
 
 import torch.distributed as dist
 
-from rankwise.errors import RendezvousTimeoutError
+from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.monitoring.heartbeat import LEAVING, TEARDOWN, Heartbeat, MonitoredRank, own_heartbeat
 from rankwise.processes.exit_codes import write_stderr
 from rankwise.stores.rendezvous import RankIdentity
+from rankwise.stores.values import decoded
 
 # How many times the ranks are looked at in the time after which one is reported, or that a teardown may take.
 _LOOKS, _TEARDOWN_LOOKS = 4, 8
@@ -150,9 +152,12 @@ class StragglerMonitor(_Reporter):
                 text = bytes(store.get(_key(each)))
                 if self._seen.get(each, (b"", 0.0))[0] != text:
                     self._seen[each] = (text, time.monotonic())
-                _, step, ago_s, waits, phase = json.loads(text)
-                # Each node has a clock of its own.
-                heartbeats[each] = Heartbeat(step, self._seen[each][1] - ago_s, waits, phase)
+                with suppress(ProcessGroupError):  # a damaged one is left out
+                    _, step, ago_s, waits, phase = decoded(
+                        tuple[int, int, float, bool, str], text, _key(each)
+                    )
+                    # Each node has a clock of its own.
+                    heartbeats[each] = Heartbeat(step, self._seen[each][1] - ago_s, waits, phase)
         return heartbeats
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -34,16 +34,19 @@ class EventLoop:
     def __init__(self) -> None:
         self._timers: list[_Timer] = []
         self._deadline: tuple[float, Callable[[], None]] | None = None
-        self._selector = selectors.DefaultSelector()
         self._pending: deque[Callable[[], None]] = deque()
-        self._wakeup, self._wake = socket.socketpair()
-        self._signals = ROUTER.open_reader()
         self._is_running = True
         self._thread_id: int | None = None
-        self._wakeup.setblocking(False)
-        self._wake.setblocking(False)
-        self._selector.register(self._wakeup, READ)
-        self._selector.register(self._signals, READ)
+        with ExitStack() as opened:
+            self._selector = opened.enter_context(selectors.DefaultSelector())
+            self._wakeup, self._wake = map(opened.enter_context, socket.socketpair())
+            signals = ROUTER.open_reader()
+            opened.callback(ROUTER.close_reader, signals)
+            self._wakeup.setblocking(False)
+            self._wake.setblocking(False)
+            self._selector.register(self._wakeup, READ)
+            self._selector.register(signals, READ)
+            self._opened = opened.pop_all()
         fork_safety.close_in_child(self._selector, self._wakeup, self._wake)
 
     def register(self, file: Any, callback: Callable[[int], None]) -> None:
@@ -111,10 +114,7 @@ class EventLoop:
 
     def close(self) -> None:
         """Close the descriptors, after `run` has returned. Do not use `call_soon` afterwards."""
-        self._selector.close()
-        self._wakeup.close()
-        self._wake.close()
-        ROUTER.close_reader(self._signals)
+        self._opened.close()
 
     def _run_pending(self) -> None:
         # Signals first, and only calls that were made before: a call may be what a signal has led to.

@@ -9,12 +9,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn, final
 
 from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError
+from rankwise.limited_call import call_with_limit
 
 _STDERR_TIMEOUT_S = 0.2
+LAST_LINES_TIMEOUT_S = 5.0
+"""How long to wait for a reader of stderr before the process ends all the same."""
 
 _writing: threading.Thread | None = None
 
@@ -49,12 +52,44 @@ def _write(text: str) -> None:
 
 def exit_now(code: int) -> NoReturn:
     """Flush stdout and stderr, then end this process without exit hooks."""
+    if threading.current_thread() is threading.main_thread():
+        _flush_streams()
+    else:  # the main thread may be blocked in a write, and flushing waits for that
+        call_with_limit(_flush_streams, _STDERR_TIMEOUT_S)
+    os._exit(code)
+
+
+def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             continue  # closed, without a reader, or None
-    os._exit(code)
+
+
+@contextmanager
+def forked_children_exit() -> Iterator[None]:
+    """End a process that the block forks when it leaves the block: with its exit code, without exit hooks."""
+    pid = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == pid:
+            raise
+        exit_now(_report_in_child(error))
+    if os.getpid() != pid:
+        exit_now(0)
+
+
+def _report_in_child(error: BaseException) -> int:
+    """Print an exception as the interpreter does; return its exit code."""
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return _FAILURE
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    write_stderr(f"{error.code}\n")
+    return _FAILURE
 
 
 # Where each module keeps the threads that serve its pools.
@@ -88,9 +123,9 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if isinstance(error, WorkerKilledError):
-        return 128 + error.signal_number
+        return (128 + error.signal_number) & 0xFF or _FAILURE
     if isinstance(error, WorkerExitedError):
-        return error.exit_code & 0xFF or _FAILURE
+        return (error.exit_code or 0) & 0xFF or _FAILURE
     return _FAILURE
 
 
@@ -107,7 +142,7 @@ def exit_code_kept() -> Iterator[None]:
         yield
     except WorkerError as error:
         is_in_main_thread = threading.current_thread() is threading.main_thread()
-        if exit_code_of(error) != _FAILURE and is_in_main_thread and not _is_hosted(sys._getframe()):
+        if exit_code_of(error) != _FAILURE and is_in_main_thread and not is_hosted():
             sys.excepthook = _ExitCodeHook(error, sys.excepthook)
         raise
 
@@ -141,9 +176,11 @@ class _ExitCodeHook:
         return before
 
 
-def _is_hosted(frame: FrameType | None) -> bool:
+def is_hosted() -> bool:
+    """Whether the main thread runs in a program that outlives errors, such as a notebook's kernel."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] in _HOSTS:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _HOSTS:
             return True
         frame = frame.f_back
     return _is_interactive()

@@ -6,6 +6,7 @@ multiple of 64. The length is written last.
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -33,9 +34,14 @@ _read_by_name = ContextVar("read_by_name", default=_NOTHING)
 
 def create_memory_file() -> int:
     """Return a descriptor of an anonymous file that no other process can open by name."""
-    if "memfd_create" in os.__dict__:
+    try:
         return os.memfd_create("rankwise", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # unlinked from the start, for platforms without memfd
+    except AttributeError:
+        pass
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+    with tempfile.TemporaryFile() as file:  # unlinked from the start, where there is no memfd
         return os.dup(file.fileno())
 
 

@@ -25,6 +25,7 @@ from rankwise.processes import fork_safety
 DEBOUNCE_S = 2.0
 
 _CHUNK = 1 << 12
+_SIGACTION_SIZE = 512  # more than a `struct sigaction` has on any platform
 _CAN_TELL_SENDER = "sigwaitinfo" in signal.__dict__  # not on macOS
 
 
@@ -137,8 +138,9 @@ class SignalRouter:
     def open_reader(self) -> socket.socket:
         """Return a socket that is readable when `deliver` has something to do; see `close_reader`."""
         with self._lock:
-            self._loops += 1
-            return self._acquire()[0]
+            reader = self._acquire()[0]
+            self._loops += 1  # only now: no descriptor may be free
+            return reader
 
     def close_reader(self, reader: socket.socket) -> None:
         """Stop reading from a socket that `open_reader` returned."""
@@ -322,17 +324,39 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def ignore_interrupts_in_workers() -> None:
-    """Ignore SIGINT in this worker: the main process handles it.
+    """Ignore SIGINT in this worker: the main process handles it; nor let a fork's signals wake that one.
 
     A handler, not SIG_IGN, which processes that the worker executes would inherit.
     """
     if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, _nothing)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _nothing(signum: int, interrupted: FrameType | None) -> None:
     pass
+
+
+@contextmanager
+def exit_statuses_kept() -> Iterator[None]:
+    """Keep, in the block, the exit status of each child of this process for whoever waits for that child.
+
+    The kernel drops it while SIGCHLD is ignored, and a handler may wait for all of them. Runs on: any thread.
+
+    Mutates: the action of SIGCHLD, which is restored on exit; a handler of Python's runs then.
+    """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL:
+        yield
+        return
+    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_SIZE)
+    default = ctypes.create_string_buffer(_SIGACTION_SIZE)  # all zero: SIG_DFL, no flags, no signals blocked
+    libc.sigaction(signal.SIGCHLD, default, before)
+    try:
+        yield
+    finally:
+        libc.sigaction(signal.SIGCHLD, before, None)
+        signal.raise_signal(signal.SIGCHLD)
 
 
 def exit_by_signal(number: int) -> None:

@@ -1,4 +1,8 @@
-"""`StartedProcess`: a process that was started here: pid, a descriptor for its end, exit status."""
+"""`StartedProcess`: a process that was started here: pid, a descriptor for its end, exit status.
+
+The program around may ignore SIGCHLD, or wait for all its children: then the kernel tells the exit status to
+nobody, or to that code, and here it is unknown.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,24 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import final
 
 from rankwise.processes.parent_death import ParentDeathPipe
 
-_STATUS_TIMEOUT_S = 5.0
+_REPORT_TIMEOUT_S = 5.0
+_RECORDING_TIMEOUT_S = 1.0
 _STATUS_POLL_S = 0.001
+_NO_FORKSERVER = 255  # what multiprocessing returns where the forkserver has ended first
 
 
 def is_suspended(pid: int) -> bool:
     """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger), and reacts to nothing but SIGKILL."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        # Its title may be cut within a character.
+        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:  # it is gone, or this is no Linux
         return False
     return status.rpartition(")")[2].split()[0] in "Tt"
@@ -35,6 +44,9 @@ class StartedProcess(ABC):
         self.pid = pid
         self.was_killed = False  # from here
         self._parent_pipe = parent_pipe
+        self._reaping = threading.Lock()
+        self._is_reaped = False
+        self._exit_status: int | None = None
         try:
             parent_pipe.tie(pid)
             self._end_descriptor = self._open_end_descriptor()
@@ -48,9 +60,20 @@ class StartedProcess(ABC):
         """Return a descriptor that becomes readable when the process ends."""
         return self._end_descriptor
 
+    def wait(self) -> int | None:
+        """Reap the process, which has ended; return its exit status, None if unknown.
+
+        A negative one is the signal that ended it.
+        """
+        with self._reaping:
+            if not self._is_reaped:
+                self._exit_status = self._reap()
+                self._is_reaped = True
+        return self._exit_status
+
     @abstractmethod
-    def wait(self) -> int:
-        """Reap the process, which has ended; return its exit status (negative: the signal)."""
+    def _reap(self) -> int | None:
+        """Reap the process, once, as `wait` says. Without pidfds it may still be running."""
 
     def kill(self) -> None:
         """Send SIGKILL, if the process is still the one that was started."""
@@ -62,7 +85,7 @@ class StartedProcess(ABC):
         with suppress(ProcessLookupError):
             if _HAS_PIDFD:
                 signal.pidfd_send_signal(self._end_descriptor, number)
-            else:
+            elif not self._is_reaped:
                 os.kill(self.pid, number)
 
     def close(self) -> None:
@@ -79,18 +102,32 @@ class StartedProcess(ABC):
             return _readable_descriptor()
 
     def _watch_in_thread(self) -> int:
-        # Without pidfds (macOS) a thread waits for the process, then closes its end of a pipe.
+        # Without pidfds (macOS, older kernels, some sandboxes) a thread waits, and writes to a pipe: to close
+        # it would not do: processes that are forked meanwhile have its write end.
         read_end, write_end = os.pipe()
 
         def watch() -> None:
             self.wait()
+            os.write(write_end, b"\0")
             os.close(write_end)
 
         threading.Thread(target=watch, name="rankwise-wait", daemon=True).start()
         return read_end
 
 
-_HAS_PIDFD = "pidfd_open" in os.__dict__
+def _has_pidfd() -> bool:
+    try:
+        descriptor = os.pidfd_open(os.getpid())
+        try:
+            signal.pidfd_send_signal(descriptor, 0)
+        finally:
+            os.close(descriptor)
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+_HAS_PIDFD = _has_pidfd()
 
 
 @final
@@ -101,9 +138,13 @@ class PopenProcess(StartedProcess):
         self._popen = popen
         super().__init__(popen.pid, parent_pipe)
 
-    def wait(self) -> int:
-        """Reap the process; return its exit status."""
-        return self._popen.wait()
+    def _reap(self) -> int | None:
+        try:
+            status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:
+            status = None
+        self._popen.returncode = 0 if status is None else status  # as subprocess does
+        return status
 
 
 @final
@@ -112,23 +153,37 @@ class MultiprocessingProcess(StartedProcess):
 
     def __init__(self, process: multiprocessing.process.BaseProcess, parent_pipe: ParentDeathPipe) -> None:
         self._process = process
+        self._is_of_forkserver = isinstance(process, ForkServerProcess)
         if process.pid is None:
             raise ValueError(f"{process!r} has not been started")
         super().__init__(process.pid, parent_pipe)
 
-    def wait(self) -> int:
-        """Reap the process; return its exit status."""
+    def _reap(self) -> int | None:
+        if not _HAS_PIDFD:
+            self._process.join()
         # A forkserver reports its child's status a moment after the pidfd is readable. Another thread that
-        # starts a process reaps ours, inside multiprocessing, a moment before it records the status.
-        self._process.join(_STATUS_TIMEOUT_S if _HAS_PIDFD else None)
-        deadline = time.monotonic() + _STATUS_TIMEOUT_S
-        while self._process.exitcode is None and time.monotonic() < deadline:
+        # starts a process reaps ours, inside multiprocessing, a moment before it records the status. Where
+        # SIGCHLD is ignored or handled, the kernel or the program's handler has taken the status.
+        may_be_recorded = signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+        limit_s = _RECORDING_TIMEOUT_S if may_be_recorded else 0.0
+        deadline = time.monotonic() + (_REPORT_TIMEOUT_S if self._is_of_forkserver else limit_s)
+        while (status := self._process.exitcode) is None and time.monotonic() < deadline:
             time.sleep(_STATUS_POLL_S)
-        status = self._process.exitcode
-        if status is None:
-            return 255
+        if status is None:  # otherwise multiprocessing keeps it, with its descriptors, for ever
+            self._process._popen.returncode = 0  # type: ignore[attr-defined]  # typeshed leaves it out
         self._process.close()
+        if status == _NO_FORKSERVER and self._is_of_forkserver and not _has_forkserver():
+            return None
         return status
+
+
+def _has_forkserver() -> bool:
+    """Return whether multiprocessing's forkserver is still running."""
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    try:
+        return pid is not None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
 
 
 def _readable_descriptor() -> int:

@@ -30,8 +30,8 @@ from rankwise.monitoring.heartbeat import report_phase
 from rankwise.named_options import check_is_a
 from rankwise.nested import to_device
 from rankwise.precision import Precision
-from rankwise.process_group import collectives, rank_zero_first
-from rankwise.process_group.distributed_optimizers import is_sharded
+from rankwise.process_group import collectives, objects, rank_zero_first
+from rankwise.process_group.distributed_optimizers import consolidate, is_sharded
 from rankwise.process_group.group import check_group_ranks
 from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, set_rank_zero_only
@@ -461,9 +461,8 @@ class Strategy(ABC):
         """
         if not self.is_sharded(optimizer):
             return optimizer.state_dict()
-        sharded: Any = optimizer
-        sharded.consolidate_state_dict(to=0)
-        return sharded.state_dict() if self.is_global_zero else {}
+        consolidate(optimizer)
+        return optimizer.state_dict() if self.is_global_zero else {}
 
     def comm_hook_states(self) -> list[list[dict[str, Any]]]:
         """Return the states of communication hooks, by rank and wrapped module; on rank 0, elsewhere [].
@@ -543,12 +542,12 @@ class Strategy(ABC):
 
     def all_gather_object(self, obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """Gather anything picklable from every rank, in rank order."""
-        return self._collective(collectives.all_gather_object, obj, group)
+        return self._collective(objects.all_gather_object, obj, group)
 
     def gather_object(self, obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
         """Gather anything picklable from the group (by default all ranks) on rank `dst`; None elsewhere."""
         with self._current_job.guard("gather_object", group):
-            return collectives.gather_object(obj, dst, self.job_group if group is None else group)
+            return objects.gather_object(obj, dst, self.job_group if group is None else group)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank of the job has called this; `name` is for error messages."""
@@ -558,7 +557,7 @@ class Strategy(ABC):
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s value on every rank of the job."""
         with self._current_job.guard("broadcast"):
-            return collectives.broadcast(obj, src, self.job_group)
+            return objects.broadcast(obj, src, self.job_group)
 
     def call_on_rank_zero(self, function: Callable[[], T]) -> T:
         """Call `function`, without collectives, on global rank 0; return its value, or raise, everywhere."""

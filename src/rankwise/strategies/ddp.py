@@ -23,7 +23,8 @@ from rankwise.launchers.multiprocess import MultiprocessLauncher
 from rankwise.launchers.script import ScriptLauncher, script_place
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.process_group import default_backend, gloo_on_interface, process_group
+from rankwise.process_group import check_interface, default_backend, gloo_on_interface, process_group
+from rankwise.process_group.authentication import groups_authenticated, job_key_of_environment
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
@@ -185,6 +186,7 @@ class DDPStrategy(Strategy):
                 message="sync_batchnorm=True is not possible on the CPU: torch has no SyncBatchNorm there.",
                 remedy="leave it out, or train on CUDA devices.",
             )
+        self._check_variables(placement)
         if self.rendezvous == "private":
             check_private_rendezvous(placement)
         is_alone_here = ranks.local_world_size == 1 and not ranks.is_one_node
@@ -204,6 +206,13 @@ class DDPStrategy(Strategy):
         if self.start_method == "popen" or script_place() is not None:
             return ScriptLauncher(ranks_on_node(ranks), options, self.process_config.command)
         return MultiprocessLauncher(self.start_method, ranks_on_node(ranks), options)
+
+    def _check_variables(self, placement: Placement) -> None:
+        """Refuse a key that can be guessed, and an interface that this host does not have."""
+        job_key_of_environment()
+        given = self.group_config.process_group_backend
+        if "gloo" in (given or default_backend(placement.root_device.type)):
+            check_interface()
 
     def _choose_rendezvous(self, init_process_group: bool) -> str:
         if self.rendezvous == "private" and not init_process_group:
@@ -227,6 +236,9 @@ class DDPStrategy(Strategy):
         job.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads_per_rank(self.ranks.local_world_size))
         job.cleanup.enter_context(gloo_on_interface(interface_of(self.ranks, job.worker.address)))
+        if self.ranks.world_size > 1:
+            key = job.worker.job_key(self.init_timeout)
+            job.cleanup.enter_context(groups_authenticated(key, self.init_timeout))
         if job.has_group:
             self._join_group(job)
         report_phase("running")

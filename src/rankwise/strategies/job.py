@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, final
 import torch
 
 from rankwise.checkpoint import CheckpointIO
+from rankwise.failures.classify import readable
 from rankwise.failures.exchange import resolve_cause
 from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers.context import WorkerContext
@@ -21,6 +22,7 @@ from rankwise.monitoring.heartbeat import TEARDOWN, blocked_in, report_phase, re
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
 from rankwise.processes.event_loop import signals_delivered_in_thread
+from rankwise.processes.exit_codes import forked_children_exit
 from rankwise.processes.fork_safety import SET_BY_DYNAMO
 from rankwise.processes.signals import ROUTER, SignalRequest, exit_by_signal
 from rankwise.ranks import job_entry
@@ -77,7 +79,8 @@ class Job:
         worker = self.worker
         try:
             setup()
-            value = function()
+            with forked_children_exit():
+                value = function()
             if self.check is not None:
                 self.check.finish()
             checkpoint_io.teardown()
@@ -85,7 +88,8 @@ class Job:
                 exchange.wait_for_other_ranks()
             return value
         except BaseException as error:
-            own = explain_unused(error) or error
+            own = readable(error)
+            own = explain_unused(own) or own
             cause, record = resolve_cause(own, worker.ranks, worker.failure_exchange)
             worker.report_failure(cause, record)  # before the teardown, which may take long
             _finish_checkpoints(checkpoint_io)

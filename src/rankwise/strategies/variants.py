@@ -109,6 +109,7 @@ class DDPElasticStrategy(DDPStrategy):
                 remedy='use "ddp_spawn" or "ddp_fork" before it; for a script as a whole: '
                 "torchrun --max-restarts=3 train.py",
             )
+        self._check_variables(placement)
         return ElasticLauncher(
             self.start_method,
             placement.ranks.local_world_size,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from rankwise.errors import ProcessGroupError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, RankChannel, frame
 from rankwise.launchers.context import WorkerContext
@@ -42,6 +43,13 @@ def test_an_incomplete_frame_waits() -> None:
     data = frame(Kind.STOP, b"reason")
     assert list(reader.feed(data[:-1])) == []
     assert list(reader.feed(data[-1:])) == [(Kind.STOP, b"reason")]
+
+
+@pytest.mark.parametrize("header", [b"\xff\xff\xff\xff\2", b"print\n", b"\0\0\0\1\x63", b"\4\0\0\1\2"])
+def test_what_is_no_frame(header: bytes) -> None:
+    """A length or a kind that no frame has is an error at once, not when so many bytes have come."""
+    with pytest.raises(ProcessGroupError, match=r"A channel .* is damaged"):
+        list(FrameReader().feed(header))
 
 
 class Ends:
@@ -161,6 +169,7 @@ def test_no_answer_is_a_timeout(ends: Ends) -> None:
     with pytest.raises(TimeoutError):
         ends.channel.ask_store(b"question", 0.05)
     number = ends.receive()[1][:REQUEST_ID_SIZE]
+    assert ends.receive() == (Kind.STORE_CANCEL, number)
     ends.ours.sendall(frame(Kind.STORE_REPLY, number + b"late"))
     ends.channel.send(Kind.DONE)
     assert ends.receive() == (Kind.DONE, b"")
@@ -170,9 +179,9 @@ def test_stop_releases_questions(ends: Ends) -> None:
     """When the supervisor says stop, open questions end at once, and so do later ones."""
     timer = threading.Timer(0.05, lambda: ends.ours.sendall(frame(Kind.STOP, b"reason")))
     timer.start()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(ConnectionError):
         ends.channel.ask_store(b"question", LIMIT_S)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(ConnectionError):
         ends.channel.ask_store(b"question", LIMIT_S)
     timer.join()
 
@@ -191,10 +200,10 @@ def test_stop_calls_back(ends: Ends) -> None:
 def test_a_lost_supervisor_is_noticed(ends: Ends) -> None:
     """End of file calls `on_lost`, ends questions at once, and later ones, and makes sending silent."""
     threading.Timer(0.05, ends.ours.close).start()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(ConnectionError):
         ends.channel.ask_store(b"question", LIMIT_S)
     assert ends.lost.wait(LIMIT_S)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(ConnectionError):
         ends.channel.ask_store(b"question", 1e6)  # whose own limit would not end before this test's
     ends.channel.send(Kind.DONE)
 
@@ -206,3 +215,28 @@ def test_closing_is_no_loss() -> None:
     ends.ours.close()
     assert not ends.lost.is_set()
     assert "rankwise-channel" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_is_too_long_for_a_frame_is_refused(ends: Ends) -> None:
+    """The rank that sends it gets the error; later messages come."""
+    with pytest.raises(ProcessGroupError, match=r"STORE_REQUEST message of \d+ bytes is longer than"):
+        ends.channel.send(Kind.STORE_REQUEST, bytes((1 << 26) + 1))
+    ends.channel.send(Kind.DONE)
+    assert ends.receive() == (Kind.DONE, b"")
+
+
+def test_a_damaged_channel_is_lost(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
+    """Requests end at once, and the reason is shown."""
+    threading.Timer(0.05, ends.ours.sendall, [b"text"[:4] + b"!"]).start()
+    with pytest.raises(ConnectionError):
+        ends.channel.ask_store(b"question", LIMIT_S)
+    assert ends.lost.wait(LIMIT_S)
+    assert "is damaged" in capfd.readouterr().err
+
+
+def test_a_damaged_failure_of_another_node_is_one_here(ends: Ends) -> None:
+    """The supervisor gets an error, and the thread that reads the store goes on."""
+    worker = WorkerContext(RankInfo(0, 0, 0, 2, 1, 2), channel=ends.channel)
+    worker._on_remote_failure(b"null")
+    kind, payload = ends.receive()
+    assert (kind, FailureRecord.from_json(payload).exception_type) == (Kind.FAILURE, "ProcessGroupError")

@@ -39,6 +39,7 @@ def job() -> Iterator[_Job]:
             failures=[owned_descriptor(cleanup) for _ in range(2)],
             parent_pipe=owned_descriptor(cleanup),
             is_alone=True,
+            key=b"",
         )
 
 
@@ -83,3 +84,10 @@ def test_a_signal_that_was_ignored_is_ignored_again() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_record_that_is_cut_off_is_left_out(job: _Job) -> None:
+    """A rank may be killed while it writes: what the others have written counts."""
+    for file, record, end in zip(job.failures, (RAISED, ECHO), (None, -20), strict=True):
+        os.pwrite(file.number, record.to_json()[:end], 0)
+    assert job.records() == [RAISED]

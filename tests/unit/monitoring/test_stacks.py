@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -51,6 +52,8 @@ def test_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "record2").symlink_to(tmp_path / "mine")
     assert write_flight_record(2) == ""
     assert (tmp_path / "mine").read_text() == "precious"
+    os.mkfifo(tmp_path / "record3")
+    assert write_flight_record(3) == ""  # and does not wait for a reader
 
 
 def test_a_rank_that_gets_the_signal_late(
@@ -59,12 +62,12 @@ def test_a_rank_that_gets_the_signal_late(
     """The stacks of the next rank wait for one that runs late on a busy machine; one that left is named."""
     code = """if True:
         import signal, sys, time
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-        signal.signal(signal.SIGUSR2, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMAX])
+        signal.signal(signal.SIGRTMAX, lambda *_: None)
         print("ready", flush=True)
         sys.stdin.readline()
         if "leaves" not in sys.argv:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGRTMAX])
             time.sleep(60)
     """
     for arguments, expected in (([], ""), (["leaves"], "  (it has left)\n")):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rankwise.processes.event_loop import WRITE, EventLoop
+from rankwise.processes.signals import ROUTER
 
 LIMIT_S = 10
 
@@ -24,6 +28,24 @@ def loop() -> Iterator[EventLoop]:
     made.stop()
     thread.join(LIMIT_S)
     made.close()
+
+
+@pytest.mark.parametrize("spare", range(5))
+def test_too_few_files(spare: int) -> None:
+    """What could be opened is closed at once, and no reader of signals is counted."""
+    gc.disable()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    free = [number for number in range(2000) if not Path(f"/proc/self/fd/{number}").exists()]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            EventLoop()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        gc.enable()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not ROUTER.has_reader
 
 
 def test_calls_are_made_in_order(loop: EventLoop) -> None:

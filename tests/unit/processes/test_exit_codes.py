@@ -21,11 +21,12 @@ PLACE = (1, 1, 0, 100)
     [
         (WorkerRaisedError(*PLACE), 1),
         (WorkerKilledError(*PLACE, signal_number=9), 137),
+        (WorkerKilledError(*PLACE, signal_number=1 << 63), 128),
         (WorkerExitedError(*PLACE, exit_code=3), 3),
         (WorkerExitedError(*PLACE, exit_code=0), 1),
         (WorkerExitedError(*PLACE, exit_code=256), 1),
     ],
-    ids=["raised", "killed", "exited", "exited early", "more than a byte"],
+    ids=["raised", "killed", "killed by no signal", "exited", "exited early", "more than a byte"],
 )
 def test_codes(error: WorkerError, code: int) -> None:
     """As a shell gives them."""

@@ -24,6 +24,7 @@ from rankwise.errors import (
 )
 from rankwise.precision import Precision
 from rankwise.ranks import rank_zero_only
+from rankwise.registry import StrategyRegistry
 from rankwise.strategies import DDPForkStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
 
 BOTH = pytest.mark.parametrize("cls", [DDPStrategy, SingleDeviceStrategy])
@@ -437,3 +438,12 @@ def test_a_precision_that_another_trainer_uses_is_not_shared() -> None:
     with pytest.raises(ConfigurationError, match=r"LockedPrecision\('32-true'\) cannot be copied.*\n.*lock"):
         trainer_of(strategy)
     assert trainer_of(strategy, plugins=[LockedPrecision()]).world_size == 1
+
+
+@pytest.mark.parametrize("name", ["ddp_fork", "ddp_elastic"])
+def test_an_interface_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is refused by name before anything starts, where gloo would use it."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    with pytest.raises(ConfigurationError, match="GLOO_SOCKET_IFNAME='lo,nowhere0' names no"):
+        StrategyRegistry.create(name, accelerator="cpu", devices=2).bind()
+    StrategyRegistry.create(name, accelerator="cpu", devices=2, process_group_backend="mpi").bind()

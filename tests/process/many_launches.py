@@ -1,0 +1,291 @@
+"""A program that launches many times, well and badly in turn, and samples what it has of the machine.
+
+`python -m tests.process.many_launches KIND LAUNCHES [EVERY] [gc-off]` prints a sample after each EVERY
+launches, as a JSON object in a line. KIND is a start method, "elastic", "script" (the processes of one
+script, which launch together) or "command" (a command that is run again after each failure).
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import itertools
+import json
+import logging
+import math
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rankwise.strategies import DDPElasticStrategy, DDPStrategy
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+Sample = dict[str, Any]
+
+GOOD = ("group", "fit", "no group", "thread")
+BAD = ("exception", "killed", "refused", "exit", "few files", "not readable", "fit fails", "not picklable")
+
+
+def _in_turn(good: Sequence[str], bad: Sequence[str]) -> tuple[str, ...]:
+    count = math.lcm(len(good), len(bad))
+    return tuple(how for number in range(count) for how in (good[number % len(good)], bad[number % len(bad)]))
+
+
+KINDS = {
+    **dict.fromkeys(("fork", "forkserver", "spawn"), _in_turn(GOOD, BAD)),
+    "elastic": _in_turn((*GOOD[:3], "restarts"), BAD),  # torch's agent runs in the main thread only
+    "script": _in_turn(("group", "fit"), ("other devices", "other rendezvous")),  # others end its ranks
+    "command": (
+        "group",
+        "exception",
+        "few files",
+        "fit",
+        "killed",
+        "few files",
+        "group",
+        "exit",
+        "few files",
+    ),
+}
+"""What is launched, over and over again."""
+
+# ------------------------------------------------------------------------------------------- samples
+
+
+def sample() -> Sample:
+    """Return what this process has. Garbage is collected first, or else last, where that is switched off."""
+    if gc.isenabled():
+        gc.collect()
+    process = psutil.Process()
+    held: Sample = {
+        "descriptors": dict(sorted(_descriptors().items())),
+        "threads": dict(sorted(_tasks().items())),
+        "children": sorted(f"{each.name()} {each.status()}" for each in process.children()),
+        "listening": sum(each.status == psutil.CONN_LISTEN for each in process.net_connections("inet")),
+        "files": sorted(map(str, Path(tempfile.gettempdir()).iterdir())),
+        "shared memory": sorted(map(str, Path("/dev/shm").glob(f"*{os.getpid()}*"))),
+        "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "environment": dict(os.environ),
+        "exit hooks": atexit._ncallbacks(),
+        "hooks of multiprocessing": [len(util._finalizer_registry), len(util._afterfork_registry)],  # type: ignore[attr-defined]
+        "loggers": len(logging.root.manager.loggerDict),
+        "modules": len(sys.modules),
+        "gc": [gc.isenabled(), gc.get_freeze_count()],
+    }
+    gc.collect()
+    return {**held, "memory": _memory(), "objects": _objects()}
+
+
+def _descriptors() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # of the listing itself
+            found[re.sub(r"\d+", "N", str(path.readlink()))] += 1
+    return found
+
+
+def _tasks() -> Counter[str]:
+    """Return the names of threads, also those that are not Python's; joined ones have a second to go."""
+    deadline = time.monotonic() + 1.0
+    while True:
+        paths = [*Path("/proc/self/task").glob("*/comm")]
+        if len(paths) <= threading.active_count() or time.monotonic() > deadline:
+            return Counter(re.sub(r"\d+", "N", path.read_text().strip()) for path in paths)
+        time.sleep(0.001)
+
+
+def _memory() -> dict[str, int]:
+    """Return what the process has written, in KiB; the parts of its address space; Python's own blocks."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    written = sum(
+        int(line.split()[1]) for line in lines if line.startswith(("Private_Dirty", "Shared_Dirty"))
+    )
+    maps = len(Path("/proc/self/maps").read_text().splitlines())
+    return {"written_kib": written, "maps": maps, "blocks": sys.getallocatedblocks()}
+
+
+def _objects() -> dict[str, int]:
+    return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+
+
+SLACK = {"written_kib": 6 << 10, "maps": 30}
+"""How much more memory there may be: allocators keep pieces."""
+
+
+def growth(first: Sample, last: Sample) -> list[str]:
+    """Return what has grown between two samples, a line each."""
+    launches = last["launch"] - first["launch"]
+    counted = ("descriptors", "threads")
+    problems = [
+        f"{name} of {what}: {first[name].get(what, 0)} -> {count}"
+        for name in counted
+        for what, count in last[name].items()
+        if count > first[name].get(what, 0)
+    ]
+    problems += [
+        f"{name}: {first[name]} -> {last[name]}"
+        for name in first.keys() - {"launch", "outcomes", "memory", "objects", "seconds", *counted}
+        if first[name] != last[name]
+    ]
+    # What a launch leaves there is at least one object for every 20 launches.
+    problems += [
+        f"{name}: {first['objects'].get(name, 0)} -> {count} objects"
+        for name, count in last["objects"].items()
+        if count - first["objects"].get(name, 0) > 3 + launches / 20
+    ]
+    for name, value in last["memory"].items():
+        if value - first["memory"][name] > SLACK.get(name, 300 + launches):
+            problems.append(f"{name}: {first['memory'][name]} -> {value}")
+    return problems
+
+
+# ------------------------------------------------------------------------------------------- what is launched
+
+
+class NotReadable:
+    """A value that can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+def job(strategy: Any, how: str) -> Any:
+    """Succeed, or fail on rank 1."""
+    if how == "no group":
+        return os.environ["RANK"]
+    how = strategy.broadcast(how)
+    if strategy.global_rank == 1:
+        fail(how)
+        if how == "not picklable":
+            return lambda: None
+        if how == "not readable":
+            return NotReadable()
+    if how in BAD:
+        strategy.barrier()
+    return torch.ones(1000)
+
+
+def fail(how: str) -> None:
+    """End this rank."""
+    if how == "exception" or (how == "restarts" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+        raise ValueError("planned", torch.ones(1000))
+    if how == "exit":
+        sys.exit(3)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Failing(Regression):
+    """Fails in the first step of rank 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Raise on rank 1."""
+        if self.trainer.global_rank == 1:
+            raise ValueError("planned")
+        return super().training_step(batch, batch_idx)
+
+
+def launch(strategy: DDPStrategy, how: str) -> Any:
+    """Launch once."""
+    if how.startswith("fit"):
+        model = Regression() if how == "fit" else Failing()
+        try:
+            return quiet_trainer(strategy, 2, max_steps=2).fit(model, loader(8, 2))
+        finally:
+            model.__dict__.clear()  # a trainer and its model refer to each other
+    if how == "thread":
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(strategy.launch, job, how).result()
+    return strategy.launch(job, how, init_process_group=how != "no group")
+
+
+@contextmanager
+def few_files(spare: int) -> Iterator[None]:
+    """Let this process open only so many more files in the block."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [number for number in range(1000) if not Path(f"/proc/self/fd/{number}").exists()]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def strategy_of(kind: str, how: str) -> DDPStrategy:
+    """Return a new strategy."""
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 3 if how == "other devices" else 2}
+    if how == "other rendezvous":
+        options["rendezvous"] = "tcp"
+    if kind == "elastic":
+        return DDPElasticStrategy(start_method="fork", max_restarts=int(how == "restarts"), **options)
+    if kind == "command":
+        options["command"] = [sys.executable, "-m", "tests.process.many_launches", "rank", how]
+    return DDPStrategy(start_method="popen" if kind in ("script", "command") else kind, **options)
+
+
+def launch_as(kind: str, how: str, number: int) -> str:
+    """Launch by a new strategy; return what came of it."""
+    config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    strategy = strategy_of(kind, how)
+    try:
+        if how == "refused":
+            config["daemon"] = True
+        if how == "few files":
+            with few_files(number % 40):
+                launch(strategy, how)
+        else:
+            launch(strategy, how)
+    except Exception as error:
+        sys.stderr.write(f"{number} {how}: {type(error).__name__}: {error}"[:300] + "\n")
+        return type(error).__name__
+    finally:
+        config.pop("daemon", None)
+    return "good"
+
+
+# ------------------------------------------------------------------------------------------- the program
+
+
+def be_rank(how: str) -> None:
+    """Be the other rank of a command: its first launch is `how`, its second one fails."""
+    for each in (how, "group"):
+        launch(strategy_of("command", ""), each)
+
+
+def main(kind: str, launches: int, every: int) -> None:
+    """Launch, and print samples."""
+    outcomes: Counter[str] = Counter()
+    started = time.monotonic()
+    for number, how in enumerate(itertools.islice(itertools.cycle(KINDS[kind]), launches), 1):
+        outcomes[f"{how}: {launch_as(kind, how, number)}"] += 1
+        if number % every == 0:
+            held = {"launch": number, "rank": os.environ.get("RANK", "0"), "outcomes": outcomes}
+            seconds = round(time.monotonic() - started, 1)
+            sys.stdout.write(json.dumps({**held, "seconds": seconds, **sample()}) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        be_rank(sys.argv[2])
+    else:
+        if "gc-off" in sys.argv:
+            gc.disable()
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,110 @@
+"""What ends with a killed rank or agent, in whatever state it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.scripts import ScriptRunner
+from tests.process.test_host_programs import METHODS
+
+WAIT = """
+    import os
+    import time
+    from pathlib import Path
+
+    def is_gone(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    def wait_until_gone(pids):
+        while not all(map(is_gone, pids)):
+            time.sleep(0.01)
+        print("gone", flush=True)
+"""
+
+CHILD = """
+    import signal
+    import sys
+
+    from rankwise.errors import WorkerKilledError
+    from rankwise.strategies import DDPStrategy
+
+    def job(strategy, state, path):
+        strategy.barrier()
+        if strategy.global_rank == 1:
+            if (pid := os.fork()) == 0:
+                Path(path).write_text(str(os.getpid()))
+                if state == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                sum(range(10**12))  # in one call of C code, with the interpreter's lock
+            while not Path(path).exists() or not Path(path).read_text():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        method, state = sys.argv[1:]
+        path = Path("pid").absolute()
+        try:
+            strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=method)
+            strategy.launch(job, state, str(path))
+        except WorkerKilledError as error:
+            print(error.global_rank)
+        wait_until_gone([int(path.read_text())])
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("state", ["busy", "stopped"])
+def test_a_process_that_a_killed_rank_has_forked(state: str, method: str, run_script: ScriptRunner) -> None:
+    """It ends with the rank, also while C code holds its interpreter's lock, or while it is suspended."""
+    result = run_script(WAIT + CHILD, method, state)
+    assert result.stdout == "1\ngone\n", result
+
+
+AGENT = """
+    import resource
+    import subprocess
+    import sys
+
+    from rankwise.strategies import DDPElasticStrategy
+
+    def job(strategy, state):
+        strategy.barrier()
+        Path(f"rank{strategy.global_rank}").write_text(str(os.getpid()))
+        while state == "writing":
+            os.write(1, bytes(1 << 16))  # which nobody reads
+        sum(range(10**12))
+
+    def be_agent(method, state):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if hard > 2048:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+            kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        strategy = DDPElasticStrategy(accelerator="cpu", devices=2, start_method=method, max_restarts=0)
+        strategy.launch(job, state)
+
+    def pids():
+        return [path.read_text() for path in sorted(Path().glob("rank?"))]
+
+    if __name__ == "__main__" and len(sys.argv) == 3:
+        be_agent(*sys.argv[1:])
+    elif __name__ == "__main__":
+        command = [sys.executable, *sys.argv[:3]]
+        agent = subprocess.Popen(command, stdout=subprocess.PIPE if sys.argv[2] == "writing" else None)
+        while len(pids()) < 2 or not all(pids()):
+            time.sleep(0.05)
+        agent.kill()
+        agent.wait()
+        wait_until_gone(map(int, pids()))
+"""
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "popen"])
+@pytest.mark.parametrize("state", ["busy", pytest.param("writing", marks=pytest.mark.soak)])
+def test_the_ranks_of_a_killed_agent(state: str, method: str, run_script: ScriptRunner) -> None:
+    """They end with it, while C code holds the lock, or in a write, and with more than 1,024 open files."""
+    result = run_script(WAIT + AGENT, method, state, "main")
+    assert result.stdout == "gone\n", result
