@@ -1,0 +1,1 @@
+"""Damaged and random inputs for everything that is parsed from outside."""
