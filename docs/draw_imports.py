@@ -4,7 +4,7 @@ python docs/draw_imports.py
 
 An arrow leads from a folder to one that it imports. Not drawn are imports that other arrows imply (the
 picture shows the transitive reduction of the graph), imports for type annotations only, and those of
-`start.py`, `errors.py`, `ranks.py`, `seed.py` and `named_options.py`, which every folder may import.
+files of basics, such as `start.py` and `errors.py`, which every folder may import.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SUBJECTS = {
 }
 """What each folder (or file, such as `registry.py`) is for."""
 
-BASICS = ("start", "nested", "paths", "errors", "ranks", "seed", "named_options")
+BASICS = ("start", "limited_call", "nested", "paths", "errors", "ranks", "seed", "named_options")
 NOT_DRAWN = (*BASICS, "__init__", "__main__")
 
 BOX_WIDTH, BOX_HEIGHT, COLUMN, ROW, MARGIN = 178, 44, 194, 86, 16
