@@ -135,6 +135,7 @@ ONLY_BASES = {"RankwiseError", "WorkerError"}  # they have no text of their own
 BETWEEN_RANKS = {
     "CollectiveMismatchError",
     "NodesLostError",
+    "PeerAuthenticationError",
     "ProcessGroupError",
     "RankMismatchError",
     "RankZeroFailedError",

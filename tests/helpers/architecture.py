@@ -12,6 +12,7 @@ from pathlib import Path
 
 ORDER = (
     "start",
+    "limited_call",
     "errors",
     "ranks",
     "seed",
