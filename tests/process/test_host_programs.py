@@ -169,13 +169,20 @@ def test_signals_of_ranks_that_an_asyncio_program_forks(run_script: ScriptRunner
 
 FULL_WAKE_UP = """
     import asyncio
+    import contextlib
+    import os
     import signal
 
     async def in_a_loop(*args):
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, print)  # asyncio sets the descriptor that signals wake
+        wakes = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(wakes)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(wakes, bytes(1))
         signal.signal(signal.SIGALRM, lambda *_: None)
-        signal.setitimer(signal.ITIMER_REAL, 0.004, 0.004)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
         main(*args)
         signal.setitimer(signal.ITIMER_REAL, 0)
 """
@@ -183,8 +190,8 @@ FULL_WAKE_UP = """
 
 @pytest.mark.parametrize("method", [*METHODS, *ELASTIC])
 def test_a_host_whose_wake_up_descriptor_is_full(method: str, run_script: ScriptRunner) -> None:
-    """The event loop, which waits for the job, reads none of its timer's 250 signals a second."""
-    job = JOB.replace("time.sleep(0.3)", "signal.setitimer(signal.ITIMER_REAL, 0); time.sleep(1)")
+    """The event loop, which waits for the job, reads none of the signals that its timer goes on to send."""
+    job = JOB.replace("time.sleep(0.3)", "signal.setitimer(signal.ITIMER_REAL, 0); time.sleep(0.3)")
     program = FULL_WAKE_UP + job.replace(
         "main(sys.argv[1], sys.argv[2])", "asyncio.run(in_a_loop(sys.argv[1], sys.argv[2]))"
     )
