@@ -30,6 +30,9 @@ class Callback:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
 
+    def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        """Raise if this callback cannot work in a stage; called before any process of the stage starts."""
+
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         """Called when a stage begins: the process group exists, the module is not wrapped yet."""
 
@@ -119,26 +122,33 @@ class MonitoringCallback(Callback):
     Args:
         monitor: name of a logged metric, or None.
         mode: `"min"` or `"max"`: whether lower or higher values are better.
+        at_epoch_end: True for a call after every epoch, and at no other time; False for one after every
+            validation, and at no other time.
 
     Raises:
         InvalidArgumentError: if `mode` is something else.
     """
 
-    def __init__(self, monitor: str | None, mode: str) -> None:
+    def __init__(self, monitor: str | None, mode: str, at_epoch_end: bool | None = None) -> None:
         if mode not in ("min", "max"):
             raise InvalidArgumentError(argument="mode", value=mode, expected="'min' or 'max'")
         self.monitor = monitor
         self.mode = mode
+        self._at_epoch_end = at_epoch_end
 
     def on_metrics_ready(self, trainer: Trainer, module: TrainingModule) -> None:
         """Act on the metric; subclasses override it. Runs on every rank."""
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        if trainer.is_fitting and not trainer.progress.is_epoch_done:
+        is_due = trainer.is_fitting and not trainer.progress.is_epoch_done
+        if is_due and self._at_epoch_end is not True:
             self.on_metrics_ready(trainer, module)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        if trainer.progress.is_validated or not trainer.has_validation or self.monitor is None:
+        is_due = self._at_epoch_end
+        if is_due is None:
+            is_due = not trainer.has_validation or self.monitor is None
+        if is_due or trainer.progress.is_validated:
             self.on_metrics_ready(trainer, module)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from rankwise.callbacks.base import MonitoringCallback
 from rankwise.errors import InvalidArgumentError
@@ -19,7 +19,6 @@ _LIMITS = ("patience", "min_delta", "check_finite", "stopping_threshold", "diver
 _STATE = ("best_score", "wait_count", "stopped_epoch", "stopped_by")
 
 
-@final
 class EarlyStopping(MonitoringCallback):
     """Stop when `monitor` has not improved for `patience` checks in a row.
 
@@ -30,11 +29,15 @@ class EarlyStopping(MonitoringCallback):
         monitor: name of a logged metric.
         min_delta: smallest difference that counts as an improvement.
         patience: number of checks without improvement after which training stops.
+        verbose: log improvements too, not only why training stops.
         mode: `"min"` or `"max"`.
         strict: raise if the metric was not logged; otherwise skip the check.
         check_finite: stop if the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
+        check_on_train_epoch_end: check after every epoch (True), or after every validation (False); by
+            default after every validation, and after every epoch in a fit without validation.
+        log_rank_zero_only: log messages on global rank 0 only; otherwise every rank logs its own reason.
 
     Attributes:
         best_score: the best value so far.
@@ -51,19 +54,24 @@ class EarlyStopping(MonitoringCallback):
         monitor: str,
         min_delta: float = 0.0,
         patience: int = 3,
+        verbose: bool = False,
         mode: str = "min",
         strict: bool = True,
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
     ) -> None:
-        super().__init__(monitor, mode)
+        super().__init__(monitor, mode, check_on_train_epoch_end)
         if patience < 0:
             raise InvalidArgumentError(argument="patience", value=patience, expected="0 or more")
         if min_delta < 0:
             raise InvalidArgumentError(argument="min_delta", value=min_delta, expected="0 or more")
         self.min_delta = min_delta
         self.patience = patience
+        self.verbose = verbose
+        self.log_rank_zero_only = log_rank_zero_only
         self.strict = strict
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
@@ -111,13 +119,21 @@ class EarlyStopping(MonitoringCallback):
         score = self.monitored_value(trainer)
         if score is None and self.strict:
             raise self.missing_metric(trainer)
+        best = self.best_score
         reason = self._reason_to_stop(score)
+        if self.verbose and self.best_score != best:
+            self._log(trainer, f"{self.monitor} improved from {best:g} to {self.best_score:g}.")
         if trainer.strategy.reduce_boolean_decision(reason is not None, all=False):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
             self.stopped_by = self._limits
-            reason = reason or f"Another rank stops on {self.monitor!r}."
-            rank_zero_only(_log.info)("EarlyStopping: %s", reason)
+            self._log(trainer, reason or f"Another rank stops on {self.monitor!r}.")
+
+    def _log(self, trainer: Trainer, text: str) -> None:
+        if self.log_rank_zero_only or trainer.world_size == 1:
+            rank_zero_only(_log.info)("EarlyStopping: %s", text)
+        else:
+            _log.info("EarlyStopping on global_rank %d: %s", trainer.global_rank, text)
 
     def _reason_to_stop(self, score: float | None) -> str | None:
         if score is None:

@@ -6,15 +6,19 @@ import logging
 import math
 import re
 import secrets
+import time
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rankwise.callbacks.base import MonitoringCallback
-from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError
+from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
+from rankwise.processes.signals import StoppedBySignal
+from rankwise.ranks import rank_zero_only
 
 if TYPE_CHECKING:
     import os
@@ -29,9 +33,8 @@ _SCORES = ("best_model_score", "current_score")
 _STATE = (*_PATHS, *_SCORES, "best_k_models")
 
 
-@final
 class ModelCheckpoint(MonitoringCallback):
-    """Save a checkpoint every `every_n_epochs` epochs (or steps) and keep the best `save_top_k`.
+    """Save a checkpoint every `every_n_epochs` epochs (or steps, or minutes) and keep the best `save_top_k`.
 
     Global rank 0 decides and writes. The attributes are equal on all ranks, and in the calling process
     afterwards.
@@ -41,12 +44,26 @@ class ModelCheckpoint(MonitoringCallback):
         filename: file name without suffix, with metrics in braces: `"{epoch}-{val_loss:.2f}"` gives
             `epoch=3-val_loss=0.21.ckpt`. It may begin with folders in `dirpath`. The default is
             `"{epoch}-{step}"`.
-        monitor: the metric that ranks the checkpoints; None keeps the latest.
-        mode: `"min"` or `"max"`.
-        save_top_k: number of checkpoints to keep; -1 for all, 0 for none.
+        monitor: the metric that ranks the checkpoints, or `"step"` or `"epoch"`; None keeps the latest. A
+            step's or time's save waits for a validation that has yet to measure it.
+        verbose: log each file that is saved.
         save_last: write `last.ckpt` with every save, too; `last-v1.ckpt` and so on beside another run's.
-        every_n_epochs: save at the end of every n-th epoch; 1 unless `every_n_train_steps` is given.
-        every_n_train_steps: save after every n-th optimizer step instead.
+            With `"link"` it is a hard link where the save has written another file.
+        save_top_k: number of checkpoints to keep; -1 for all, 0 for none.
+        save_on_exception: save when training raises; in one process only, as the others' ranks end then.
+        save_weights_only: save weights and hyper parameters; `fit` cannot continue from such a file.
+        mode: `"min"` or `"max"`.
+        auto_insert_metric_name: write `name=` before each value in file names.
+        every_n_train_steps: save after every n-th optimizer step; 0 for never.
+        train_time_interval: save after the first optimizer step of each such interval. Rank 0's clock
+            decides, which takes a small collective in each step.
+        every_n_epochs: save at the end of every n-th epoch, 0 for never; 1 unless one of the two before it is
+            given.
+        save_on_train_epoch_end: save `every_n_epochs` after every epoch (True), or after every validation
+            (False); by default after every validation, and after every epoch without `monitor`, or in a fit
+            without validation.
+        enable_version_counter: leave another run's file of the same name, and append `-v1` and so on;
+            otherwise replace it.
 
     Attributes:
         chosen_dirpath: the `dirpath` argument as an absolute path, if given.
@@ -64,26 +81,44 @@ class ModelCheckpoint(MonitoringCallback):
         dirpath: str | os.PathLike[str] | None = None,
         filename: str | None = None,
         monitor: str | None = None,
-        mode: str = "min",
+        verbose: bool = False,
+        save_last: bool | str | None = None,
         save_top_k: int = 1,
-        save_last: bool | None = None,
-        every_n_epochs: int | None = None,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
         every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
     ) -> None:
-        super().__init__(monitor, mode)
+        super().__init__(monitor, mode, save_on_train_epoch_end)
         if monitor is None:
             self.mode = "max"  # the score is then the step
         _check_save_top_k(monitor, save_top_k)
-        _check_intervals(every_n_epochs, every_n_train_steps)
+        _check_intervals(every_n_epochs, every_n_train_steps, train_time_interval)
+        if save_last not in (None, True, False, "link"):
+            raise InvalidArgumentError(argument="save_last", value=save_last, expected="a bool or 'link'")
         self.chosen_dirpath = None if dirpath is None else absolute_path(dirpath)
         self.dirpath = self.chosen_dirpath
         self.filename = filename or "{epoch}-{step}"
         self.save_top_k = save_top_k
-        self.save_last = bool(save_last)
-        _check_filename(self.filename, self.save_last)
+        self.save_last = save_last or False
+        _check_filename(self.filename, bool(save_last))
+        self.verbose = verbose
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.enable_version_counter = enable_version_counter
         self.every_n_train_steps = every_n_train_steps
-        self.every_n_epochs = 0 if every_n_train_steps else every_n_epochs or 1
+        self.train_time_interval = train_time_interval
+        is_by_epoch = every_n_train_steps is None and train_time_interval is None
+        self.every_n_epochs = int(is_by_epoch) if every_n_epochs is None else every_n_epochs
         self._last_step_saved = 0
+        self._saved_at = 0.0  # time.monotonic()
+        self._is_training = False
         self._token = secrets.token_hex(8)  # in all checkpoints of this callback, and in no others
         self._unverified: set[str] = set()  # files that a loaded checkpoint has named
         self._begin_run()
@@ -94,13 +129,15 @@ class ModelCheckpoint(MonitoringCallback):
         self.best_k_models: dict[str, Tensor] = {}
         self.current_score: Tensor | None = None
         self._is_last_chosen = False
+        self._has_validated = self._waits_for_validation = False
 
     @property
     def state_key(self) -> str:
         """The class name with metric and interval, so that a trainer can have several."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, "
-            f"every_n_epochs={self.every_n_epochs}, every_n_train_steps={self.every_n_train_steps})"
+            f"every_n_epochs={self.every_n_epochs}, every_n_train_steps={self.every_n_train_steps}, "
+            f"train_time_interval={self.train_time_interval})"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,6 +171,15 @@ class ModelCheckpoint(MonitoringCallback):
             setattr(self, name, state_dict[name])
         self.best_k_models = kept
 
+    def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        if stage == "fit" and self.save_on_exception and trainer.world_size > 1:
+            raise ConfigurationError(
+                message="ModelCheckpoint(save_on_exception=True) works in one process only.",
+                facts=f"the trainer has {trainer.world_size}, which write a checkpoint together; after an "
+                "exception in one the others end.",
+                remedy="every_n_train_steps=..., or train_time_interval=..., to lose less work.",
+            )
+
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         if stage == "fit":
             folder = self.dirpath or str(Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
@@ -141,30 +187,97 @@ class ModelCheckpoint(MonitoringCallback):
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         self._last_step_saved = trainer.global_step
+        self._saved_at = time.monotonic()
+        self._is_training = True
         if trainer.global_step == 0:  # a new run, perhaps of another module
             self._begin_run()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        interval = self.every_n_train_steps
-        if interval and trainer.global_step % interval == 0 and trainer.global_step != self._last_step_saved:
+        if not self._is_step_due(trainer):
+            return
+        if self._is_before_validation(trainer):
+            self._waits_for_validation = True
+        else:
             self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        if trainer.is_fitting:
+            self._has_validated = True
+            if self._waits_for_validation:
+                self._save(trainer)
+        super().on_validation_end(trainer, module)
 
     def on_metrics_ready(self, trainer: Trainer, module: TrainingModule) -> None:
         """Save at the end of every n-th epoch."""
         if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             self._save(trainer)
 
+    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        self._is_training = False
+
+    def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
+        """Save if that was asked for; what the metric has chosen stays as it is."""
+        is_stop = isinstance(exception, StoppedBySignal)  # which has saved
+        if not (self.save_on_exception and self._is_training) or is_stop:
+            return
+        if trainer.global_step != self._last_step_saved:
+            try:
+                self._write(trainer, self._unused(trainer, self._file_name(trainer), ()))
+                if self.save_last:
+                    self._write(trainer, self._last_path(trainer))
+            except CheckpointError as error:  # the exception itself matters more
+                _log.error("No checkpoint of the run that fails: %s", error)
+
+    def _is_step_due(self, trainer: Trainer) -> bool:
+        """Return whether the optimizer step that has ended is to be saved. Collective with an interval."""
+        if trainer.progress.window_batches or trainer.global_step == self._last_step_saved:
+            return False
+        if self.every_n_train_steps:
+            return trainer.global_step % self.every_n_train_steps == 0
+        if self.train_time_interval is None:
+            return False
+        elapsed = time.monotonic() - self._saved_at
+        is_due: bool = trainer.strategy.broadcast(elapsed >= self.train_time_interval.total_seconds())
+        return is_due
+
+    def _is_before_validation(self, trainer: Trainer) -> bool:
+        """Return whether a validation to come measures the metric of this step."""
+        if self.monitor is None or not trainer.has_validation:
+            return False
+        is_validated_next = trainer.progress.is_epoch_done and trainer.val_check_interval == 1.0
+        if is_validated_next and (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch == 0:
+            return True
+        is_missing: bool = trainer.strategy.broadcast(self.monitored_value(trainer) is None)
+        return is_missing and not self._has_validated
+
     def _save(self, trainer: Trainer) -> None:
         self._last_step_saved = trainer.global_step
-        if self.save_last and not self._is_last_chosen:  # all checkpoints of the run name its last one
+        self._saved_at = time.monotonic()
+        self._waits_for_validation = False
+        last = self._last_path(trainer) if self.save_last else None
+        ranked = self._save_ranked(trainer) if self.save_top_k else None
+        if last is None:
+            return
+        if ranked is None or self.save_last != "link":
+            self._write(trainer, last)
+        elif ranked != last:
+            io = trainer.strategy.checkpoint_io
+            trainer.strategy.call_on_rank_zero(lambda: io.link_checkpoint(ranked, last))
+
+    def _last_path(self, trainer: Trainer) -> str:
+        """Return the path of the last checkpoint, which all checkpoints of the run name. Collective."""
+        if not self._is_last_chosen:
             self.last_model_path = self._choose_last(trainer)
             self._is_last_chosen = True
-        if self.save_top_k:
-            self._save_ranked(trainer)
-        if self.save_last:
-            trainer.save_checkpoint(self.last_model_path)
+        return self.last_model_path
+
+    def _write(self, trainer: Trainer, path: str) -> None:
+        trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+        if self.verbose:
+            epoch, step = trainer.current_epoch, trainer.global_step
+            rank_zero_only(_log.info)("ModelCheckpoint: epoch %d, step %d: saved %s", epoch, step, path)
 
     def _choose_last(self, trainer: Trainer) -> str:
         """Return the path of this run's `last.ckpt`, which is no other run's. Collective.
@@ -200,6 +313,8 @@ class ModelCheckpoint(MonitoringCallback):
 
     def _unused(self, trainer: Trainer, stem: str, own: Collection[str]) -> str:
         """Return a path that no file has, also none that a thread has not written yet, or one of `own`."""
+        if not self.enable_version_counter:
+            return str(Path(self.dirpath or "") / f"{stem}.ckpt")
         savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
         of_others = {path for saving in savers if saving is not self for path in saving._paths}
         return unused_checkpoint(self.dirpath or "", stem, of_others | (self._paths - {*own}), own)
@@ -208,16 +323,24 @@ class ModelCheckpoint(MonitoringCallback):
     def _paths(self) -> set[str]:
         return {*self.best_k_models, self.last_model_path}
 
-    def _save_ranked(self, trainer: Trainer) -> None:
+    def _save_ranked(self, trainer: Trainer) -> str | None:
+        """Save a checkpoint if it is among the best; return its path."""
         score = self._agreed_score(trainer)
         is_full = 0 <= self.save_top_k <= len(self.best_k_models)
         if is_full and not self.is_better(score, float(self.best_k_models[self.kth_best_model_path])):
-            return
+            return None
         path = trainer.strategy.call_on_rank_zero(lambda: self._new_path(trainer))
         superseded = self._rank(path, score)
-        trainer.save_checkpoint(path)
+        self._write(trainer, path)
         if superseded:
             trainer.strategy.call_on_rank_zero(lambda: self._remove(trainer, superseded))
+        return path
+
+    def monitored_value(self, trainer: Trainer) -> float | None:
+        value = super().monitored_value(trainer)
+        if value is None and self.monitor in ("step", "epoch"):
+            return float(trainer.global_step if self.monitor == "step" else trainer.current_epoch)
+        return value
 
     def _remove(self, trainer: Trainer, path: str) -> None:
         if self.owns(path, trainer.strategy):
@@ -248,14 +371,17 @@ class ModelCheckpoint(MonitoringCallback):
 
     def _new_path(self, trainer: Trainer) -> str:
         """Return an unused path, or that of the file that will be replaced."""
+        worst, is_full = self.kth_best_model_path, len(self.best_k_models) == self.save_top_k
+        replaced = (worst,) if is_full and self.owns(worst, trainer.strategy) else ()
+        return self._unused(trainer, self._file_name(trainer), replaced)
+
+    def _file_name(self, trainer: Trainer) -> str:
         values = {
             **{name: float(value) for name, value in trainer.callback_metrics.items()},
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
         }
-        worst, is_full = self.kth_best_model_path, len(self.best_k_models) == self.save_top_k
-        replaced = (worst,) if is_full and self.owns(worst, trainer.strategy) else ()
-        return self._unused(trainer, _filled_in(self.filename, values), replaced)
+        return _filled_in(self.filename, values, has_names=self.auto_insert_metric_name)
 
 
 def _is_below(path: str, folder: str) -> bool:
@@ -265,12 +391,13 @@ def _is_below(path: str, folder: str) -> bool:
     return ".." not in Path(path).relative_to(folder).parts
 
 
-def _filled_in(template: str, values: Mapping[str, float]) -> str:
-    """Replace `{name:format}` with `name=value`; a metric that was not logged counts as 0."""
+def _filled_in(template: str, values: Mapping[str, float], *, has_names: bool = True) -> str:
+    """Replace `{name:format}` with `name=value`, or the value; a metric that was not logged counts as 0."""
 
     def fill(match: re.Match[str]) -> str:
         name, spec = match["name"], match["spec"] or ""
-        prefix = "" if template[: match.start()].endswith(f"{name}=") else f"{name}="
+        is_named = not has_names or template[: match.start()].endswith(f"{name}=")
+        prefix = "" if is_named else f"{name}="
         return f"{prefix}{format(values.get(name, 0), spec)}".replace("/", "_")
 
     return re.sub(r"\{(?P<name>[^{}:]+)(?::(?P<spec>[^{}]*))?\}", fill, template)
@@ -288,16 +415,21 @@ def _check_save_top_k(monitor: str | None, save_top_k: int) -> None:
         )
 
 
-def _check_intervals(every_n_epochs: int | None, every_n_train_steps: int | None) -> None:
+def _check_intervals(every_n_epochs: int | None, every_n_train_steps: int | None, time_interval: Any) -> None:
     intervals = {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}
     for name, value in intervals.items():
-        if value is not None and value < 1:
-            raise InvalidArgumentError(argument=name, value=value, expected="1 or more")
-    if every_n_epochs and every_n_train_steps:
+        if value is not None and value < 0:
+            raise InvalidArgumentError(argument=name, value=value, expected="1 or more, or 0 for never")
+    if time_interval is not None and not isinstance(time_interval, timedelta):
+        raise InvalidTypeError(argument="train_time_interval", value=time_interval, expected="a timedelta")
+    given = {
+        name: value for name, value in {**intervals, "train_time_interval": time_interval}.items() if value
+    }
+    if len(given) > 1:
         raise ConfigurationError(
-            message="ModelCheckpoint saves every_n_epochs or every_n_train_steps, not both.",
-            facts=f"every_n_epochs={every_n_epochs}, every_n_train_steps={every_n_train_steps}.",
-            remedy="give one of them, or two ModelCheckpoint callbacks.",
+            message="ModelCheckpoint saves by epochs, by steps or by time.",
+            facts=", ".join(f"{name}={value!r}" for name, value in given.items()) + ".",
+            remedy="give one of them, or several ModelCheckpoint callbacks.",
         )
 
 

@@ -78,11 +78,18 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at `path` in the thread, unless a queued save before it fails."""
+        self._after_saves(lambda: self.wrapped.remove_checkpoint(path))
+
+    def link_checkpoint(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
+        """Link the checkpoint in the thread, unless a queued save before it fails."""
+        self._after_saves(lambda: self.wrapped.link_checkpoint(path, link))
+
+    def _after_saves(self, task: Callable[[], object]) -> None:
         self._reset_after_fork()
         with self._lock:
             error, failures = self._error, self._failures
         if error is None:
-            self._enqueue(lambda: self._failures == failures and self.wrapped.remove_checkpoint(path))
+            self._enqueue(lambda: self._failures == failures and task())
 
     def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
         self.wrapped.check_checkpoint(part, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -47,6 +48,31 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             if temporary is not None:
                 temporary.unlink(missing_ok=True)
             raise
+    _flush_folder(target.parent)
+
+
+def link_file(existing: Path, path: str | os.PathLike[str]) -> None:
+    """Replace `path` by a hard link to a file, or by a copy where that is not possible.
+
+    Raises:
+        CheckpointError: when something else than a file is at `path`.
+    """
+    target = expanded_path(path).resolve()
+    refuse_no_file(target, "pass a path where there is no file yet, or a file.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_name(target.parent)
+    try:
+        temporary.hardlink_to(existing)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without such links
+        with existing.open("rb") as source, replacing(target) as file:
+            shutil.copyfileobj(source, file)
+        return
+    try:
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)  # stays where `target` was that file already
     _flush_folder(target.parent)
 
 

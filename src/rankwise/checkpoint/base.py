@@ -35,6 +35,16 @@ class CheckpointIO(ABC):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at `path`, if it exists; called on global rank 0 only."""
 
+    def link_checkpoint(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
+        """Make the checkpoint at `path` available at `link` too; called on global rank 0 only.
+
+        It stays there when `path` is removed or replaced. This method writes a copy.
+
+        Raises:
+            CheckpointError: when it cannot be written; the previous file at `link` must then be intact.
+        """
+        self.save_checkpoint(self.load_checkpoint(path), link)
+
     def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Raise if a part of a checkpoint, to be written below `path`, cannot be stored.
 

@@ -18,7 +18,7 @@ from typing import IO, Any, final
 import torch
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint
 
-from rankwise.checkpoint.atomic_file import refuse_no_file, replacing
+from rankwise.checkpoint.atomic_file import link_file, refuse_no_file, replacing
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error, reason_for
 from rankwise.errors import CheckpointError
 from rankwise.nested import map_tensors
@@ -70,6 +70,11 @@ class TorchCheckpointIO(CheckpointIO):
             kind = type(checkpoint).__name__
             raise _load_error(path, f"holds a {kind}, but a checkpoint is a dictionary")
         return checkpoint
+
+    def link_checkpoint(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
+        """Make `link` a hard link to the file at `path`, or a copy where there are no such links."""
+        with as_checkpoint_error(link):
+            link_file(expanded_path(path), link)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the file at `path`, if it exists."""

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 _VERSION = 1
 _HIGHEST = 2**53  # numbers of steps and samples up to here are exact as scores, too
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
+_FOR_EVALUATION = ("version", "epoch", "global_step", "state_dict", "hyper_parameters", "callbacks")
 _TYPES = {
     "loops": dict,
     "callbacks": dict,
@@ -195,10 +196,19 @@ def check_hyper_parameters(context: LoopContext) -> None:
     context.strategy.checkpoint_io.check_checkpoint(part, folder)
 
 
-def save_checkpoint(context: LoopContext, path: str | os.PathLike[str]) -> None:
-    """Write all that a fit needs to continue from here, as plain types and tensors. Collective."""
+def save_checkpoint(
+    context: LoopContext, path: str | os.PathLike[str], *, weights_only: bool = False
+) -> None:
+    """Write all that a fit needs to continue from here, as plain types and tensors. Collective.
+
+    With `weights_only`, write what an evaluation needs, and by which a `ModelCheckpoint` knows its files.
+    """
     context.strategy.gradients.average_models()  # what rank 0 saves is the model of all ranks then
     checkpoint = _checkpoint(context)
+    if weights_only:
+        own = {callback.state_key for callback in context.callbacks if isinstance(callback, ModelCheckpoint)}
+        checkpoint = {name: value for name, value in checkpoint.items() if name in _FOR_EVALUATION}
+        checkpoint["callbacks"] = {key: checkpoint["callbacks"][key] for key in own}
     context.hooks.call_checkpoint_hooks("on_save_checkpoint", checkpoint)
     with as_checkpoint_error(path):
         plain: dict[str, Any] = _plain(checkpoint)

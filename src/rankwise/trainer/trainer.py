@@ -322,8 +322,8 @@ class Trainer:
         )
         return predictions
 
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint of the module of the last fit.
+    def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:
+        """Write a checkpoint of the module of the last fit; with `weights_only`, none to continue it from.
 
         Collective: within a stage, every rank must call this.
 
@@ -338,7 +338,7 @@ class Trainer:
                 needed="a fit",
                 remedy="call trainer.fit(model, ...) first.",
             )
-        save_checkpoint(self.context(self._fitted_module), path)
+        save_checkpoint(self.context(self._fitted_module), path, weights_only=weights_only)
 
     def _launch(self, stage: Stage, model: Any) -> Any:
         """Run a stage on every rank, and restore its state here."""
@@ -371,6 +371,8 @@ class Trainer:
             )
         stage.check_module(model)
         check_hooks(model, self.callbacks)
+        for callback in self.callbacks:
+            callback.check_stage(self, model, stage.name)
         if stage.name == "fit":
             check_manual(model, self.strategy, self.options)
             check_hook(self.strategy, self.on_nonfinite)

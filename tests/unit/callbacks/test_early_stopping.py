@@ -140,3 +140,18 @@ def test_wrong_values(options: dict[str, Any]) -> None:
     """Values that cannot work are refused in the constructor."""
     with pytest.raises(InvalidArgumentError):
         EarlyStopping("score", **options)
+
+
+@pytest.mark.parametrize(("when", "epochs"), [(None, 4), (False, 4), (True, 3)])
+def test_check_on_train_epoch_end(tmp_path: Path, when: bool | None, epochs: int) -> None:
+    """It checks after every validation, here of every second epoch, or after every epoch."""
+    stopping = EarlyStopping("score", patience=1, strict=False, check_on_train_epoch_end=when)
+    options = {"check_val_every_n_epoch": 2}
+    assert epochs_with(tmp_path, stopping, 0, 1, 0, 2, 0, 3, **options) == epochs
+
+
+def test_verbose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Improvements are logged too."""
+    with caplog.at_level("INFO", "rankwise"):
+        epochs_with(tmp_path, EarlyStopping("score", patience=1, verbose=True), 3, 2, 2)
+    assert "EarlyStopping: score improved from 3 to 2." in caplog.messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError
+from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -262,8 +263,9 @@ def test_state_round_trip(tmp_path: Path) -> None:
     [
         {"mode": "best"},
         {"save_top_k": -2},
-        {"every_n_epochs": 0},
-        {"every_n_train_steps": 0},
+        {"every_n_epochs": -1},
+        {"every_n_train_steps": -1},
+        {"save_last": "copy"},
         {"filename": "{epoch:.2q}"},
         {"filename": "../{epoch}"},
         {"filename": "/tmp/{epoch}"},
@@ -275,8 +277,148 @@ def test_wrong_values(options: dict[str, Any]) -> None:
         ModelCheckpoint(**options)
 
 
-@pytest.mark.parametrize("options", [{"save_top_k": 2}, {"every_n_epochs": 1, "every_n_train_steps": 1}])
+def test_an_interval_that_is_no_time() -> None:
+    """Seconds as a number are refused."""
+    with pytest.raises(InvalidTypeError, match="train_time_interval"):
+        ModelCheckpoint(train_time_interval=60)  # type: ignore[arg-type]  # the mistake
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"save_top_k": 2},
+        {"every_n_epochs": 1, "every_n_train_steps": 1},
+        {"every_n_epochs": 1, "train_time_interval": timedelta(hours=1)},
+    ],
+)
 def test_contradictions(options: dict[str, Any]) -> None:
     """Values that contradict each other are refused in the constructor."""
     with pytest.raises(ConfigurationError):
         ModelCheckpoint(**options)
+
+
+def test_a_linked_last(tmp_path: Path) -> None:
+    """With save_last="link" the last checkpoint takes no space, and stays when the other is removed."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_last="link")
+    assert fit(tmp_path, saving, 2, 1) == ["epoch=1.ckpt", "last.ckpt"]
+    last = Path(saving.last_model_path)
+    assert last.samefile(saving.best_model_path)
+    last.unlink()
+    saving = ModelCheckpoint(tmp_path / "worse", "{epoch}", monitor="score", save_last="link")
+    assert fit(tmp_path, saving, 1, 2) == ["epoch=0.ckpt", "last.ckpt"]
+    assert TorchCheckpointIO().load_checkpoint(saving.last_model_path)["epoch"] == 1
+    assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] == 0
+
+
+def test_a_linked_last_in_a_thread(tmp_path: Path) -> None:
+    """The thread that writes makes the link, after the file."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_last="link")
+    assert fit(tmp_path, saving, 1, 1, plugins=AsyncCheckpointIO()) == ["epoch=1.ckpt", "last.ckpt"]
+    assert Path(saving.last_model_path).samefile(saving.best_model_path)
+
+
+@pytest.mark.parametrize("off", [{"every_n_epochs": 0}, {"every_n_train_steps": 0}])
+def test_never(tmp_path: Path, off: dict[str, Any]) -> None:
+    """An interval of 0 saves nothing."""
+    tmp_path.joinpath("own").mkdir()
+    assert fit(tmp_path, ModelCheckpoint(tmp_path / "own", **off), 1, 1) == []
+
+
+@pytest.mark.parametrize(("monitor", "mode"), [("step", "max"), ("epoch", "max"), ("epoch", "min")])
+def test_progress_as_metric(tmp_path: Path, monitor: str, mode: str) -> None:
+    """The newest, or the oldest, are kept without a metric of the module."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor=monitor, mode=mode, save_top_k=2)
+    expected = ["epoch=0.ckpt", "epoch=1.ckpt"] if mode == "min" else ["epoch=1.ckpt", "epoch=2.ckpt"]
+    assert fit(tmp_path, saving, 1, 1, 1) == expected
+
+
+def test_names_without_metric_names(tmp_path: Path) -> None:
+    """With auto_insert_metric_name=False there are values only."""
+    saving = ModelCheckpoint(tmp_path, "at-{epoch:02d}-{score:.1f}", auto_insert_metric_name=False)
+    assert fit(tmp_path, saving, 1, 0.5) == ["at-01-0.5.ckpt"]
+
+
+def test_no_versions(tmp_path: Path) -> None:
+    """With enable_version_counter=False another run's file of the same name is replaced."""
+    for epochs in (2, 1):
+        saving = ModelCheckpoint(tmp_path, "mine", enable_version_counter=False, save_last=True)
+        assert fit(tmp_path, saving, *[1] * epochs) == ["last.ckpt", "mine.ckpt"]
+    assert TorchCheckpointIO().load_checkpoint(tmp_path / "mine.ckpt")["epoch"] == 0
+
+
+def test_weights_only(tmp_path: Path) -> None:
+    """A file of weights serves evaluation; a fit cannot continue from it."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_weights_only=True)
+    assert fit(tmp_path, saving, 1, 1) == ["epoch=1.ckpt"]
+    path = saving.best_model_path
+    assert "optimizer_states" not in TorchCheckpointIO().load_checkpoint(path)
+    trainer(tmp_path).validate(Scripted(1, 1), loader(), ckpt_path=path)
+    with pytest.raises(CheckpointError, match="without which training cannot continue"):
+        trainer(tmp_path).fit(Scripted(1, 1), loader(), ckpt_path=path)
+
+
+@pytest.mark.parametrize(("when", "epochs"), [(None, [1, 3]), (False, [1, 3]), (True, [0, 1, 2, 3])])
+def test_save_on_train_epoch_end(tmp_path: Path, when: bool | None, epochs: list[int]) -> None:
+    """Every epoch is saved, or every validated one."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="loss", save_top_k=-1, save_on_train_epoch_end=when)
+    files = fit(tmp_path, saving, 1, 1, 1, 1, check_val_every_n_epoch=2)
+    assert files == [f"epoch={epoch}.ckpt" for epoch in epochs]
+
+
+def test_steps_wait_for_the_metric(tmp_path: Path) -> None:
+    """A step's save waits for the first validation, and in the last step for that of the epoch's end."""
+    saving = ModelCheckpoint(
+        tmp_path, "{step}-{score:.0f}", monitor="score", save_top_k=-1, every_n_train_steps=2
+    )
+    files = fit(tmp_path, saving, 7, 8)
+    assert files == ["step=4-score=7.ckpt", "step=6-score=7.ckpt", "step=8-score=8.ckpt"]
+
+
+class Slow(Scripted):
+    """Takes a while for each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("interval", "count"), [(timedelta(seconds=0.01), 8), (timedelta(hours=1), 0)])
+def test_intervals_of_time(tmp_path: Path, interval: timedelta, count: int) -> None:
+    """Each step that ends later than the interval after the last save is saved."""
+    saving = ModelCheckpoint(tmp_path / "own", "{step}", save_top_k=-1, train_time_interval=interval)
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=2)
+    train.fit(Slow(1, 1), loader(), loader())
+    assert len(list(tmp_path.glob("own/*.ckpt"))) == count
+
+
+class Failing(Scripted):
+    """Raises in the last batch of the second epoch, once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 7 and batch_idx == 3 and len(self.scores) == 1:
+            raise KeyError("no such sample")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", 1.0)
+
+
+def test_save_on_exception(tmp_path: Path) -> None:
+    """The steps until an exception are saved, and another run continues after them, to the same weights."""
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=0, save_on_exception=True, save_last=True)
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=2)
+    with pytest.raises(KeyError, match="no such sample"):
+        train.fit(Failing(1), loader(), loader())
+    assert (tmp_path / "step=7.ckpt").exists()
+    models = [Failing(1, 1), Failing(1, 1)]
+    for model, path in zip(models, (None, tmp_path / "last.ckpt"), strict=True):
+        trainer(tmp_path, max_epochs=2).fit(model, loader(), loader(), ckpt_path=path)
+    assert len(models[1].seen) < len(models[0].seen)
+    assert models[0].layer.weight.tolist() == models[1].layer.weight.tolist()
+
+
+def test_verbose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each file is logged."""
+    with caplog.at_level("INFO", "rankwise"):
+        fit(tmp_path, ModelCheckpoint(tmp_path, verbose=True), 1)
+    assert f"ModelCheckpoint: epoch 0, step 4: saved {tmp_path}/epoch=0-step=4.ckpt" in caplog.messages

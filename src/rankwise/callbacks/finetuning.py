@@ -1,0 +1,139 @@
+"""`BaseFinetuning`: freeze a part of a module, and train it from a later epoch on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rankwise.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from rankwise.trainer import Trainer, TrainingModule
+
+Modules = nn.Module | Iterable[nn.Module]
+
+
+class BaseFinetuning(Callback):
+    """Base class: override `freeze_before_training` and `finetune_function`.
+
+    What is trained is part of checkpoints: a run that continues trains the same parameters.
+    """
+
+    def __init__(self) -> None:
+        self._trained: list[str] | None = None  # the names of the trained parameters
+
+    def freeze_before_training(self, module: TrainingModule) -> None:
+        """Freeze parts of the module, before it is moved to its device."""
+        raise NotImplementedError
+
+    def finetune_function(self, module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze parts of the module; called at the start of each epoch, for each optimizer."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trained": self._trained}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        trained = state_dict["trained"]
+        self._trained = None if trained is None else [str(name) for name in trained]
+
+    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        if stage == "fit" and (trainer.global_step == 0 or self._trained is None):
+            self._trained = None
+            self.freeze_before_training(module)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Train what the run that continues has trained."""
+        if self._trained is not None:
+            trained = set(self._trained)
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(name in trained)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        if not trainer.progress.is_within_epoch:
+            for optimizer in trainer.optimizers:
+                self.finetune_function(module, trainer.current_epoch, optimizer)
+        self._trained = [name for name, each in module.named_parameters() if each.requires_grad]
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[nn.Module]:
+        """Return the submodules that have parameters or buffers of their own, or no submodules."""
+        given = [modules] if isinstance(modules, nn.Module) else list(modules)
+        found = dict.fromkeys(part for module in given for part in module.modules())
+        return [
+            part
+            for part in found
+            if part._parameters or part._buffers or not any(True for _ in part.children())
+        ]
+
+    @staticmethod
+    def filter_params(
+        modules: Modules, train_bn: bool = True, requires_grad: bool = True
+    ) -> Iterator[nn.Parameter]:
+        """Yield the parameters with this `requires_grad`; without `train_bn`, not batch normalisation's."""
+        for part in BaseFinetuning.flatten_modules(modules):
+            if isinstance(part, _BatchNorm) and not train_bn:
+                continue
+            for parameter in part.parameters(recurse=False):
+                if parameter.requires_grad == requires_grad:
+                    yield parameter
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Unfreeze all parameters, and let batch normalisation update its statistics."""
+        for part in BaseFinetuning.flatten_modules(modules):
+            if isinstance(part, _BatchNorm):
+                part.track_running_stats = True
+            for parameter in part.parameters(recurse=False):
+                parameter.requires_grad = True
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze a module's own parameters; batch normalisation then keeps its statistics."""
+        if isinstance(module, _BatchNorm):
+            module.track_running_stats = False
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad = False
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freeze modules and their submodules; with `train_bn`, batch normalisation stays trainable."""
+        for part in BaseFinetuning.flatten_modules(modules):
+            if isinstance(part, _BatchNorm) and train_bn:
+                BaseFinetuning.make_trainable(part)
+            else:
+                BaseFinetuning.freeze_module(part)
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters that the optimizer does not have yet."""
+        known = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        return [each for each in params if id(each) not in known]
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Unfreeze modules, and add those of their parameters that the optimizer does not have as a group.
+
+        Args:
+            modules: a module, or several.
+            optimizer: gets the group.
+            lr: the group's learning rate; by default the first group's, divided by `initial_denom_lr`.
+            initial_denom_lr: used without `lr` only.
+            train_bn: whether the group has the parameters of batch normalisation.
+        """
+        BaseFinetuning.make_trainable(modules)
+        rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
+        parameters = BaseFinetuning.filter_params(modules, train_bn=train_bn)
+        if own := BaseFinetuning.filter_on_optimizer(optimizer, parameters):
+            optimizer.add_param_group({"params": own, "lr": rate})

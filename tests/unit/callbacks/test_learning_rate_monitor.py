@@ -1,0 +1,175 @@
+"""What `LearningRateMonitor` logs, and when."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rankwise.callbacks import LearningRateMonitor
+from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.loggers import CSVLogger
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class Decaying(Line):
+    """Halves the rate after every step or epoch."""
+
+    def __init__(self, optimizer: Any = None, **options: Any) -> None:
+        super().__init__()
+        self.optimizer = optimizer or torch.optim.SGD(self.parameters(), 0.8)
+        self.options = options
+
+    def configure_optimizers(self) -> Any:
+        scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": scheduler, **self.options}}
+
+
+def rows(folder: Path, monitor: LearningRateMonitor, module: Line, **options: Any) -> list[dict[str, str]]:
+    """Train two epochs of four batches; return the logged rows that are the monitor's."""
+    logger = CSVLogger(folder)
+    options = {"log_every_n_steps": 1, "max_epochs": 2, **options}
+    trainer(folder, callbacks=monitor, logger=logger, **options).fit(module, loader())
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        found = list(csv.DictReader(file))
+    return [row for row in found if any(name.startswith(("lr-", "own")) and row[name] for name in row)]
+
+
+def values(found: list[dict[str, str]], name: str) -> list[tuple[int, float]]:
+    return [(int(row["step"]), float(row[name])) for row in found if row[name]]
+
+
+def test_steps(tmp_path: Path) -> None:
+    """A rate that changes after each step is logged for each step, with the value that the step uses."""
+    monitor = LearningRateMonitor()
+    found = rows(tmp_path, monitor, Decaying(interval="step"), max_epochs=1)
+    assert values(found, "lr-SGD") == [(0, 0.8), (1, 0.4), (2, 0.2), (3, 0.1)]
+    assert monitor.lrs == {"lr-SGD": [0.8, 0.4, 0.2, 0.1]}
+
+
+def test_epochs(tmp_path: Path) -> None:
+    """A rate that changes after each epoch is logged when an epoch begins."""
+    found = rows(tmp_path, LearningRateMonitor(), Decaying())
+    assert values(found, "lr-SGD") == [(0, 0.8), (4, 0.4)]
+
+
+def test_log_every_n_steps(tmp_path: Path) -> None:
+    """Steps are logged as often as the other metrics, and once per accumulation window."""
+    module = Decaying(interval="step")
+    found = rows(tmp_path, LearningRateMonitor("step"), module, log_every_n_steps=2)
+    assert [step for step, _ in values(found, "lr-SGD")] == [1, 3, 5, 7]
+    module = Decaying(interval="epoch")
+    found = rows(tmp_path, LearningRateMonitor("step"), module, accumulate_grad_batches=2)
+    assert values(found, "lr-SGD") == [(0, 0.8), (1, 0.8), (2, 0.4), (3, 0.4)]
+
+
+def test_epochs_of_a_scheduler_of_steps(tmp_path: Path) -> None:
+    """With logging_interval="epoch" only the value at each epoch's begin is logged."""
+    found = rows(tmp_path, LearningRateMonitor("epoch"), Decaying(interval="step"))
+    assert [step for step, _ in values(found, "lr-SGD")] == [0, 4]
+
+
+def test_momentum_and_weight_decay(tmp_path: Path) -> None:
+    """They follow the rate's name."""
+    module = Decaying()
+    module.optimizer = torch.optim.AdamW(module.parameters(), 0.1, betas=(0.7, 0.9), weight_decay=0.3)
+    monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    [first, _] = rows(tmp_path, monitor, module)
+    assert (first["lr-AdamW-momentum"], first["lr-AdamW-weight_decay"]) == ("0.7", "0.3")
+    assert monitor.last_momentum_values == {"lr-AdamW-momentum": 0.7}
+    assert monitor.last_weight_decay_values == {"lr-AdamW-weight_decay": 0.3}
+
+
+class TwoGroups(Line):
+    """One optimizer with two groups; `names` are theirs."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def configure_optimizers(self) -> Any:
+        groups: list[dict[str, Any]] = [{"params": [self.layer.weight]}, {"params": [self.layer.bias]}]
+        for group, name in zip(groups, self.names, strict=False):
+            group["name"] = name
+        return torch.optim.SGD(groups, 0.1)
+
+
+def test_parameter_groups(tmp_path: Path) -> None:
+    """Groups are numbered, or have names of their own; without a scheduler both intervals are logged."""
+    monitor = LearningRateMonitor()
+    rows(tmp_path, monitor, TwoGroups(), max_epochs=1)
+    assert monitor.lrs == {"lr-SGD/pg1": [0.1] * 5, "lr-SGD/pg2": [0.1] * 5}
+    monitor = LearningRateMonitor("epoch")
+    rows(tmp_path, monitor, TwoGroups("weight", "bias"), max_epochs=1)
+    assert set(monitor.lrs) == {"lr-SGD/weight", "lr-SGD/bias"}
+    with pytest.raises(ConfigurationError, match=r"cannot tell parameter groups.*apart"):
+        rows(tmp_path, LearningRateMonitor(), TwoGroups("same", "same"))
+
+
+class TwoOptimizers(Line):
+    """Steps two optimizers by hand, one with a scheduler that has a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, layer in zip(self.optimizers(), (self.layer, self.other), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(layer(batch[0]).sum())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.layer, self.other))
+        scheduler = torch.optim.lr_scheduler.StepLR(second, 1)
+        return [first, second], [{"scheduler": scheduler, "name": "own"}]
+
+
+def test_two_optimizers(tmp_path: Path) -> None:
+    """In manual optimisation all optimizers are logged; a scheduler's name counts."""
+    monitor = LearningRateMonitor("step")
+    rows(tmp_path, monitor, TwoOptimizers(), max_epochs=1, log_every_n_steps=4)
+    assert monitor.lrs == {"own": [0.1, 0.1], "lr-SGD": [0.1, 0.1]}
+
+
+def test_callback_metrics(tmp_path: Path) -> None:
+    """Other callbacks can read the rate."""
+    train = trainer(tmp_path, callbacks=LearningRateMonitor(), logger=True, max_epochs=1)
+    train.fit(Decaying(), loader())
+    assert float(train.callback_metrics["lr-SGD"]) == 0.8
+
+
+def test_an_optimizer_without_momentum(tmp_path: Path) -> None:
+    """Asked for the momentum of one that has none, it warns and logs 0."""
+    module = Decaying()
+    module.optimizer = torch.optim.Adagrad(module.parameters(), 0.1)
+    monitor = LearningRateMonitor(log_momentum=True)
+    with pytest.warns(UserWarning, match="logs 0 for the optimizers that have no momentum"):
+        rows(tmp_path, monitor, module)
+    assert monitor.last_momentum_values == {"lr-Adagrad-momentum": 0}
+
+
+def test_no_logger(tmp_path: Path) -> None:
+    """Without a logger it is refused before training; a short trial run has none and is not."""
+    with pytest.raises(ConfigurationError, match="has no logger"):
+        trainer(tmp_path, callbacks=LearningRateMonitor()).fit(Line(), loader())
+    trainer(tmp_path, callbacks=LearningRateMonitor(), fast_dev_run=True).fit(Line(), loader())
+
+
+def test_wrong_interval() -> None:
+    """Another interval is refused."""
+    with pytest.raises(InvalidArgumentError, match="logging_interval"):
+        LearningRateMonitor("batch")
+
+
+def test_state_round_trip() -> None:
+    """The logged values are part of the state."""
+    monitor, resumed = LearningRateMonitor(), LearningRateMonitor()
+    monitor.lrs = {"lr-SGD": [0.1]}
+    resumed.load_state_dict(monitor.state_dict())
+    assert resumed.lrs == {"lr-SGD": [0.1]}

@@ -1,0 +1,114 @@
+"""Averaging the last epochs, at a learning rate of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rankwise.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from tests.unit.callbacks.test_weight_averaging import Noted
+from tests.unit.trainer.helpers import loader, trainer
+
+
+class Scheduled(Noted):
+    """Has a scheduler, and notes the rate of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    def on_train_epoch_start(self) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_the_last_epochs(tmp_path: Path) -> None:
+    """The weights at the start of each of the last epochs are averaged; the rate anneals to swa_lrs."""
+    module = Scheduled()
+    averaging = StochasticWeightAveraging(0.02, 2, annealing_epochs=2, annealing_strategy="linear")
+    train = trainer(tmp_path, callbacks=averaging, max_epochs=5)
+    train.fit(module, loader())
+    torch.testing.assert_close(module.layer.weight.detach(), torch.stack(module.trained[7:16:4]).mean(0))
+    assert module.rates == pytest.approx([0.1, 0.05, 0.025, 0.0225, 0.02])
+    assert [type(config.scheduler).__name__ for config in train.lr_scheduler_configs] == ["StepLR"]
+
+
+def test_fraction() -> None:
+    """A float is a part of max_epochs."""
+    assert StochasticWeightAveraging(0.1).swa_start(10) == 8
+    assert StochasticWeightAveraging(0.1, 3).swa_start(10) == 3
+
+
+def test_a_run_that_continues(tmp_path: Path) -> None:
+    """Average and rates go on from a checkpoint, to the same weights."""
+    whole, continued = Scheduled(), Scheduled()
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    callbacks: list[Any] = [StochasticWeightAveraging([0.02], 1, annealing_epochs=3), saving]
+    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=4).fit(whole, loader())
+    averaging = StochasticWeightAveraging([0.02], 1, annealing_epochs=3)
+    train = trainer(tmp_path, callbacks=averaging, max_epochs=4)
+    train.fit(continued, loader(), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert continued.rates == whole.rates[2:]
+    assert continued.layer.weight.tolist() == whole.layer.weight.tolist()
+
+
+class Normalised(Scheduled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+
+class Two(Scheduled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+def test_batch_normalisation(tmp_path: Path) -> None:
+    """It is told how to get exact statistics."""
+    with pytest.warns(UserWarning, match="update_bn"):
+        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1, 1), max_epochs=2).fit(
+            Normalised(), loader()
+        )
+
+
+def test_refused(tmp_path: Path) -> None:
+    """Endless training, several optimizers and the wrong number of rates cannot work."""
+    with pytest.raises(ConfigurationError, match="needs a number of epochs"):
+        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1), max_epochs=-1).fit(Scheduled(), loader())
+    with pytest.raises(ConfigurationError, match="needs one optimizer"):
+        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1)).fit(Two(), loader())
+    with pytest.raises(InvalidArgumentError, match="one for each of 1 parameter groups"):
+        trainer(tmp_path, callbacks=StochasticWeightAveraging([0.1, 0.2], 1), max_epochs=2).fit(
+            Scheduled(), loader()
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"swa_lrs": 0},
+        {"swa_lrs": []},
+        {"swa_epoch_start": 0},
+        {"swa_epoch_start": 1.5},
+        {"annealing_epochs": -1},
+        {"annealing_strategy": "steps"},
+    ],
+)
+def test_wrong_values(options: dict[str, Any]) -> None:
+    """Values that cannot work are refused in the constructor."""
+    with pytest.raises(InvalidArgumentError):
+        StochasticWeightAveraging(**{"swa_lrs": 0.1, **options})
+    with pytest.raises(InvalidTypeError):
+        StochasticWeightAveraging(0.1, avg_fn="mean")  # type: ignore[arg-type]  # the mistake
