@@ -16,7 +16,16 @@ import pytest
 import torch
 
 import rankwise
-from rankwise import checkpoint, data, environments, gradient_sync, precision, process_group, strategies
+from rankwise import (
+    callbacks,
+    checkpoint,
+    data,
+    environments,
+    gradient_sync,
+    precision,
+    process_group,
+    strategies,
+)
 from rankwise.environments.detect import environment_names
 from rankwise.trainer import Trainer, TrainingModule
 
@@ -31,7 +40,10 @@ NAMES: dict[str, Any] = {
     "rankwise": rankwise,
     **vars(builtins),
 }
-for module in (rankwise, strategies, gradient_sync, process_group, precision, data, environments, checkpoint):
+for module in (
+    *(rankwise, strategies, gradient_sync, process_group, precision, data, environments, checkpoint),
+    callbacks,
+):
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 
 OURS = set(NAMES) - {"ZeroRedundancyOptimizer", *vars(builtins)}
@@ -39,7 +51,10 @@ OURS = set(NAMES) - {"ZeroRedundancyOptimizer", *vars(builtins)}
 OBJECTS: dict[str, tuple[type, ...]] = {
     "strategy": (rankwise.DDPStrategy,),
     "trainer": (Trainer,),
-    "self": (TrainingModule, rankwise.DDPStrategy, precision.Precision),
+    "self": (
+        *(TrainingModule, rankwise.DDPStrategy, precision.Precision),
+        callbacks.BasePredictionWriter,
+    ),
     "strategy.precision": (precision.Precision,),
     "strategy.environment": (environments.ClusterEnvironment,),
     "super()": (rankwise.DDPStrategy,),

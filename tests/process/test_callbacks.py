@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import csv
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from rankwise.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from rankwise.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+)
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import CSVLogger
-from tests.process.training_tasks import Regression, loader, quiet_trainer
+from tests.process.training_tasks import FEATURES, Regression, loader, quiet_trainer
 
 
 def test_learning_rates_are_logged_once(tmp_path: Path) -> None:
@@ -69,3 +81,116 @@ def test_save_on_exception_is_refused() -> None:
     trainer = quiet_trainer("ddp_fork", 2, callbacks=saving, enable_checkpointing=True)
     with pytest.raises(ConfigurationError, match="works in one process only"):
         trainer.fit(Regression(), loader(16, 4))
+
+
+class Normalised(Regression):
+    """Has statistics of its batches, which differ between ranks; notes the ranks' sums in validations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES, dtype=torch.double)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+    def on_validation_epoch_end(self) -> None:
+        sums = [float(each.double().sum()) for each in self.state_dict().values()]
+        assert len(set(map(tuple, self.trainer.strategy.all_gather_object(sums)))) == 1
+
+
+def test_averaged_weights_are_everybodys(tmp_path: Path) -> None:
+    """All ranks validate one average; the caller of spawned ranks gets it, and the checkpoint has it."""
+    saving = ModelCheckpoint(tmp_path, "own")
+    trainer = quiet_trainer(
+        "ddp_spawn",
+        2,
+        max_epochs=2,
+        callbacks=[EMAWeightAveraging(decay=0.5), saving],
+        enable_checkpointing=True,
+    )
+    module = Normalised()
+    trainer.fit(module, loader(16, 4), loader(8, 4))
+    saved = torch.load(saving.best_model_path, weights_only=True)
+    assert saved["state_dict"].keys() == module.state_dict().keys()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, saved["state_dict"][name])
+    assert not torch.equal(saved["current_model_state"]["net.0.weight"], module.state_dict()["net.0.weight"])
+
+
+def test_the_average_of_one_process() -> None:
+    """Two ranks average the last epochs as one process does; then the module's scheduler is back."""
+    modules = [Regression("adam"), Regression("adam")]
+    for module, devices, strategy in zip(modules, (1, 2), ("single_device", "ddp_fork"), strict=True):
+        averaging = StochasticWeightAveraging(0.02, 1, annealing_epochs=2)
+        trainer = quiet_trainer(strategy, devices, max_epochs=3, callbacks=averaging)
+        trainer.fit(module, loader(16, 8 // devices))
+        assert len(trainer.lr_scheduler_configs) == 1
+    for one, two in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
+
+
+class WithBackbone(Regression):
+    """A network over a backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(FEATURES, FEATURES, dtype=torch.double)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([each for each in self.parameters() if each.requires_grad], 0.01)
+
+
+def test_a_backbone_on_two_ranks() -> None:
+    """Two fits, of spawned ranks, train the backbone from its epoch on as one fit of one process does."""
+    modules = [WithBackbone(), WithBackbone()]
+    callback = BackboneFinetuning(1)
+    one = quiet_trainer("single_device", 1, max_epochs=4, callbacks=BackboneFinetuning(1))
+    one.fit(modules[0], loader(16, 8))
+    two = quiet_trainer("ddp_fork", 2, max_epochs=2, callbacks=callback)
+    two.fit(modules[1], loader(16, 4))
+    assert callback.previous_backbone_lr == pytest.approx(0.001)
+    two.max_epochs = 4
+    two.fit(modules[1], loader(16, 4))
+    for mine, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+
+
+class Writing(BasePredictionWriter):
+    """Writes a file for each rank."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("epoch")
+        self.folder = folder
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+        torch.save((predictions, batch_indices), self.folder / f"{trainer.global_rank}.pt")
+
+
+def test_each_rank_writes_its_predictions(tmp_path: Path) -> None:
+    """The files of both ranks have every sample once, and say which."""
+    trainer = quiet_trainer("ddp_fork", 2, callbacks=Writing(tmp_path))
+    everything = trainer.predict(Regression(), loader(15, 4))
+    found: dict[int, float] = {}
+    for rank in range(2):
+        predictions, [indices] = torch.load(tmp_path / f"{rank}.pt")
+        assert indices == [list(range(15))[first : first + 4] for first in range(4 * rank, 15, 8)]
+        found.update(zip(chain(*indices), torch.cat(predictions).flatten().tolist(), strict=True))
+    assert [found[index] for index in range(15)] == torch.cat(everything).flatten().tolist()
+
+
+def test_the_throughput_of_all_ranks(tmp_path: Path) -> None:
+    """Beside rank 0's throughput there is that of all, in one file."""
+    logger = CSVLogger(tmp_path)
+    monitor = ThroughputMonitor(lambda batch: len(batch[0]))
+    quiet_trainer("ddp_fork", 2, max_epochs=1, callbacks=monitor, logger=logger).fit(
+        Regression(), loader(16, 4)
+    )
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train|batches"]]
+    assert [row["train|samples"] for row in rows] == ["4.0", "8.0"]
+    assert float(rows[1]["train|samples_per_sec"]) == pytest.approx(
+        2 * float(rows[1]["train|device/samples_per_sec"])
+    )

@@ -92,7 +92,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     def freeze_before_training(self, module: TrainingModule) -> None:
         self.previous_backbone_lr = None
-        self.freeze(module.backbone, train_bn=self.train_bn)  # type: ignore[arg-type]  # check_stage
+        self.freeze(module.backbone, train_bn=self.train_bn)
 
     def finetune_function(self, module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
         rate = optimizer.param_groups[0]["lr"]
@@ -100,7 +100,7 @@ class BackboneFinetuning(BaseFinetuning):
             own = self.backbone_initial_lr
             self.previous_backbone_lr = rate * self.backbone_initial_ratio_lr if own is None else own
             self.unfreeze_and_add_param_group(
-                module.backbone,  # type: ignore[arg-type]  # check_stage
+                module.backbone,
                 optimizer,
                 self.previous_backbone_lr,
                 initial_denom_lr=self.initial_denom_lr,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter
 
 from rankwise.callbacks.base import Callback
 from rankwise.errors import InvalidArgumentError
@@ -50,7 +50,7 @@ class _Size(NamedTuple):
     @classmethod
     def of(cls, parameters: Iterator[nn.Parameter]) -> _Size:
         own = list(parameters)
-        known: list[Tensor] = [each for each in own if not is_lazy(each)]
+        known: list[Tensor] = [each for each in own if not isinstance(each, UninitializedParameter)]
         return cls(
             total=sum(each.numel() for each in known),
             trainable=sum(each.numel() for each in known if each.requires_grad),

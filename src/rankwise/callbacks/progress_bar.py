@@ -1,4 +1,4 @@
-"""`TQDMProgressBar`: a bar for each training epoch and each evaluation, on global rank zero."""
+"""`ProgressBar`: a bar for each training epoch and each evaluation; `TQDMProgressBar`."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
 
-@final
-class TQDMProgressBar(Callback):
-    """Show progress and the metrics that were logged with `prog_bar=True`.
+class ProgressBar(Callback):
+    """Base class: show progress and the metrics that were logged with `prog_bar=True`.
+
+    A subclass overrides `make_bar`.
 
     Args:
         refresh_rate: number of batches between updates.
         leave: keep a finished training bar on the screen.
 
     Raises:
-        MissingExtraError: if tqdm is not installed.
         InvalidArgumentError: if `refresh_rate` is less than 1.
     """
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         if refresh_rate < 1:
             raise InvalidArgumentError(argument="refresh_rate", value=refresh_rate, expected="1 or more")
-        if not self.is_available():
-            raise MissingExtraError(package="tqdm", extra="progress", purpose="The progress bar")
         self.refresh_rate = refresh_rate
         self.leave = leave
         self._training: Any = None
         self._evaluation: Any = None
 
-    @staticmethod
-    def is_available() -> bool:
-        """Return whether tqdm is installed, without importing it."""
-        return importlib.util.find_spec("tqdm") is not None
+    def make_bar(self, title: str, total: int | None, leave: bool) -> Any:
+        """Return a bar with tqdm's `update(n)`, `set_postfix(metrics, refresh=False)` and `close()`.
+
+        Args:
+            title: what stands before it.
+            total: the number of batches; None if it is not known.
+            leave: keep it on the screen when it is closed.
+        """
+        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_training": None, "_evaluation": None}
@@ -95,14 +98,7 @@ class TQDMProgressBar(Callback):
     def _bar(self, trainer: Trainer, title: str, total: float, leave: bool) -> Any:
         if not trainer.is_global_zero:
             return None
-        from tqdm.auto import tqdm
-
-        class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]  # tqdm may ship no types
-            monitor_interval = 0  # tqdm starts no monitor thread
-
-        Bar.set_lock(threading.RLock())  # instead of tqdm's lock, which processes share
-        known = None if total == float("inf") else int(total)
-        return Bar(desc=title, total=known, leave=leave, dynamic_ncols=True)
+        return self.make_bar(title, None if total == float("inf") else int(total), leave)
 
     def _move(self, bar: Any, batch_idx: int, trainer: Trainer | None = None) -> None:
         if bar is None or (batch_idx + 1) % self.refresh_rate:
@@ -119,3 +115,36 @@ class TQDMProgressBar(Callback):
 def _close(bar: Any) -> None:
     if bar is not None:
         bar.close()
+
+
+@final
+class TQDMProgressBar(ProgressBar):
+    """Show progress with tqdm, and the metrics that were logged with `prog_bar=True`.
+
+    Args:
+        refresh_rate: number of batches between updates.
+        leave: keep a finished training bar on the screen.
+
+    Raises:
+        MissingExtraError: if tqdm is not installed.
+        InvalidArgumentError: if `refresh_rate` is less than 1.
+    """
+
+    def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
+        super().__init__(refresh_rate, leave)
+        if not self.is_available():
+            raise MissingExtraError(package="tqdm", extra="progress", purpose="The progress bar")
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return whether tqdm is installed, without importing it."""
+        return importlib.util.find_spec("tqdm") is not None
+
+    def make_bar(self, title: str, total: int | None, leave: bool) -> Any:
+        from tqdm.auto import tqdm
+
+        class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]  # tqdm may ship no types
+            monitor_interval = 0  # tqdm starts no monitor thread
+
+        Bar.set_lock(threading.RLock())  # instead of tqdm's lock, which processes share
+        return Bar(desc=title, total=total, leave=leave, dynamic_ncols=True)

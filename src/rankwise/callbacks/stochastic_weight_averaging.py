@@ -181,8 +181,8 @@ class StochasticWeightAveraging(Callback):
         if self._average is not None and trainer.current_epoch >= (trainer.max_epochs or 0):
             for average, current in zip(self._average.module.parameters(), module.parameters(), strict=True):
                 current.copy_(average)
-            for average, current in zip(self._average.module.buffers(), module.buffers(), strict=True):
-                current.copy_(trainer.strategy.broadcast(average))
+            for buffer, own in zip(self._average.module.buffers(), module.buffers(), strict=True):
+                own.copy_(trainer.strategy.broadcast(buffer))
         self._end(trainer)
 
     def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:

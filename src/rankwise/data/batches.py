@@ -100,19 +100,21 @@ def sharded_sampler_of(loader: Any) -> ShardedSampler | None:
 
 @final
 class SizedBatches:
-    """A loader's batches, with the number of samples in each.
+    """A loader's batches, with the number of samples in each, and their indices.
 
     That is known for a plain `DataLoader` that puts samples together: from its batches of indices; where it
     has none, or loads them in any order, from what its collate function gets.
 
     Attributes:
         sizes: of the batches that were yielded since the last begin, in their order; None for unknown.
+        indices: their samples' indices in the data set; None for unknown.
     """
 
     def __init__(self, loader: Any) -> None:
         self.sizes: deque[int | None] = deque()
+        self.indices: deque[list[Any] | None] = deque()
         self._loader = loader
-        self._with_size: Callable[[Any], tuple[int | None, Any]] = _without_size
+        self._described: Callable[[Any], tuple[int | None, list[Any] | None, Any]] = _undescribed
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         if not is_plain or loader.batch_sampler is None:
             return
@@ -120,57 +122,62 @@ class SizedBatches:
         if is_in_order and not isinstance(loader.dataset, IterableDataset):
             counted = _CountedBatches(loader.batch_sampler)
             self._loader = with_indices_from(loader, counted)
-            self._with_size = counted.with_size
+            self._described = counted.described
         elif getattr(loader.dataset, "__getitems__", None) is None:  # which may return anything
             self._loader = with_attributes(loader, collate_fn=_CountedCollate(loader.collate_fn))
-            self._with_size = tuple
+            self._described = tuple
 
     def __iter__(self) -> Iterator[Any]:
         self.sizes.clear()
+        self.indices.clear()
         return self._counted(iter(self._loader))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for loaded in batches:
-            size, batch = self._with_size(loaded)
+            size, indices, batch = self._described(loaded)
             self.sizes.append(size)
+            self.indices.append(indices)
             yield batch
 
 
 @final
 class _CountedCollate:
-    """A collate function that also returns the number of samples."""
+    """A collate function that also returns the number of samples, and None for their indices."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        return len(samples), self.collate(samples)
+    def __call__(self, samples: list[Any]) -> tuple[int, None, Any]:
+        return len(samples), None, self.collate(samples)
 
 
 @final
 class _CountedBatches(Sampler[Any]):
-    """Yield a batch sampler's batches of indices, and keep the size of each until it is taken."""
+    """Yield a batch sampler's batches of indices, and keep each until it is taken."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
-        self._sizes: deque[int | None] = deque()
+        self._taken: deque[Any] = deque()
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        self._sizes.clear()
+        self._taken.clear()
         for batch in self._batches:
-            size = length_of(batch)
-            self._sizes.append(None if math.isinf(size) else int(size))
+            self._taken.append(batch)
             yield batch
 
-    def with_size(self, batch: Any) -> tuple[int | None, Any]:
-        return self._sizes.popleft(), batch
+    def described(self, batch: Any) -> tuple[int | None, list[Any] | None, Any]:
+        indices = self._taken.popleft()
+        size = length_of(indices)
+        if math.isinf(size):
+            return None, None, batch
+        return int(size), indices[:] if isinstance(indices, list) else None, batch
 
 
-def _without_size(batch: Any) -> tuple[None, Any]:
-    return None, batch
+def _undescribed(batch: Any) -> tuple[None, None, Any]:
+    return None, None, batch
 
 
 class BatchSizes(NamedTuple):

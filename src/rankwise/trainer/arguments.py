@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, final
 
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.callbacks import Callback, ModelCheckpoint, Timer, TQDMProgressBar
+from rankwise.callbacks import Callback, ModelCheckpoint, ProgressBar, Timer, TQDMProgressBar
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
@@ -220,15 +220,15 @@ def collect_callbacks(
         given.append(Timer(max_time))
     saving = [callback for callback in given if isinstance(callback, ModelCheckpoint)]
     others = [callback for callback in given if not isinstance(callback, ModelCheckpoint)]
-    has_bar = any(isinstance(callback, TQDMProgressBar) for callback in given)
+    given_bars = [callback for callback in given if isinstance(callback, ProgressBar)]
     if saving and not enable_checkpointing:
         raise _contradiction("a ModelCheckpoint", "enable_checkpointing=False")
-    if has_bar and enable_progress_bar is False:
-        raise _contradiction("a TQDMProgressBar", "enable_progress_bar=False")
+    if given_bars and enable_progress_bar is False:
+        raise _contradiction(f"a {type(given_bars[0]).__name__}", "enable_progress_bar=False")
     if enable_checkpointing and not saving:
         saving = [ModelCheckpoint()]
     wants_bar = TQDMProgressBar.is_available() if enable_progress_bar is None else enable_progress_bar
-    bars = [TQDMProgressBar()] if wants_bar and not has_bar else []
+    bars = [TQDMProgressBar()] if wants_bar and not given_bars else []
     collected = [*others, *bars, *saving]
     _check_state_keys(collected)
     return collected
@@ -300,7 +300,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "auto_scale_batch_size": "leave it out: rankwise does not look for a batch size.",
     "inference_mode": "leave it out: evaluation runs under torch.no_grad().",
     "track_grad_norm": "log it in on_before_optimizer_step of the module.",
-    "stochastic_weight_avg": "torch.optim.swa_utils, in hooks of the module.",
+    "stochastic_weight_avg": "Trainer(callbacks=[StochasticWeightAveraging(swa_lrs=...)]).",
     "profiler": "torch.profiler.profile() around fit().",
     "ddp_sync_strategy": "Trainer(strategy=DDPStrategy(sync_mode=...)).",
     # files and what is shown
@@ -313,8 +313,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "row_log_interval": "Trainer(log_every_n_steps={value!r}).",
     "progress_bar": "Trainer(enable_progress_bar={value!r}).",
     "progress_bar_refresh_rate": "Trainer(callbacks=[TQDMProgressBar(refresh_rate={value!r})]).",
-    "enable_model_summary": "leave it out: no summary is printed.",
-    "weights_summary": "leave it out: no summary is printed.",
+    "enable_model_summary": "leave it out, or Trainer(callbacks=[ModelSummary()]).",
+    "weights_summary": "leave it out, or Trainer(callbacks=[ModelSummary()]).",
     "barebones": "Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False).",
 }
 """Arguments of Lightning (1.x and 2.x), Composer and torchrun, and what to write here instead."""

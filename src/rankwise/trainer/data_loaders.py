@@ -53,12 +53,14 @@ class LoaderShard:
 
     def __post_init__(self) -> None:
         self.sized = SizedBatches(self.loader)
+        self.batch_indices: list[Any] | None = None  # of the batch whose size was taken last
 
     def __iter__(self) -> Iterator[Any]:
         return _first(self.num_batches, self.sized) if self.num_batches else iter(())
 
     def take_size(self) -> int | None:
         """Return the number of samples in the batch that follows the last one asked for; None if unknown."""
+        self.batch_indices = self.sized.indices.popleft()
         return self.sized.sizes.popleft()
 
     def set_epoch(self, epoch: int) -> None:

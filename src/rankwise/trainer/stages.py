@@ -302,4 +302,5 @@ class Stage:
         ]
         check_limit(strategy, phase, shards, context.options)
         state.num_batches[phase] = [shard.num_batches for shard in shards]
+        context.stage.shards[phase] = shards
         return shards

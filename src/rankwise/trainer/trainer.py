@@ -532,6 +532,15 @@ class Trainer:
         """The folder of the first logger."""
         return self.logger.log_dir if self.logger else None
 
+    def batch_indices(self, dataloader_idx: int = 0) -> list[int] | None:
+        """Return the positions, in the data set, of the samples of the batch that runs.
+
+        They are known for a `DataLoader` that makes batches by indices, and yields them in order; None
+        elsewhere, and outside of the loops.
+        """
+        shards = self._stage.shards.get(self._stage.phase or "", [])
+        return shards[dataloader_idx].batch_indices if dataloader_idx < len(shards) else None
+
     @property
     def is_fitting(self) -> bool:
         """Whether `fit` runs, training or validating."""

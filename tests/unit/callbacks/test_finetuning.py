@@ -19,7 +19,7 @@ class WithBackbone(Line):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.backbone: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         self.weights: list[Tensor] = []
         self.rates: list[float] = []
 

@@ -1,0 +1,169 @@
+"""`RichProgressBar`: a progress bar in colours."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from rankwise.callbacks.progress_bar import ProgressBar
+from rankwise.errors import MissingExtraError
+
+
+@final
+@dataclass(frozen=True)
+class RichProgressBarTheme:
+    """Styles of rich for the parts of a bar, and how metrics are written.
+
+    Attributes:
+        description: of the title.
+        progress_bar: of the part that is done.
+        progress_bar_finished: of a bar that is done.
+        progress_bar_pulse: of a bar of unknown length.
+        batch_progress: of the number of batches.
+        time: of the time so far, and of that left.
+        processing_speed: of the batches per second.
+        metrics: of the metrics.
+        metrics_text_delimiter: between two metrics.
+        metrics_format: of their values.
+    """
+
+    description: str = ""
+    progress_bar: str = "#6206E0"
+    progress_bar_finished: str = "#6206E0"
+    progress_bar_pulse: str = "#6206E0"
+    batch_progress: str = ""
+    time: str = "dim"
+    processing_speed: str = "dim underline"
+    metrics: str = "italic"
+    metrics_text_delimiter: str = " "
+    metrics_format: str = ".3f"
+
+
+@final
+class RichProgressBar(ProgressBar):
+    """Show progress with rich, and the metrics that were logged with `prog_bar=True`.
+
+    Args:
+        refresh_rate: number of batches between updates.
+        leave: keep a finished training bar on the screen.
+        theme: its styles.
+        console_kwargs: arguments of `rich.console.Console`.
+
+    Raises:
+        MissingExtraError: if rich is not installed.
+        InvalidArgumentError: if `refresh_rate` is less than 1.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        leave: bool = False,
+        theme: RichProgressBarTheme = RichProgressBarTheme(),
+        console_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(refresh_rate, leave)
+        if importlib.util.find_spec("rich") is None:
+            raise MissingExtraError(package="rich", extra="rich", purpose="RichProgressBar")
+        self.theme = theme
+        self.console_kwargs = dict(console_kwargs or {})
+        self._display: Any = None  # rich.progress.Progress, which shows all open bars
+        self._num_open = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_display": None, "_num_open": 0}
+
+    def make_bar(self, title: str, total: int | None, leave: bool) -> Any:
+        if self._display is None:
+            self._display = self._started_display()
+        self._num_open += 1
+        return _Bar(self, self._display, self._display.add_task(title, total=total, metrics=""), leave)
+
+    def _started_display(self) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+        from rich.text import Text
+
+        theme = self.theme
+
+        class Speed(ProgressColumn):
+            def render(self, task: Any) -> Text:
+                return Text(f"{task.speed or 0.0:.2f}it/s", style=theme.processing_speed)
+
+        class Times(ProgressColumn):
+            def render(self, task: Any) -> Text:
+                left = _clock(task.time_remaining)
+                return Text(f"{_clock(task.elapsed)} < {left}", style=theme.time)
+
+        class Batches(ProgressColumn):
+            def render(self, task: Any) -> Text:
+                total = "--" if task.total is None else int(task.total)
+                return Text(f"{int(task.completed)}/{total}", style=theme.batch_progress)
+
+        display = Progress(
+            TextColumn("{task.description}", style=theme.description),
+            BarColumn(
+                complete_style=theme.progress_bar,
+                finished_style=theme.progress_bar_finished,
+                pulse_style=theme.progress_bar_pulse,
+            ),
+            Batches(),
+            Times(),
+            Speed(),
+            TextColumn("{task.fields[metrics]}", style=theme.metrics, markup=False),
+            auto_refresh=False,  # it starts no thread
+            console=Console(**self.console_kwargs),
+        )
+        display.start()
+        return display
+
+    def text_of(self, metrics: Mapping[str, float]) -> str:
+        """Return the metrics as the theme writes them."""
+        values = (f"{name}: {value:{self.theme.metrics_format}}" for name, value in metrics.items())
+        return self.theme.metrics_text_delimiter.join(values)
+
+    def bar_closed(self) -> None:
+        """End the display, so that the terminal is as it was, when no bar is open."""
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._display.stop()
+            self._display = None
+
+
+class _Bar:
+    """One bar of a display, with tqdm's methods."""
+
+    def __init__(self, owner: RichProgressBar, display: Any, task: Any, leave: bool) -> None:
+        self._owner = owner
+        self._display = display
+        self._task = task
+        self._leave = leave
+        self._is_open = True
+
+    def update(self, count: int) -> None:
+        self._display.update(self._task, advance=count)
+        self._display.refresh()
+
+    def set_postfix(self, metrics: Mapping[str, float], refresh: bool = True) -> None:
+        self._display.update(self._task, metrics=self._owner.text_of(metrics), refresh=refresh)
+
+    def close(self) -> None:
+        """Stop the bar's clock, or remove the bar; a second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._leave:
+            self._display.stop_task(self._task)
+            self._display.refresh()
+        else:
+            self._display.remove_task(self._task)
+        self._owner.bar_closed()
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "-:--:--"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

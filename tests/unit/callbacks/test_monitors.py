@@ -1,0 +1,93 @@
+"""What `DeviceStatsMonitor` and `ThroughputMonitor` log."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.callbacks import Callback, DeviceStatsMonitor, ThroughputMonitor
+from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, MissingExtraError
+from rankwise.loggers import Logger
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class Noting(Logger):
+    """Keeps the metrics of callbacks."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if "epoch" not in metrics:
+            self.found.append((step, dict(metrics)))
+
+
+def logged(folder: Path, callback: Callback, module: Line, **options: Any) -> Noting:
+    logger = Noting()
+    options = {"log_every_n_steps": 2, **options}
+    trainer(folder, callbacks=callback, logger=logger, **options).fit(module, loader(), loader())
+    return logger
+
+
+def test_device_stats(tmp_path: Path) -> None:
+    """The CPU's are logged around the steps that are logged."""
+    pytest.importorskip("psutil")
+    found = logged(tmp_path, DeviceStatsMonitor(), Line()).found
+    assert [step for step, _ in found] == [1, 2, 3, 4]
+    assert set(found[0][1]) == {
+        f"DeviceStatsMonitor.on_train_batch_start/{name}"
+        for name in ("cpu_percent", "cpu_vm_percent", "cpu_swap_percent")
+    }
+    assert all(0 <= value <= 100 for _, values in found for value in values.values())
+    assert logged(tmp_path, DeviceStatsMonitor(cpu_stats=False), Line()).found == []
+
+
+def test_device_stats_need_psutil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it they are refused before training, and the error names the extra."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "psutil" else find(name, *rest)
+    )
+    with pytest.raises(MissingExtraError, match=r"rankwise\[stats\]"):
+        logged(tmp_path, DeviceStatsMonitor(), Line())
+
+
+class WithFlops(Line):
+    flops_per_batch = 10
+
+
+def test_throughput(tmp_path: Path) -> None:
+    """Rates and totals of training and of validation are logged."""
+    monitor = ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: 3, available_flops=1e20)
+    found = logged(tmp_path, monitor, WithFlops()).found
+    assert [step for step, _ in found] == [2, 4, 4]
+    [_, (_, train), (_, validation)] = found
+    assert (train["train|batches"], train["train|samples"], train["train|lengths"]) == (4, 8, 12)
+    rate = train["train|device/batches_per_sec"]
+    assert train["train|device/samples_per_sec"] == pytest.approx(2 * rate)
+    assert train["train|device/items_per_sec"] == pytest.approx(3 * rate)
+    assert train["train|device/flops_per_sec"] == pytest.approx(10 * rate)
+    assert train["train|device/mfu"] == pytest.approx(10 * rate / 1e20)
+    assert train["train|time"] == pytest.approx(4 / rate)
+    assert validation["validate|samples"] == 8
+
+
+@pytest.mark.parametrize("callback", [DeviceStatsMonitor(), ThroughputMonitor(len)])
+def test_no_logger(tmp_path: Path, callback: Callback) -> None:
+    """Without a logger they are refused before training."""
+    with pytest.raises(ConfigurationError, match="has no logger"):
+        trainer(tmp_path, callbacks=callback).fit(Line(), loader())
+
+
+def test_wrong_values() -> None:
+    """What cannot be called, and a window without two times, are refused."""
+    with pytest.raises(InvalidTypeError, match="batch_size_fn"):
+        ThroughputMonitor(8)  # type: ignore[arg-type]  # the mistake
+    with pytest.raises(InvalidTypeError, match="length_fn"):
+        ThroughputMonitor(len, 8)  # type: ignore[arg-type]  # the mistake
+    with pytest.raises(InvalidArgumentError, match="window_size"):
+        ThroughputMonitor(len, window_size=1)

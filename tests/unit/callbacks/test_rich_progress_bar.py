@@ -1,0 +1,55 @@
+"""The progress bar of rich."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.callbacks import RichProgressBar, RichProgressBarTheme
+from rankwise.errors import ConfigurationError, InvalidArgumentError
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+pytest.importorskip("rich", reason="rich is not installed")
+
+
+class Shown(Line):
+    """Shows its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("shown", 0.5, prog_bar=True)
+        return self.loss(batch)
+
+
+def shown(folder: Path, **options: Any) -> str:
+    """Train for two epochs, with validation; return what the terminal got."""
+    text = io.StringIO()
+    bar = RichProgressBar(console_kwargs={"file": text, "force_terminal": True, "width": 120}, **options)
+    train = trainer(folder, callbacks=bar, enable_progress_bar=True, max_epochs=2)
+    train.fit(Shown(), loader(), loader())
+    assert bar._display is None  # the terminal is as it was
+    pickle.dumps(bar)
+    return text.getvalue()
+
+
+def test_bars(tmp_path: Path) -> None:
+    """Epochs, validations, batches and metrics are shown, in the theme's format."""
+    text = shown(tmp_path, leave=True, theme=RichProgressBarTheme(metrics_format=".1e"))
+    for part in ("Epoch 0", "Epoch 1", "Validation", "4/4", "shown: 5.0e-01", "it/s"):
+        assert part in text
+
+
+def test_refresh_rate(tmp_path: Path) -> None:
+    """Batches are shown in groups."""
+    assert "3/4" not in shown(tmp_path, refresh_rate=2)
+
+
+def test_refused(tmp_path: Path) -> None:
+    """It contradicts enable_progress_bar=False; the rate is at least 1."""
+    with pytest.raises(ConfigurationError, match="a RichProgressBar, but enable_progress_bar=False"):
+        trainer(tmp_path, callbacks=RichProgressBar())
+    with pytest.raises(InvalidArgumentError):
+        RichProgressBar(refresh_rate=0)
