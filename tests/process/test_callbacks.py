@@ -29,9 +29,9 @@ from tests.process.training_tasks import FEATURES, Regression, dataset, loader, 
 
 
 def test_learning_rates_are_logged_once(tmp_path: Path) -> None:
-    """One rank logs, and the caller of spawned ranks has all values."""
+    """One rank logs, and the caller of the ranks has all values."""
     monitor, logger = LearningRateMonitor(), CSVLogger(tmp_path)
-    trainer = quiet_trainer("ddp_spawn", 2, max_epochs=2, callbacks=monitor, logger=logger)
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=2, callbacks=monitor, logger=logger)
     trainer.fit(Regression("adam"), loader(16, 4))
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["lr-Adam"]]
@@ -122,7 +122,7 @@ def test_the_average_of_one_process() -> None:
     """Two ranks average the last epochs as one process does; then the module's scheduler is back."""
     modules = [Regression("adam"), Regression("adam")]
     for module, devices, strategy in zip(modules, (1, 2), ("single_device", "ddp_fork"), strict=True):
-        averaging = StochasticWeightAveraging(0.02, 1, annealing_epochs=2)
+        averaging = StochasticWeightAveraging(0.02, 2, annealing_epochs=2)
         trainer = quiet_trainer(strategy, devices, max_epochs=3, callbacks=averaging)
         trainer.fit(module, loader(16, 8 // devices))
         assert len(trainer.lr_scheduler_configs) == 1
@@ -186,9 +186,10 @@ def test_the_throughput_of_all_ranks(tmp_path: Path) -> None:
     """Beside rank 0's throughput there is that of all, in one file."""
     logger = CSVLogger(tmp_path)
     monitor = ThroughputMonitor(lambda batch: len(batch[0]))
-    quiet_trainer("ddp_fork", 2, max_epochs=1, callbacks=monitor, logger=logger).fit(
-        Regression(), loader(16, 4)
+    trainer = quiet_trainer(
+        "ddp_fork", 2, max_epochs=1, callbacks=monitor, logger=logger, log_every_n_steps=1
     )
+    trainer.fit(Regression(), loader(16, 4))
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["train|batches"]]
     assert [row["train|samples"] for row in rows] == ["4.0", "8.0"]

@@ -31,6 +31,7 @@ class ProgressBar(Callback):
             raise InvalidArgumentError(argument="refresh_rate", value=refresh_rate, expected="1 or more")
         self.refresh_rate = refresh_rate
         self.leave = leave
+        self._hidden: dict[int, int] = {}  # batches that a bar does not show yet, by its id
         self._training: Any = None
         self._evaluation: Any = None
 
@@ -45,7 +46,7 @@ class ProgressBar(Callback):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_training": None, "_evaluation": None}
+        return {**self.__dict__, "_training": None, "_evaluation": None, "_hidden": {}}
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
         _close(self._training)
@@ -55,10 +56,11 @@ class ProgressBar(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._move(self._training, batch_idx, trainer)
+        self._move(self._training, trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
         self._show_metrics(self._training, trainer)
+        self._show_batches(self._training)
 
     def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
         _close(self._training)
@@ -81,11 +83,12 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._move(self._evaluation, batch_idx)
+        self._move(self._evaluation)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        self._show_batches(self._evaluation)
         _close(self._evaluation)
 
     on_test_end = on_predict_end = on_validation_end
@@ -94,18 +97,27 @@ class ProgressBar(Callback):
         """Close the bars, also after an exception."""
         _close(self._training)
         _close(self._evaluation)
+        self._hidden.clear()
 
     def _bar(self, trainer: Trainer, title: str, total: float, leave: bool) -> Any:
         if not trainer.is_global_zero:
             return None
         return self.make_bar(title, None if total == float("inf") else int(total), leave)
 
-    def _move(self, bar: Any, batch_idx: int, trainer: Trainer | None = None) -> None:
-        if bar is None or (batch_idx + 1) % self.refresh_rate:
+    def _move(self, bar: Any, trainer: Trainer | None = None) -> None:
+        if bar is None:
+            return
+        number = self._hidden.get(id(bar), 0) + 1
+        self._hidden[id(bar)] = number
+        if number < self.refresh_rate:
             return
         if trainer is not None:
             self._show_metrics(bar, trainer)
-        bar.update(self.refresh_rate)
+        self._show_batches(bar)
+
+    def _show_batches(self, bar: Any) -> None:
+        if bar is not None:
+            bar.update(self._hidden.pop(id(bar), 0))
 
     def _show_metrics(self, bar: Any, trainer: Trainer) -> None:
         if bar is not None:
@@ -123,15 +135,21 @@ class TQDMProgressBar(ProgressBar):
 
     Args:
         refresh_rate: number of batches between updates.
+        process_position: number of programs that show bars above these in the same terminal.
         leave: keep a finished training bar on the screen.
 
     Raises:
         MissingExtraError: if tqdm is not installed.
-        InvalidArgumentError: if `refresh_rate` is less than 1.
+        InvalidArgumentError: if `refresh_rate` is less than 1, or `process_position` less than 0.
     """
 
-    def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         super().__init__(refresh_rate, leave)
+        if process_position < 0:
+            raise InvalidArgumentError(
+                argument="process_position", value=process_position, expected="0 or more"
+            )
+        self.process_position = process_position
         if not self.is_available():
             raise MissingExtraError(package="tqdm", extra="progress", purpose="The progress bar")
 
@@ -147,4 +165,5 @@ class TQDMProgressBar(ProgressBar):
             monitor_interval = 0  # tqdm starts no monitor thread
 
         Bar.set_lock(threading.RLock())  # instead of tqdm's lock, which processes share
-        return Bar(desc=title, total=total, leave=leave, dynamic_ncols=True)
+        place = {"position": 2 * self.process_position} if self.process_position else {}
+        return Bar(desc=title, total=total, leave=leave, dynamic_ncols=True, **place)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.data_loaders import LoaderShard
     from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
     from rankwise.trainer.metrics import Reported, Results
     from rankwise.trainer.module import Hooks, TrainingModule
@@ -145,7 +144,9 @@ class StageState:
     epoch_results: Results | None = None  # what was logged in the current training epoch so far
     before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation
     manual_optimization: Any = None
-    shards: dict[str, list[LoaderShard]] = field(default_factory=dict)  # this rank's part of each loader
+    shards: dict[str, list[Any]] = field(
+        default_factory=dict
+    )  # `LoaderShard`s: this rank's part of each loader
 
     @contextlib.contextmanager
     def in_phase(self, phase: str, results: Results | None) -> Iterator[None]:

@@ -43,3 +43,14 @@ def test_refresh_rate() -> None:
     """A bar that never moves is refused."""
     with pytest.raises(InvalidArgumentError, match="refresh_rate=0"):
         TQDMProgressBar(refresh_rate=0)
+
+
+def test_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bars can leave room for those of other programs; there is no negative room."""
+    bar = TQDMProgressBar(process_position=1, refresh_rate=3, leave=True)
+    trainer(tmp_path, callbacks=bar, enable_progress_bar=True).fit(Line(), loader())
+    drawn = capsys.readouterr().err
+    assert "\n\n" in drawn  # two lines down
+    assert "Epoch 0: 100%" in drawn
+    with pytest.raises(InvalidArgumentError, match="process_position"):
+        TQDMProgressBar(process_position=-1)

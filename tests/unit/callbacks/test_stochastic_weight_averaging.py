@@ -33,7 +33,7 @@ class Scheduled(Noted):
 def test_the_last_epochs(tmp_path: Path) -> None:
     """The weights at the start of each of the last epochs are averaged; the rate anneals to swa_lrs."""
     module = Scheduled()
-    averaging = StochasticWeightAveraging(0.02, 2, annealing_epochs=2, annealing_strategy="linear")
+    averaging = StochasticWeightAveraging(0.02, 3, annealing_epochs=2, annealing_strategy="linear")
     train = trainer(tmp_path, callbacks=averaging, max_epochs=5)
     train.fit(module, loader())
     torch.testing.assert_close(module.layer.weight.detach(), torch.stack(module.trained[7:16:4]).mean(0))
@@ -42,18 +42,19 @@ def test_the_last_epochs(tmp_path: Path) -> None:
 
 
 def test_fraction() -> None:
-    """A float is a part of max_epochs."""
-    assert StochasticWeightAveraging(0.1).swa_start(10) == 8
-    assert StochasticWeightAveraging(0.1, 3).swa_start(10) == 3
+    """A float is a part of max_epochs; epochs are given from 1 on."""
+    assert StochasticWeightAveraging(0.1).swa_start(10) == 7
+    assert StochasticWeightAveraging(0.1, 0.0).swa_start(10) == 0
+    assert StochasticWeightAveraging(0.1, 3).swa_start(10) == 2
 
 
 def test_a_run_that_continues(tmp_path: Path) -> None:
     """Average and rates go on from a checkpoint, to the same weights."""
     whole, continued = Scheduled(), Scheduled()
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    callbacks: list[Any] = [StochasticWeightAveraging([0.02], 1, annealing_epochs=3), saving]
+    callbacks: list[Any] = [StochasticWeightAveraging([0.02], 2, annealing_epochs=3), saving]
     trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=4).fit(whole, loader())
-    averaging = StochasticWeightAveraging([0.02], 1, annealing_epochs=3)
+    averaging = StochasticWeightAveraging([0.02], 2, annealing_epochs=3)
     train = trainer(tmp_path, callbacks=averaging, max_epochs=4)
     train.fit(continued, loader(), ckpt_path=tmp_path / "epoch=1.ckpt")
     assert continued.rates == whole.rates[2:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from rankwise.callbacks.weight_averaging import WeightAveraging
+from rankwise.callbacks.weights.weight_averaging import WeightAveraging
 from rankwise.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -44,15 +44,19 @@ class EMAWeightAveraging(WeightAveraging):
             raise InvalidArgumentError(
                 argument="update_every_n_steps", value=update_every_n_steps, expected="0 or more"
             )
-        from torch.optim.swa_utils import get_ema_multi_avg_fn
-
-        if "avg_fn" not in kwargs and "multi_avg_fn" not in kwargs:
-            kwargs["multi_avg_fn"] = get_ema_multi_avg_fn(decay)
         super().__init__(device=device, use_buffers=use_buffers, **kwargs)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
+
+    def _arguments(self) -> dict[str, Any]:
+        from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+        is_given = "avg_fn" in self._kwargs or "multi_avg_fn" in self._kwargs
+        return (
+            self._kwargs if is_given else {**self._kwargs, "multi_avg_fn": get_ema_multi_avg_fn(self.decay)}
+        )
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None:

@@ -58,6 +58,10 @@ class WeightAveraging(Callback):
         """
         return step_idx is not None
 
+    def _arguments(self) -> dict[str, Any]:
+        """Return other arguments of `AveragedModel`."""
+        return self._kwargs
+
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE}
 
@@ -71,7 +75,9 @@ class WeightAveraging(Callback):
         if trainer.global_step == 0:  # a new run, perhaps of another module
             self.latest_update_step, self.latest_update_epoch = 0, -1
         device = trainer.strategy.root_device if self._device is None else torch.device(self._device)
-        self._average = AveragedModel(module, device=device, use_buffers=self._use_buffers, **self._kwargs)
+        self._average = AveragedModel(
+            module, device=device, use_buffers=self._use_buffers, **self._arguments()
+        )
         if self._loaded is not None:
             self._average.module.load_state_dict(self._loaded["weights"])
             self._average.n_averaged.fill_(self._loaded["number"])

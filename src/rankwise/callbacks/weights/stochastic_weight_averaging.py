@@ -32,8 +32,8 @@ class StochasticWeightAveraging(Callback):
 
     Args:
         swa_lrs: the learning rate to anneal to, or one for each parameter group.
-        swa_epoch_start: the first epoch that is averaged, counted from 0 (int, at least 1), or the fraction
-            of `max_epochs` before it (float).
+        swa_epoch_start: the first epoch that is averaged, counted from 1 (int), or as a fraction of
+            `max_epochs` (float).
         annealing_epochs: number of epochs to anneal over.
         annealing_strategy: `"cos"` or `"linear"`.
         avg_fn: computes `average, weights, number averaged so far -> average`; by default the equal average.
@@ -88,9 +88,9 @@ class StochasticWeightAveraging(Callback):
         self._loaded: dict[str, Any] = {}
 
     def swa_start(self, max_epochs: int) -> int:
-        """Return the first epoch that is averaged."""
+        """Return the first epoch that is averaged, counted from 0."""
         start = self._swa_epoch_start
-        return int(max_epochs * start) if isinstance(start, float) else start
+        return max(0, (int(max_epochs * start) if isinstance(start, float) else start) - 1)
 
     def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         if stage == "fit" and (trainer.max_epochs is None or trainer.max_epochs < 0):

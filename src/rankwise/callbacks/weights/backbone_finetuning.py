@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rankwise.callbacks.finetuning import BaseFinetuning
+from rankwise.callbacks.weights.finetuning import BaseFinetuning
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 from rankwise.ranks import rank_zero_only
 
