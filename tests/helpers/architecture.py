@@ -55,7 +55,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 }
 """What each part of the package (a folder or file right under it) may import, beside itself."""
 
-HAVE_HOOKS = ("callbacks", "loggers", "trainer.module")
+HAVE_HOOKS = ("callbacks", "loggers", "trainer.hooks", "trainer.module")
 """Parts and modules with hooks that are called with the Trainer and its module."""
 
 HOOK_TYPES = ("trainer.Trainer", "trainer.trainer.Trainer", "trainer.TrainingModule")

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
     from rankwise.trainer import Trainer, TrainingModule
 
 
@@ -76,6 +79,20 @@ class Callback:
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Called after a training batch; `outputs` is the result of `training_step`."""
+
+    def on_before_zero_grad(self, trainer: Trainer, module: TrainingModule, optimizer: Optimizer) -> None:
+        """Called before gradients are cleared."""
+
+    def on_before_backward(self, trainer: Trainer, module: TrainingModule, loss: Tensor) -> None:
+        """Called before the gradients of `loss` are computed."""
+
+    def on_after_backward(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Called after backward; an accumulation's last backward averages gradients over the ranks."""
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, module: TrainingModule, optimizer: Optimizer
+    ) -> None:
+        """Called before the optimizer steps; gradients are unscaled, and not clipped yet."""
 
     def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
         """Called before the first batch of an evaluation (or prediction)."""

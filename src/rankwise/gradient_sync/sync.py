@@ -423,6 +423,14 @@ class GradientSync:
         carrier = self._of(wrapped).carrier
         return loss if carrier is None else weighted(loss, 0.0, [carrier.add(0.0, is_first=True)])
 
+    def abandon_window(self, module: nn.Module) -> None:
+        """Forget the microbatches since the last step of an optimizer, whose gradients will not be used."""
+        own = self._of(module)
+        if own.tracked is not None:
+            own.tracked.end_window()
+        if own.weights is not None and own.weights.is_used:
+            own.weights.close()
+
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Raise for optimizers that do not work with model averaging, where it is used."""
         for optimizer in optimizers if self.period is not None else ():

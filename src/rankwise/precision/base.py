@@ -73,9 +73,9 @@ class Precision:
         """Return the output of a forward pass, such as predictions, in the program's usual format."""
         return output
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients of `loss`; `options` are those of `Tensor.backward`."""
-        loss.backward(**options)
+    def backward(self, loss: Tensor, *, run: Callable[..., None] = Tensor.backward, **options: Any) -> None:
+        """Compute gradients of `loss`, scaled if this precision does that, with `run(loss, **options)`."""
+        run(loss, **options)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `main_parameters` by the scale; a second call does nothing."""

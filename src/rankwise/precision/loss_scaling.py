@@ -60,11 +60,11 @@ class ScaledPrecision(DtypePrecision):
         """Set the optimizers that share the scale."""
         self._optimizers = list(optimizers)
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
+    def backward(self, loss: Tensor, *, run: Callable[..., None] = Tensor.backward, **options: Any) -> None:
         if self.scales_loss:
             self.scale_gradients()
             loss = self._scaler_on(loss.device.type).scale(loss)
-        loss.backward(**options)
+        run(loss, **options)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once per step."""

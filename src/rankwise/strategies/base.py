@@ -367,7 +367,7 @@ class Strategy(ABC):
         return self.gradients.weighting
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients; `options` are those of `Tensor.backward`."""
+        """Compute gradients; `options` are those of `Precision.backward` and `Tensor.backward`."""
         report_phase("backward", waits=True)
         self.precision.backward(loss, **options)
 

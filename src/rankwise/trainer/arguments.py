@@ -234,6 +234,21 @@ def collect_callbacks(
     return collected
 
 
+def with_module_callbacks(callbacks: list[Callback], returned: Any) -> list[Callback]:
+    """Return the trainer's callbacks and those of `configure_callbacks`, which replace some; see there."""
+    own: list[Callback] = _as_list("configure_callbacks()", returned, Callback)
+    if not own:
+        return callbacks
+    kept = [
+        callback
+        for callback in callbacks
+        if type(callback) is Callback or not any(isinstance(each, type(callback)) for each in own)
+    ]
+    merged = sorted([*kept, *own], key=lambda callback: isinstance(callback, ModelCheckpoint))
+    _check_state_keys(merged)
+    return merged
+
+
 def _contradiction(callback: str, argument: str) -> ConfigurationError:
     return ConfigurationError(
         message=f"callbacks holds {callback}, but {argument}.", remedy="leave out one of the two."

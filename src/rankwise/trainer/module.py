@@ -1,11 +1,10 @@
-"""`TrainingModule`: what the Trainer trains, and the calls of its hooks."""
+"""`TrainingModule`: what the Trainer trains, and what its hooks do by default."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankwise.callbacks import MonitoringCallback
 from rankwise.errors import ConfigurationError, LifecycleError
+from rankwise.nested import to_device
 from rankwise.trainer.arguments import check_choice
 from rankwise.trainer.metric_objects import items_of
 
@@ -103,6 +102,16 @@ class TrainingModule(nn.Module):
         """Return the predictions for a batch, of any type; tensors are moved to the CPU."""
         return self(batch)
 
+    def configure_callbacks(self) -> Any:
+        """Return a callback or a list of them, which are added to the trainer's for this module.
+
+        One whose class is that of a callback of the trainer, or derives from it, replaces that callback.
+        """
+        return []
+
+    def configure_model(self) -> None:
+        """Create layers; called on every rank in every stage, so keep those that exist already."""
+
     def configure_optimizers(self) -> Any:
         """Return an optimizer, `[optimizer]`, `([optimizer], [scheduler])` or a dictionary.
 
@@ -152,11 +161,91 @@ class TrainingModule(nn.Module):
     on_test_start = on_test_end = on_test_epoch_start = on_test_epoch_end = on_fit_start
     on_predict_start = on_predict_end = on_predict_epoch_start = on_predict_epoch_end = on_fit_start
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before a training batch."""
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch to move to the device; in every stage."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the batch on `device`: every tensor of it, also in nested containers."""
+        strategy = None if self._trainer is None else self._trainer.strategy
+        if strategy is None or device != strategy.root_device:
+            return to_device(batch, device)
+        return strategy.batch_to_device(batch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch for the step, on the device; in every stage."""
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Called before a training batch; -1, on any rank, ends the epoch on all without this batch.
+
+        With several ranks, a module that defines this hook takes an exchange between them for each batch.
+        """
+        return None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after a training batch; `outputs` is the return value of `training_step`."""
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: TrainerOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Step the optimizer of automatic optimisation, at the end of an accumulation window.
+
+        Collective: every rank must call the closure, equally often. `optimizer.step(optimizer_closure)` calls
+        it, then `on_before_optimizer_step`, clips gradients and steps.
+
+        Args:
+            epoch: the number of the epoch.
+            batch_idx: the number of the window's last batch.
+            optimizer: steps in the trainer's precision.
+            optimizer_closure: runs `training_step`, clears the gradients if the window has no earlier batch,
+                runs backward, and returns the loss.
+        """
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clear the gradients, before the backward pass of an accumulation window's first batch."""
+        self.trainer.strategy.precision.zero_grad(optimizer)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a loss, which is weighted and scaled already."""
+        loss.backward(*args, **kwargs)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the unscaled gradients of automatic optimisation; the Trainer's arguments, None for none."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step a scheduler of automatic optimisation; `metric` is what a `ReduceLROnPlateau` monitors."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Clear the gradients before a validation within `fit`; called only where a subclass overrides it."""
+        self.zero_grad()
+
+    def on_validation_model_eval(self) -> None:
+        """Set the mode for an evaluation."""
+        self.eval()
+
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+
+    def on_validation_model_train(self) -> None:
+        """Set the mode after an evaluation; without an override, each submodule gets its former one."""
+        self.train()
+
+    on_test_model_train = on_validation_model_train
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called before gradients are cleared."""
@@ -282,27 +371,38 @@ class TrainingModule(nn.Module):
         """
         return self.trainer.manual_optimization.blocked(enabled)
 
-    def toggle_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> None:
+    def toggle_optimizer(self, optimizer: TrainerOptimizer | Optimizer) -> None:
         """Make only this optimizer's parameters require gradients: less to compute and to average."""
         self.trainer.manual_optimization.toggle(_plain(optimizer))
 
-    def untoggle_optimizer(self, optimizer: ManualOptimizer | Optimizer | None = None) -> None:
+    def untoggle_optimizer(self, optimizer: TrainerOptimizer | Optimizer | None = None) -> None:
         """Undo `toggle_optimizer`."""
         self.trainer.manual_optimization.untoggle()
 
     def clip_gradients(
         self,
-        optimizer: ManualOptimizer | Optimizer,
-        gradient_clip_val: float,
-        gradient_clip_algorithm: str = "norm",
+        optimizer: TrainerOptimizer | Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip an optimizer's unscaled gradients; raises InvalidArgumentError unless by "norm" or "value"."""
-        precision = self.trainer.strategy.precision
-        check_choice("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
-        if gradient_clip_algorithm == "norm":
-            precision.clip_gradients_norm(_plain(optimizer), gradient_clip_val)
-        else:
-            precision.clip_gradients_value(_plain(optimizer), gradient_clip_val)
+        """Clip an optimizer's unscaled gradients.
+
+        Args:
+            optimizer: whose gradients.
+            gradient_clip_val: the limit, 0 for no clipping; None for the Trainer's.
+            gradient_clip_algorithm: `"norm"` or `"value"`; None for the Trainer's.
+
+        Raises:
+            InvalidArgumentError: for another algorithm.
+        """
+        precision, options = self.trainer.strategy.precision, self.trainer.options
+        limit = options.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        algorithm = gradient_clip_algorithm or options.gradient_clip_algorithm
+        check_choice("gradient_clip_algorithm", algorithm, ("norm", "value"))
+        if limit and algorithm == "norm":
+            precision.clip_gradients_norm(_plain(optimizer), limit)
+        elif limit:
+            precision.clip_gradients_value(_plain(optimizer), limit)
 
     @property
     def trainer(self) -> Trainer:
@@ -334,47 +434,7 @@ class TrainingModule(nn.Module):
     logger: Logger | None = _of_trainer("logger")
 
 
-@final
-@dataclass(frozen=True)
-class Hooks:
-    """Call the hooks of a trainer's callbacks and of the module of a stage."""
-
-    trainer: Trainer
-    module: TrainingModule
-
-    def call(self, name: str, *args: Any, before_monitoring: Callable[[], None] | None = None) -> object:
-        """Call a hook of the callbacks, then of the module, then of the monitoring callbacks.
-
-        `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
-        Return what the module's hook has returned.
-        """
-        trainer, module = self.trainer, self.module
-        callbacks = trainer.callbacks
-        for callback in callbacks:
-            if not isinstance(callback, MonitoringCallback):
-                getattr(callback, name)(trainer, module, *args)
-        returned: object = getattr(module, name)(*args)
-        if before_monitoring is not None:
-            before_monitoring()
-        for callback in callbacks:
-            if isinstance(callback, MonitoringCallback):
-                getattr(callback, name)(trainer, module, *args)
-        return returned
-
-    def call_checkpoint_hooks(self, name: str, checkpoint: dict[str, Any]) -> None:
-        """Call a hook of all callbacks in their order, the monitoring ones too, then of the module."""
-        for callback in self.trainer.callbacks:
-            getattr(callback, name)(self.trainer, self.module, checkpoint)
-        getattr(self.module, name)(checkpoint)
-
-    def call_exception_hooks(self, error: BaseException) -> None:
-        """Call `on_exception` of the callbacks, which modules do not have."""
-        for callback in self.trainer.callbacks:
-            callback.on_exception(self.trainer, self.module, error)
-
-
-@final
-class ManualOptimizer:
+class TrainerOptimizer:
     """An optimizer whose `step` and `zero_grad` use the trainer's precision; the rest is torch's own."""
 
     def __init__(self, optimization: Any, optimizer: Optimizer) -> None:
@@ -386,7 +446,8 @@ class ManualOptimizer:
 
         Args:
             closure: computes gradients and returns the loss, of which the optimizer gets the mean over the
-                ranks, weighted as in the last backward pass. Collective: every rank must give one.
+                ranks, weighted as in the last backward pass. Collective: every rank must give one. In
+                automatic optimisation an optimizer of torch's that needs none steps after the closure.
             options: those of the optimizer's own `step`.
 
         Raises:
@@ -398,6 +459,17 @@ class ManualOptimizer:
         """Remove the gradients of the parameters, or with `set_to_none=False` fill them with zeros."""
         self._optimization.zero_grad(self.optimizer, **({} if set_to_none else {"set_to_none": False}))
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+
+@final
+class ManualOptimizer(TrainerOptimizer):
+    """An optimizer of manual optimisation, which can be toggled."""
+
     @contextmanager
     def toggled(self) -> Iterator[None]:
         """Make only this optimizer's parameters require gradients in the block."""
@@ -407,15 +479,9 @@ class ManualOptimizer:
         finally:
             self._optimization.untoggle()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
 
-    def __repr__(self) -> str:
-        return f"ManualOptimizer({self.optimizer!r})"
-
-
-def _plain(optimizer: ManualOptimizer | Optimizer) -> Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer
+def _plain(optimizer: TrainerOptimizer | Optimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, TrainerOptimizer) else optimizer
 
 
 def _one_or_all(items: list[Any]) -> Any:

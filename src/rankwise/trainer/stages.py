@@ -168,6 +168,7 @@ class Stage:
             module.prepare_data()
         strategy.barrier("prepare_data")
         context.hooks.call("setup", self.name)
+        context.hooks.call("configure_model")
         if self.checkpoint is not None:
             restore_module(context, self.checkpoint)
         if self.name == "fit":

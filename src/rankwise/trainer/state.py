@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
+    from rankwise.trainer.hooks import Hooks
     from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
     from rankwise.trainer.metrics import Reported, Results
-    from rankwise.trainer.module import Hooks, TrainingModule
+    from rankwise.trainer.module import TrainingModule
 
 StageName = Literal["fit", "validate", "test", "predict"]
 
@@ -66,6 +67,11 @@ class Progress:
         self.window_samples = 0 if is_window_end else self.window_samples + samples
         self.is_epoch_done = is_last
         self.is_validated = self.is_epoch_closed = False
+
+    def skip_rest(self) -> None:
+        """End the epoch's data before its last batch; an unfinished window is lost."""
+        self.window_batches = self.window_samples = 0
+        self.is_epoch_done = True
 
     def repeat_window(self) -> None:
         """Go back to the first batch of an unfinished window, whose gradients are lost."""

@@ -17,15 +17,15 @@ from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
 from rankwise.trainer.consistency import check_can_compare
 from rankwise.trainer.data_loaders import check_loaders
+from rankwise.trainer.hooks import Hooks, check_hooks
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
 from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
-from rankwise.trainer.module import Hooks, TrainingModule
+from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state import LoopContext, Progress, StageName, StageState, TrainerState
 from rankwise.trainer.state_transfer import CallerState, capture, named_parts, restore
-from rankwise.trainer.unused_hooks import check_hooks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -200,9 +200,7 @@ class Trainer:
         )
         self.loggers = arguments.collect_loggers(logger, self.default_root_dir)
         if self.fast_dev_run:
-            left_out = (ModelCheckpoint, EarlyStopping)
-            self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, left_out)]
-            self.loggers = []
+            self.callbacks, self.loggers = _for_dev_run(self.callbacks), []
         found = arguments.collect_plugins(plugins)
         self.strategy = arguments.collect_strategy(strategy, precision, found, sync_batchnorm=sync_batchnorm)
         placement = arguments.agreed_placement(
@@ -213,6 +211,7 @@ class Trainer:
             cluster_environment=found["cluster environment"],
         )
         self.strategy.bind(environment=placement.pop("cluster_environment"), **placement)
+        self._configured: TrainingModule | None = None  # whose `configure_callbacks` was called last
         self._forget_fit()
 
     def _forget_fit(self) -> None:
@@ -370,6 +369,7 @@ class Trainer:
                 remedy="for torch.compile(model): model.compile(), and fit(model)" if is_compiled else "",
             )
         stage.check_module(model)
+        self._add_callbacks_of(model)
         check_hooks(model, self.callbacks)
         for callback in self.callbacks:
             callback.check_stage(self, model, stage.name)
@@ -382,6 +382,13 @@ class Trainer:
             check_hyper_parameters(self.context(model))
         for phase, given in stage.loaders.items():
             check_loaders(stage.name, phase, given, self.options, self.world_size)
+
+    def _add_callbacks_of(self, model: TrainingModule) -> None:
+        """Add the callbacks that the module configures, once; they keep their state from stage to stage."""
+        if model is not self._configured:
+            callbacks = arguments.with_module_callbacks(self.callbacks, model.configure_callbacks())
+            self.callbacks = _for_dev_run(callbacks) if self.fast_dev_run else callbacks
+            self._configured = model
 
     def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> LoopContext:
         """Use this rank's strategy and module, and start a stage."""
@@ -412,7 +419,13 @@ class Trainer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without strategy and modules, which the launcher sends with the trainer."""
-        return {**self.__dict__, "strategy": None, "_module": None, "_fitted_module": None}
+        return {
+            **self.__dict__,
+            "strategy": None,
+            "_module": None,
+            "_fitted_module": None,
+            "_configured": None,
+        }
 
     max_epochs: int | None = _forwarded("options.max_epochs")
     max_steps: int = _forwarded("options.max_steps")
@@ -545,6 +558,11 @@ class Trainer:
     def is_fitting(self) -> bool:
         """Whether `fit` runs, training or validating."""
         return self._stage.name == "fit"
+
+
+def _for_dev_run(callbacks: list[Callback]) -> list[Callback]:
+    """Return the callbacks without those that save or that end training."""
+    return [callback for callback in callbacks if not isinstance(callback, (ModelCheckpoint, EarlyStopping))]
 
 
 def _run_on_rank(

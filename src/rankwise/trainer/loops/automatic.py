@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import Tensor
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.trainer.loops.closures import check_closures, mean_loss
+from rankwise.trainer.hooks import num_step_arguments
+from rankwise.trainer.loops.closures import mean_loss, takes_closures
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.uneven_inputs import PaddingGradients
 from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
+from rankwise.trainer.module import TrainerOptimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -40,77 +44,130 @@ class AutomaticOptimization:
         self._guard = NonFiniteGuard(context)
         self._is_window_start = True
         self._has_gradients = False
-        self._needs_closure = check_closures(context)
+        hooks = self._hooks = context.hooks
+        self._takes_closures = takes_closures(context)
+        self._steps_with_closure = self._takes_closures or hooks.own("optimizer_step") is not None
+        self._zero_grad = hooks.own("optimizer_zero_grad")
+        self._clip = hooks.own("configure_gradient_clipping")
+        own_backward = hooks.own("backward")
+        self._backward_options = {} if own_backward is None else {"run": own_backward}
+        # As in Lightning, the old gradients are cleared after the forward pass if a hook can tell the
+        # difference. Otherwise they are cleared before it, which takes less memory.
+        seeing = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
+        self._clears_late = any(map(hooks.is_defined, seeing))
+        self._step_arguments = num_step_arguments(context.module, "training_step")
         self._weight: float | Tensor = 1.0  # of the last batch
         self.weighting = BatchWeighting(context, schedule)
         self.has_stepped = False
 
+    def begin_epoch(self) -> None:
+        """Start the first window of an epoch; a window that was not finished is forgotten."""
+        if not self._is_window_start:
+            self._strategy.gradients.abandon_window(self._context.wrapped)
+        self._is_window_start = True
+        self.weighting.begin_epoch()
+
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Compute gradients; step at the end of a window. Collective: every rank must call this."""
-        if self._is_window_start:
-            self._clear_gradients()
-        self._is_window_start = is_window_end
-        if (factor := self.weighting.begin_batch(batch_idx, is_window_end)) != 1:
+        is_start, self._is_window_start = self._is_window_start, is_window_end
+        factor = self.weighting.begin_batch(batch_idx, is_window_end)
+        if factor != 1 and not is_start:
             self._scale_gradients(factor)
-        if self._needs_closure:
-            return self._step_with_closure(batch, batch_idx)
-        outputs = self._forward_backward(batch, batch_idx, is_window_end)
+        compute = partial(self._forward_backward, batch, batch_idx, is_start, is_window_end)
+        if is_window_end and self._steps_with_closure and self._context.optimizers:
+            return self._step_with_closure(compute, batch_idx)
+        outputs = compute()
         if is_window_end:
             self._padding.end_window()
             self._step()
         return outputs
 
-    def _forward_backward(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
+    def _forward_backward(self, batch: Any, batch_idx: int, is_start: bool, is_window_end: bool) -> Any:
         """Compute gradients; only the last batch of a window averages them over the ranks."""
         context, strategy, schedule = self._context, self._strategy, self._schedule
+        arguments = (batch, batch_idx)[: self._step_arguments]
         has_backward = False
+        if is_start and not self._clears_late:
+            self._clear_gradients(batch_idx)
         synced = strategy.gradient_sync_context(context.wrapped, context.optimizers, is_window_end)
-        separated = self._padding.separate(is_padding=schedule.is_padding, has_padding=schedule.has_padding)
-        with schedule.preserve_state(), synced, separated:
+        with schedule.preserve_state(), synced:
             report_phase("forward", step=context.state.progress.global_step)
             with strategy.precision.forward_context():
-                outputs = strategy.call_method(context.wrapped, "training_step", batch, batch_idx)
+                outputs = strategy.call_method(context.wrapped, "training_step", *arguments)
             loss = self._loss_of(outputs, batch_idx)
+            if is_start and self._clears_late:
+                self._clear_gradients(batch_idx)
             if loss is not None and context.optimizers:
-                self._backward(loss, self.weighting.weight(outputs, batch_idx))
+                weight = self.weighting.weight(outputs, batch_idx)
+                with self._padding.separate(is_padding=schedule.is_padding, has_padding=schedule.has_padding):
+                    self._backward(loss, weight)
                 has_backward = True
         if has_backward:
             self._has_gradients = True
-            self._module.on_after_backward()
+            self._hooks.call("on_after_backward")
         return outputs
 
-    def _step_with_closure(self, batch: Any, batch_idx: int) -> Any:
-        """Step an optimizer that computes the gradients itself; return the outputs of the first time."""
-        context, strategy = self._context, self._strategy
+    def _step_with_closure(self, compute: Callable[[], Any], batch_idx: int) -> Any:
+        """Step in `optimizer_step` of the module; return the outputs of the first call of the closure."""
+        context, results = self._context, self._context.stage.results
         [optimizer] = context.optimizers
         seen: list[Any] = []
 
-        def closure() -> Tensor:
-            self._clear_gradients()
-            with context.stage.results.muted() if seen and context.stage.results else nullcontext():
-                outputs = self._forward_backward(batch, batch_idx, is_window_end=True)
+        @torch.enable_grad()
+        def closure() -> Tensor | None:
+            with results.muted() if seen and results else nullcontext():
+                seen.append(compute())
             self._padding.end_window()
-            self._module.on_before_optimizer_step(optimizer)
-            self._clip_gradients(optimizer)
-            seen.append(outputs)
-            loss = self._loss_of(outputs, batch_idx)
-            return mean_loss(strategy, 0.0 if loss is None else loss, self._weight)
+            loss = self._loss_of(seen[-1], batch_idx)
+            return None if loss is None else loss.detach()
 
-        strategy.optimizer_step(optimizer, closure)
         self.has_stepped = True
+        epoch = context.state.progress.current_epoch
+        self._module.optimizer_step(epoch, batch_idx, TrainerOptimizer(self, optimizer), closure)
+        if not seen:
+            name = f"{type(self._module).__name__}.optimizer_step"
+            raise ConfigurationError(
+                message=f"{name}() has not called its closure, so nothing was computed.",
+                facts=f"batch {batch_idx}, global_rank={self._strategy.global_rank}.",
+                remedy="optimizer.step(closure=optimizer_closure); without a step, optimizer_closure().",
+            )
         context.state.progress.global_step += 1
         return seen[0]
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Step the optimizer once, in `optimizer_step` of the module; return the closure's loss."""
+        if closure is not None and self._takes_closures:
+            return self._strategy.optimizer_step(
+                optimizer, partial(self._agreed_loss, optimizer, closure), **options
+            )
+        loss = None if closure is None else closure()
+        if self._has_gradients:
+            self._step_optimizer(optimizer, **options)
+        else:
+            self.has_stepped = False
+        return loss
+
+    def _agreed_loss(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Tensor:
+        """Call a closure, and prepare the gradients for a step; return the mean of the ranks' losses."""
+        loss = closure()
+        self._hooks.call("on_before_optimizer_step", optimizer)
+        self._clip_gradients(optimizer)
+        return mean_loss(self._strategy, 0.0 if loss is None else loss, self._weight)
+
+    def zero_grad(self, optimizer: Optimizer, **options: Any) -> None:
+        """Clear the gradients of an optimizer's parameters, in `optimizer_step` of the module."""
+        self._strategy.precision.zero_grad(optimizer, **options)
 
     def _backward(self, loss: Tensor, weight: float | Tensor) -> None:
         self._weight = weight
         is_left_out = float(weight) == 0
         loss = self.weighting.scaled(loss if is_left_out else self._guard.mark(loss), weight)
-        self._module.on_before_backward(loss)
+        self._hooks.call("on_before_backward", loss)
         if not is_left_out:
-            self._strategy.backward(loss)
+            self._strategy.backward(loss, **self._backward_options)
             return
         with zero_gradients(trained_parameters(self._context.wrapped, self._context.optimizers)):
-            self._strategy.backward(loss)
+            self._strategy.backward(loss, **self._backward_options)
 
     def _loss_of(self, outputs: Any, batch_idx: int) -> Tensor | None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -122,12 +179,15 @@ class AutomaticOptimization:
             remedy="return the loss, or a dictionary with 'loss'; to skip a batch, return the loss times 0.",
         )
 
-    def _clear_gradients(self) -> None:
+    def _clear_gradients(self, batch_idx: int) -> None:
         self._has_gradients = False
         self._guard.clear()
         for optimizer in self._context.optimizers:
-            self._module.on_before_zero_grad(optimizer)
-            self._strategy.precision.zero_grad(optimizer)
+            self._hooks.call("on_before_zero_grad", optimizer)
+            if self._zero_grad is None:
+                self._strategy.precision.zero_grad(optimizer)
+            else:
+                self._zero_grad(self._context.state.progress.current_epoch, batch_idx, optimizer)
 
     def _scale_gradients(self, factor: float) -> None:
         parameters_of = self._strategy.precision.model_parameters
@@ -136,22 +196,30 @@ class AutomaticOptimization:
                 parameter.grad.mul_(factor)
 
     def _step(self) -> None:
-        strategy = self._strategy
         self.has_stepped = False
         for optimizer in self._context.optimizers if self._has_gradients else ():
-            if self._guard.allows_step(optimizer):
-                strategy.precision.unscale_gradients(optimizer)
-                self._module.on_before_optimizer_step(optimizer)
-                self._clip_gradients(optimizer)
-                strategy.optimizer_step(optimizer)
-                self.has_stepped = not strategy.precision.has_skipped_step
-            else:
-                strategy.gradients.after_step(optimizer)  # its gradients were averaged, which is counted
+            self._step_optimizer(optimizer)
         self._context.state.progress.global_step += 1
+
+    def _step_optimizer(self, optimizer: Optimizer, **options: Any) -> None:
+        """Step an optimizer after its gradients were computed, unless they are not finite."""
+        strategy = self._strategy
+        if not self._guard.allows_step(optimizer):
+            strategy.gradients.after_step(optimizer)  # its gradients were averaged, which is counted
+            self.has_stepped = False
+            return
+        strategy.precision.unscale_gradients(optimizer)
+        self._hooks.call("on_before_optimizer_step", optimizer)
+        self._clip_gradients(optimizer)
+        strategy.optimizer_step(optimizer, **options)
+        self.has_stepped = not strategy.precision.has_skipped_step
 
     def _clip_gradients(self, optimizer: Optimizer) -> None:
         settings, precision = self._context.options, self._strategy.precision
-        if limit := settings.gradient_clip_val:
+        limit = settings.gradient_clip_val
+        if self._clip is not None:
+            self._clip(optimizer, limit or None, settings.gradient_clip_algorithm if limit else None)
+        elif limit:
             is_norm = settings.gradient_clip_algorithm == "norm"
             clip = precision.clip_gradients_norm if is_norm else precision.clip_gradients_value
             clip(optimizer, limit)

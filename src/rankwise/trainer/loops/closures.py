@@ -24,22 +24,37 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def check_closures(context: LoopContext) -> bool:
-    """Return whether the optimizer needs a closure in automatic optimisation.
+def takes_closures(context: LoopContext) -> bool:
+    """Return whether the optimizer gets the closure in automatic optimisation, or steps after it.
+
+    An optimizer that needs one gets it. If the module defines `optimizer_step`, so does an optimizer that is
+    not torch's, where precision and options allow that: it may call the closure twice.
 
     Raises:
-        ConfigurationError: with options that cannot work then; on every rank.
+        ConfigurationError: with options that cannot be used where a closure is needed; on every rank.
     """
-    needing = [optimizer for optimizer in context.optimizers if needs_closure(optimizer)]
-    if not needing:
+    if any(needs_closure(optimizer) for optimizer in context.optimizers):
+        _check_options(context)
+        return True
+    if context.hooks.own("optimizer_step") is None:
         return False
+    are_torchs = all(type(each).step.__module__.startswith("torch.") for each in context.optimizers)
+    return not (are_torchs or _is_16_bit(context) or context.options.on_nonfinite is not None)
+
+
+def _is_16_bit(context: LoopContext) -> bool:
+    precision = context.strategy.precision
+    return precision.scales_loss or isinstance(precision, MasterWeightsPrecision)
+
+
+def _check_options(context: LoopContext) -> None:
+    needing = [optimizer for optimizer in context.optimizers if needs_closure(optimizer)]
     options, hook = context.options, context.strategy.gradients.hook
     precision, name = context.strategy.precision, type(needing[0]).__name__
-    is_16_bit = precision.scales_loss or isinstance(precision, MasterWeightsPrecision)
     for argument, is_set, remedy in (
         ("accumulate_grad_batches", options.accumulate_grad_batches > 1, "larger batches"),
         ("on_nonfinite", options.on_nonfinite is not None, "a check in training_step"),
-        (f"precision={precision.name!r}", is_16_bit, '"bf16-mixed" or "32-true"'),
+        (f"precision={precision.name!r}", _is_16_bit(context), '"bf16-mixed" or "32-true"'),
         ("comm_hook", hook is not None and hook.is_stateful, 'comm_hook="bf16_compress"'),
     ):
         if is_set:
@@ -48,7 +63,6 @@ def check_closures(context: LoopContext) -> bool:
                 facts=f"{name}.step() needs a closure.",
                 remedy=f"leave it out, or use {remedy} instead.",
             )
-    return True
 
 
 def mean_loss(strategy: Strategy, loss: Tensor | float, weight: Tensor | float) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
@@ -14,6 +16,8 @@ from torch import nn
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.nested import to_device
 from rankwise.trainer.consistency import check_same_order
+from rankwise.trainer.hooks import num_step_arguments
+from rankwise.trainer.loops.batch_transfer import BatchTransfer
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
@@ -35,16 +39,13 @@ _NAMES = {  # the phase that is reported, and the name in methods
 
 
 @contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set evaluation mode without gradients in the block; restore each submodule's mode afterwards."""
+def _modes_kept(module: nn.Module) -> Iterator[ExitStack]:
+    """Restore each submodule's mode after the block, unless the block takes that from the stack."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
+    with ExitStack() as stack:
         for submodule, is_training in modes:
-            submodule.training = is_training
+            stack.callback(setattr, submodule, "training", is_training)
+        yield stack
 
 
 @final
@@ -98,11 +99,20 @@ class EvaluationLoop:
 
     @contextlib.contextmanager
     def _running(self, results: Results | None) -> Iterator[None]:
-        with self.context.stage.in_phase(self.stage, results), _evaluating(self.context.module):
+        module, hooks, name = self.context.module, self.context.hooks, _NAMES[self.stage][1]
+        with (
+            self.context.stage.in_phase(self.stage, results),
+            torch.no_grad(),
+            _modes_kept(module) as kept,
+        ):
+            getattr(module, f"on_{name}_model_eval")()
             self._hook("start")
             self._hook("epoch_start")
             yield
             self._hook("end")
+            if name != "predict" and (set_mode := hooks.own(f"on_{name}_model_train")) is not None:
+                kept.pop_all()
+                set_mode()
 
     def _batches(self, results: Results) -> Iterator[tuple[int, int, Any]]:
         """Yield the number of the loader, the number of the batch in it, and the batch."""
@@ -120,17 +130,27 @@ class EvaluationLoop:
         phase, name = _NAMES[self.stage]
         indices = (batch_idx, dataloader_idx) if len(self.shares) > 1 else (batch_idx,)
         report_phase(phase)
-        batch = precision.convert_input(context.strategy.batch_to_device(batch))
+        batch = self._transfer(batch, dataloader_idx)
         results.begin_batch(self.shares[dataloader_idx].take_size())
+        arguments = (batch, batch_idx, dataloader_idx)[: self._step_arguments]
         context.hooks.call(f"on_{name}_batch_start", batch, *indices)
         with precision.forward_context():
-            outputs = getattr(context.module, f"{name}_step")(batch, *indices)
+            outputs = getattr(context.module, f"{name}_step")(*arguments)
         context.hooks.call(f"on_{name}_batch_end", outputs, batch, *indices)
         results.end_batch()
         return outputs
 
     def _hook(self, moment: str) -> None:
         self.context.hooks.call(f"on_{_NAMES[self.stage][1]}_{moment}")
+
+    @cached_property
+    def _transfer(self) -> BatchTransfer:
+        return BatchTransfer(self.context)
+
+    @cached_property
+    def _step_arguments(self) -> int:
+        step = f"{_NAMES[self.stage][1]}_step"
+        return num_step_arguments(self.context.module, step, len(self.shares))
 
     @property
     def _suffixes(self) -> list[str]:

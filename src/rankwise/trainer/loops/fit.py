@@ -11,15 +11,16 @@ from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.stores.waiting import StoreCounter
 from rankwise.trainer.consistency import check_same_order, check_values
 from rankwise.trainer.loops.automatic import AutomaticOptimization
+from rankwise.trainer.loops.batch_transfer import BatchTransfer
 from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
 from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, no_batch_error
 from rankwise.trainer.metrics import Results
 from rankwise.trainer.state_transfer import RankState, changing_state, gather_rank_states, seed_rank
-from rankwise.trainer.unused_hooks import check_no_skipping
 
 if TYPE_CHECKING:
     from rankwise.trainer.data_loaders import TrainDataShard
@@ -61,6 +62,8 @@ class FitLoop:
         self._stage.manual_optimization = None if is_automatic else self._optimization
         self._stopping = Stopping(context)
         self._has_begun = False
+        self._transfer = BatchTransfer(context)
+        self._skipping = _Skipping(context)
 
     def run(self) -> None:
         """Train; exit on every rank when a signal has stopped training. Collective."""
@@ -111,11 +114,12 @@ class FitLoop:
         self._stage.results = self._stage.epoch_results = self._results
         self._hooks.call("on_train_epoch_start")  # may change a sampler
         check_same_order(self._strategy, "train", [self._share.loader])
-        self._optimization.weighting.begin_epoch()
+        self._optimization.begin_epoch()
         report_phase("data loading", step=progress.global_step)
         for batch_idx, (batch, is_last) in self._remaining_batches():
             is_window_end = is_last or (batch_idx + 1) % self._settings.accumulate_grad_batches == 0
-            self._run_batch(batch, batch_idx, is_last, is_window_end)
+            if not self._run_batch(batch, batch_idx, is_last, is_window_end):
+                break
             if is_window_end and not is_last and not self._stopping.may_continue():
                 break
             report_phase("data loading", step=progress.global_step)
@@ -161,13 +165,15 @@ class FitLoop:
             _step_schedulers(self._context, "epoch", needs_metric=True)
         self._progress.is_epoch_closed = True
 
-    def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> None:
+    def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> bool:
+        """Train on a batch; return False if a hook has ended the epoch before it instead."""
         before = self._progress.global_step
-        batch = self._strategy.precision.convert_input(self._strategy.batch_to_device(batch))
+        batch = self._transfer(batch)
         is_padding = self._schedule.is_padding
         self._results.begin_batch(0 if is_padding else self._share.take_size(), is_muted=is_padding)
-        if (returned := self._hooks.call("on_train_batch_start", batch, batch_idx)) is not None:
-            check_no_skipping(self._context.module, returned)
+        if self._skipping.agree(self._hooks.call("on_train_batch_start", batch, batch_idx)):
+            self._skip_rest()
+            return False
         outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
@@ -182,6 +188,13 @@ class FitLoop:
             if interval is not None and self._progress.global_step // interval > before // interval:
                 check_values(self._context)
             self._validate_if_due(batch_idx, is_last)
+        return True
+
+    def _skip_rest(self) -> None:
+        """End the epoch as if it had no further batch, without validation."""
+        self._results.end_batch()
+        self._progress.skip_rest()
+        _step_schedulers(self._context, "epoch", needs_metric=False)
 
     def _publish_step(self) -> None:
         is_logged = self._progress.global_step % self._settings.log_every_n_steps == 0
@@ -205,6 +218,7 @@ class FitLoop:
         if is_due:
             self._strategy.gradients.average_models()  # validate one model
             share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
+            self._hooks.call("on_validation_model_zero_grad")
             self._validate(self._validation)
 
     def _validate(self, validation: EvaluationLoop) -> None:
@@ -223,6 +237,29 @@ class FitLoop:
         if interval == 1.0 or math.isinf(self._schedule.num_batches):
             return math.inf
         return max(1, int(self._schedule.num_batches * interval))
+
+
+@final
+class _Skipping:
+    """Let the ranks agree whether `on_train_batch_start` of the module ends the epoch: on any of them.
+
+    They agree before each batch, through the store and without a collective, if the module defines the hook.
+    """
+
+    def __init__(self, context: LoopContext) -> None:
+        strategy = context.strategy
+        must_agree = strategy.world_size > 1 and context.hooks.own("on_train_batch_start") is not None
+        group = strategy.data_parallel_group
+        self._counter = StoreCounter(group, strategy.timeout) if must_agree else None
+        self._number = 0
+
+    def agree(self, returned: object) -> bool:
+        """Return whether the hook has returned -1 on any rank. Collective if the module defines the hook."""
+        is_for = isinstance(returned, int) and returned == -1
+        if self._counter is None:
+            return is_for
+        self._number += 1
+        return self._counter.count(self._number, is_for=is_for) > 0
 
 
 def _check_interval(interval: float, num_batches: float) -> None:
@@ -274,9 +311,9 @@ def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool)
         if config.interval != interval or count % config.frequency or config.needs_metric != needs_metric:
             continue
         if not needs_metric:
-            config.scheduler.step()
+            context.module.lr_scheduler_step(config.scheduler, None)
         elif (metric := _agreed_metric(context, config)) is not None:
-            config.scheduler.step(metric)
+            context.module.lr_scheduler_step(config.scheduler, metric)
 
 
 def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | None:

@@ -13,6 +13,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
 from rankwise.gradient_sync.comm_hook import hook_of
 from rankwise.gradient_sync.parameters import check_dense, share_buffers_next
+from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.closures import mean_loss
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.uneven_inputs import discard_new_gradients
@@ -81,6 +82,10 @@ class ManualOptimization:
         self._context = context
         self._strategy = context.strategy
         self._module = context.module
+        self._hooks = context.hooks
+        own_backward = context.hooks.own("backward")
+        self._backward_options = {} if own_backward is None else {"run": own_backward}
+        self._step_arguments = num_step_arguments(context.module, "training_step")
         self._wrapped = wrapped = context.wrapped
         self._schedule = schedule
         hook, weighting = hook_of(wrapped), self._strategy.gradient_weighting
@@ -103,17 +108,22 @@ class ManualOptimization:
         self.weighting = BatchWeighting(context, schedule)
         self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in context.optimizers]
 
+    def begin_epoch(self) -> None:
+        """Read what the weights of the epoch's batches need."""
+        self.weighting.begin_epoch()
+
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:
         """Run `training_step`, and return its outputs. Collective: every rank must call this."""
         share_buffers_next(self._wrapped)
         self.weighting.begin_batch(batch_idx, is_window_end)
         self._weight = self.weighting.factor(batch_idx)
         strategy = self._strategy
+        arguments = (batch, batch_idx)[: self._step_arguments]
         self._read_parameters()
         blocked = strategy.no_backward_sync(self._wrapped)
         self._is_in_batch = True
         with self._schedule.preserve_state(), blocked, strategy.precision.forward_context():
-            outputs = strategy.call_method(self._wrapped, "training_step", batch, batch_idx)
+            outputs = strategy.call_method(self._wrapped, "training_step", *arguments)
         self._is_in_batch = False
         self.weighting.refuse_logged()
         return outputs
@@ -132,7 +142,7 @@ class ManualOptimization:
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **options: Any) -> None:
         """Compute gradients; average them over the ranks, which is Collective, unless that is blocked."""
-        self._module.on_before_backward(loss)
+        self._hooks.call("on_before_backward", loss)
         self._loss_weight = factor = self._factor(weight)
         self._read_parameters()
         is_left_out = float(factor) == 0
@@ -145,13 +155,13 @@ class ManualOptimization:
                 discard_new_gradients(parameters) if self._schedule.is_padding else nullcontext(),
                 zero_gradients(parameters) if is_left_out else nullcontext(),
             ):
-                self._strategy.backward(weighted, **options)
+                self._strategy.backward(weighted, **self._backward_options, **options)
             self._spent.clear()
             if self._is_blocked:
                 self._local.update(self._with_gradients())
             else:
                 self._average()
-        self._module.on_after_backward()
+        self._hooks.call("on_after_backward")
 
     def _factor(self, weight: float | Tensor | None) -> float | Tensor:
         if self._strategy.gradient_weighting == "logged":
@@ -208,7 +218,7 @@ class ManualOptimization:
         with self._agree_on_skipping(optimizer):
             if self._guard.allows_step(optimizer):
                 self._strategy.precision.unscale_gradients(optimizer)
-                self._module.on_before_optimizer_step(optimizer)
+                self._hooks.call("on_before_optimizer_step", optimizer)
                 agreed = None if closure is None else partial(self._agreed_loss, closure)
                 result = self._strategy.optimizer_step(optimizer, agreed, **options)
         key = id(optimizer)
@@ -238,7 +248,7 @@ class ManualOptimization:
 
     def zero_grad(self, optimizer: Optimizer, **options: Any) -> None:
         """Clear the gradients of an optimizer's parameters."""
-        self._module.on_before_zero_grad(optimizer)
+        self._hooks.call("on_before_zero_grad", optimizer)
         self._guard.clear()
         self._cleared.add(id(optimizer))
         self._strategy.precision.zero_grad(optimizer, **options)

@@ -330,20 +330,21 @@ def test_a_limit_of_zero_trains_nothing(tmp_path: Path) -> None:
 def test_order_of_hooks(tmp_path: Path) -> None:
     """Hooks come in the documented order: callbacks before the module."""
     seen: list[str] = []
-
-    class Noting(Callback):
-        def __getattribute__(self, name: str) -> Any:
-            if name.startswith("on_") or name in ("setup", "teardown"):
-                seen.append(name)
-            return super().__getattribute__(name)
-
-    trainer(tmp_path, callbacks=Noting(), limit_train_batches=1).fit(Line(), loader(), loader(2))
+    callback = Callback()
+    for name in dir(Callback):
+        if name.startswith("on_") or name in ("setup", "teardown"):
+            setattr(callback, name, lambda *_, name=name: seen.append(name))
+    trainer(tmp_path, callbacks=callback, limit_train_batches=1).fit(Line(), loader(), loader(2))
     assert seen == [
         "setup",
         "on_fit_start",
         "on_train_start",
         "on_train_epoch_start",
         "on_train_batch_start",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
         "on_train_batch_end",
         "on_validation_start",
         "on_validation_epoch_start",

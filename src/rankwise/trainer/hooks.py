@@ -1,0 +1,371 @@
+"""The hooks of modules and callbacks: their table, their calls, and Lightning's hooks that are refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from rankwise.callbacks import Callback, MonitoringCallback
+from rankwise.errors import ConfigurationError
+from rankwise.trainer.module import TrainingModule, is_defined
+
+if TYPE_CHECKING:
+    from rankwise.trainer import Trainer
+
+Owner = Literal["module", "callback"]
+_BOTH: tuple[Owner, ...] = ("callback", "module")
+
+
+@final
+@dataclass(frozen=True)
+class Hook:
+    """A hook that the Trainer calls.
+
+    Attributes:
+        name: the name of the method.
+        arguments: what it gets, in callbacks after `trainer, module`; those with a `?` only where they apply,
+            or if the method takes them.
+        moment: when it is called, and what the method of the base class does if it does something.
+        owners: who may define it; where both do, callbacks come first.
+        is_automatic: whether it is called in automatic optimisation only.
+    """
+
+    name: str
+    arguments: str
+    moment: str
+    owners: tuple[Owner, ...] = _BOTH
+    is_automatic: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arguments."""
+        return [name.rstrip("?") for name in self.arguments.split(", ") if name]
+
+    @property
+    def num_required(self) -> int:
+        """How many arguments the hook always gets."""
+        return len([name for name in self.arguments.split(", ") if name and not name.endswith("?")])
+
+
+def _of_module(name: str, arguments: str, moment: str, *, is_automatic: bool = False) -> Hook:
+    return Hook(name, arguments, moment, ("module",), is_automatic)
+
+
+def _of_evaluation(kind: str) -> Iterator[Hook]:
+    """Return the hooks of validation, test or prediction, in the order of their calls."""
+    batch = "batch, batch_idx, dataloader_idx?"
+    if kind == "validation":
+        moment = "Before a validation within `fit`. Gradients stay as they are if it is not defined."
+        yield _of_module("on_validation_model_zero_grad", "", moment)
+    yield _of_module(f"on_{kind}_model_eval", "", "Sets the module's mode: by default `self.eval()`.")
+    yield Hook(f"on_{kind}_start", "", "Before the first batch.")
+    yield Hook(f"on_{kind}_epoch_start", "", f"After `on_{kind}_start`.")
+    yield Hook(f"on_{kind}_batch_start", batch, "Before a batch.")
+    yield _of_module(f"{kind}_step", "batch, batch_idx?, dataloader_idx?", "Evaluates a batch.")
+    yield Hook(f"on_{kind}_batch_end", f"outputs, {batch}", "After a batch, with what the step returned.")
+    yield Hook(f"on_{kind}_epoch_end", "", "After the last batch.")
+    yield Hook(f"on_{kind}_end", "", "At the end; the metrics are in `trainer.callback_metrics`.")
+    if kind != "predict":
+        moment = "Sets the mode for what follows. Each submodule gets its mode back if it is not defined."
+        yield _of_module(f"on_{kind}_model_train", "", moment)
+
+
+HOOKS: Sequence[Hook] = (
+    _of_module("configure_callbacks", "", "Before the first stage of this module; returns callbacks to add."),
+    _of_module("prepare_data", "", "In one process of each node, while the others wait."),
+    Hook("setup", "stage", "When a stage begins; layers may still be added."),
+    _of_module("configure_model", "", "After `setup`, in every stage; layers may still be added."),
+    Hook("on_load_checkpoint", "checkpoint", "After a checkpoint was read; may change it."),
+    _of_module("configure_optimizers", "", "Once for each run; returns optimizers and schedulers."),
+    *(
+        _of_module(f"{name}_dataloader", "", "Returns the loaders, if the stage was given none.")
+        for name in ("train", "val", "test", "predict")
+    ),
+    Hook("on_fit_start", "", "When model, optimizers and loaders are ready."),
+    Hook("on_train_start", "", "Before the first epoch."),
+    Hook("on_train_epoch_start", "", "Before an epoch's first batch."),
+    _of_module(
+        "on_before_batch_transfer", "batch, dataloader_idx", "Before a batch is moved; returns the batch."
+    ),
+    _of_module(
+        "transfer_batch_to_device",
+        "batch, device, dataloader_idx",
+        "Returns the batch on the device; by default as `batch_to_device` of the strategy.",
+    ),
+    _of_module(
+        "on_after_batch_transfer", "batch, dataloader_idx", "After a batch was moved; returns the batch."
+    ),
+    Hook(
+        "on_train_batch_start",
+        "batch, batch_idx",
+        "Before a training batch. If the module's returns -1 on any rank, the epoch ends on all of them, "
+        "without this batch and without validation.",
+    ),
+    _of_module(
+        "optimizer_step",
+        "epoch, batch_idx, optimizer, optimizer_closure",
+        "At the end of an accumulation window; by default `optimizer.step(optimizer_closure)`. The closure "
+        "runs `training_step` and backward of the window's last batch.",
+        is_automatic=True,
+    ),
+    _of_module("training_step", "batch, batch_idx?", "Returns the loss of a batch."),
+    Hook("on_before_zero_grad", "optimizer", "Before gradients are cleared."),
+    _of_module(
+        "optimizer_zero_grad", "epoch, batch_idx, optimizer", "Clears the gradients.", is_automatic=True
+    ),
+    Hook("on_before_backward", "loss", "Before the gradients of a loss are computed."),
+    _of_module("backward", "loss", "Computes the gradients; by default `loss.backward()`."),
+    Hook("on_after_backward", "", "After the gradients of a loss were computed."),
+    Hook("on_before_optimizer_step", "optimizer", "Before a step; gradients are not clipped yet."),
+    _of_module(
+        "configure_gradient_clipping",
+        "optimizer, gradient_clip_val, gradient_clip_algorithm",
+        "Clips the gradients; by default `self.clip_gradients` with these arguments.",
+        is_automatic=True,
+    ),
+    _of_module(
+        "lr_scheduler_step",
+        "scheduler, metric",
+        "Steps a learning rate scheduler; `metric` is None for one that monitors nothing.",
+        is_automatic=True,
+    ),
+    Hook(
+        "on_train_batch_end",
+        "outputs, batch, batch_idx",
+        "After a batch, with what `training_step` returned.",
+    ),
+    *_of_evaluation("validation"),
+    Hook("on_train_epoch_end", "", "After an epoch and the validation at its end."),
+    Hook("on_train_end", "", "After the last epoch."),
+    Hook("on_fit_end", "", "At the end of `fit`."),
+    *_of_evaluation("test"),
+    *_of_evaluation("predict"),
+    Hook("on_save_checkpoint", "checkpoint", "Before a checkpoint is written; may change it."),
+    Hook("on_exception", "exception", "When a stage raises on this rank.", ("callback",)),
+    Hook("teardown", "stage", "When a stage ends, also after an exception."),
+)
+"""All hooks, in the order in which a stage calls them first."""
+
+_BY_HAND = "self.automatic_optimization = False, and step by hand in training_step."
+_REFUSED: Mapping[str, str] = {
+    "configure_sharded_model": "configure_model().",
+    "get_progress_bar_dict": "self.log(name, value, prog_bar=True).",
+    "tbptt_split_batch": _BY_HAND,
+    **{
+        f"{kind}_step_end": f"the end of {kind}_step: each process has one device."
+        for kind in ("training", "validation", "test")
+    },
+    "training_epoch_end": "on_train_epoch_end(); collect what it needs in training_step.",
+    "validation_epoch_end": "on_validation_epoch_end(); collect what it needs in validation_step.",
+    "test_epoch_end": "on_test_epoch_end(); collect what it needs in test_step.",
+    "on_epoch_start": "on_train_epoch_start.",
+    "on_epoch_end": "on_train_epoch_end.",
+    "on_batch_start": "on_train_batch_start.",
+    "on_batch_end": "on_train_batch_end.",
+    "on_pretrain_routine_start": "on_fit_start.",
+    "on_pretrain_routine_end": "on_fit_start.",
+    "on_hpc_save": "on_save_checkpoint.",
+    "on_hpc_load": "on_load_checkpoint.",
+    "on_predict_model_train": "on_predict_end.",
+    "on_test_model_zero_grad": "on_test_start.",
+    "on_predict_model_zero_grad": "on_predict_start.",
+}
+_REFUSED_IN_CALLBACKS: Mapping[str, str] = {
+    **{name: remedy for name, remedy in _REFUSED.items() if name.startswith("on_")},
+    **{
+        hook.name: "define it in the module; callbacks do not have it."
+        for hook in HOOKS
+        if "callback" not in hook.owners and hook.name.startswith("on_")
+    },
+    "on_sanity_check_start": "leave it out: no validation runs before training.",
+    "on_sanity_check_end": "leave it out: no validation runs before training.",
+    "on_init_start": "setup(trainer, module, stage).",
+    "on_init_end": "setup(trainer, module, stage).",
+    "on_keyboard_interrupt": "on_exception.",
+}
+
+
+# ------------------------------------------------------------------ checks before a stage
+
+
+def check_hooks(module: TrainingModule, callbacks: Iterable[Callback]) -> None:
+    """Raise ConfigurationError for a hook that would never be called, or not with the arguments it takes."""
+    _refuse(module, _REFUSED)
+    _check_submodules(module)
+    for hook in HOOKS:
+        if "module" not in hook.owners or not is_defined(module, hook.name):
+            continue
+        _check_arguments(module, hook)
+        if hook.is_automatic and not module.automatic_optimization:
+            name = type(module).__name__
+            raise ConfigurationError(
+                message=f"{name}.{hook.name}() would never be called: {name} optimises manually.",
+                facts=f"{name}.automatic_optimization is False.",
+                remedy="leave the method out, and do the same in training_step.",
+            )
+    for callback in callbacks:
+        _refuse(callback, _REFUSED_IN_CALLBACKS)
+        for hook in HOOKS:
+            if "callback" in hook.owners and _own_method(callback, hook.name) is not None:
+                _check_arguments(callback, hook)
+
+
+def _refuse(owner: object, refused: Mapping[str, str]) -> None:
+    for name, remedy in refused.items():
+        if callable(getattr(type(owner), name, None)) or callable(vars(owner).get(name)):
+            raise ConfigurationError(
+                message=f"{type(owner).__name__}.{name}() would never be called.",
+                facts="it has the name of a hook that rankwise does not have.",
+                remedy=f"{remedy} A method that is no hook needs another name.",
+            )
+
+
+def _check_submodules(module: TrainingModule) -> None:
+    for name, _ in module.named_children():
+        if any(name == hook.name for hook in HOOKS):
+            raise ConfigurationError(
+                message=f"{type(module).__name__} has a submodule with the name of a hook: {name!r}.",
+                facts=f"{type(module).__name__}.{name} is the hook, not the submodule.",
+                remedy="give the submodule another name.",
+            )
+
+
+def _check_arguments(owner: object, hook: Hook) -> None:
+    """Raise ConfigurationError unless a method can be called with the hook's arguments."""
+    method = getattr(owner, hook.name)
+    first = ["trainer", "module"] if isinstance(owner, Callback) else []
+    names = [*first, *hook.names]
+    counts = range(len(first) + hook.num_required, len(names) + 1)
+    if callable(method) and not any(_accepts(method, count) for count in counts):
+        name = f"{type(owner).__name__}.{hook.name}"
+        raise ConfigurationError(
+            message=f"{name}() cannot be called with the arguments of this hook.",
+            facts=f"it takes {inspect.signature(method)}, and would get ({', '.join(names)}).",
+            remedy=f"def {hook.name}({', '.join(['self', *names])}).",
+        )
+
+
+def _accepts(method: Callable[..., Any], count: int) -> bool:
+    """Return whether a method can be called with `count` positional arguments."""
+    try:
+        inspect.signature(method).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
+
+
+def num_step_arguments(module: TrainingModule, step: str, num_loaders: int = 1) -> int:
+    """Return how many of `batch, batch_idx, dataloader_idx` a step gets; `batch_idx` may be missing.
+
+    Raises:
+        ConfigurationError: with several loaders, if the step does not take `dataloader_idx`.
+    """
+    method = getattr(module, step)
+    counts = (2, 1, 3) if num_loaders == 1 else (3,)
+    for count in counts:
+        if _accepts(method, count):
+            return count
+    name = f"{type(module).__name__}.{step}"
+    raise ConfigurationError(
+        message=f"{name}() does not take the number of the loader.",
+        facts=f"there are {num_loaders} loaders, and it takes {inspect.signature(method)}.",
+        remedy=f"def {step}(self, batch, batch_idx, dataloader_idx=0).",
+    )
+
+
+# ------------------------------------------------------------------ calls
+
+
+def _own_method(callback: Callback, name: str) -> Callable[..., Any] | None:
+    """Return a callback's method if it is not the empty one of `Callback`."""
+    found: Any = getattr(callback, name)
+    is_own = callable(found) and getattr(found, "__func__", found) is not getattr(Callback, name)
+    return found if is_own else None
+
+
+@final
+@dataclass(frozen=True)
+class _Calls:
+    """The methods that define one hook: of callbacks, of the module, of the monitoring callbacks."""
+
+    first: tuple[Callable[..., Any], ...]
+    own: Callable[..., Any] | None
+    last: tuple[Callable[..., Any], ...]
+
+
+_BY_NAME = {hook.name: hook for hook in HOOKS}
+
+
+@final
+@dataclass(frozen=True)
+class Hooks:
+    """Call the hooks of a trainer's callbacks and of the module of a stage.
+
+    Which of them define a hook is decided at its first call, and again when the list of callbacks changes; a
+    hook that nobody defines costs a look-up.
+    """
+
+    trainer: Trainer
+    module: TrainingModule
+    _calls: dict[str, _Calls] = field(default_factory=dict)
+    _callbacks: list[Callback] = field(default_factory=list)  # those that `_calls` was made for
+
+    def call(self, name: str, *args: Any, before_monitoring: Callable[[], None] | None = None) -> object:
+        """Call a hook of the callbacks, then of the module, then of the monitoring callbacks.
+
+        `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
+        Return what the module's hook has returned.
+        """
+        trainer, module, calls = self.trainer, self.module, self._find(name)
+        for method in calls.first:
+            method(trainer, module, *args)
+        returned: object = None if calls.own is None else calls.own(*args)
+        if before_monitoring is not None:
+            before_monitoring()
+        for method in calls.last:
+            method(trainer, module, *args)
+        return returned
+
+    def own(self, name: str) -> Callable[..., Any] | None:
+        """Return the module's method for a hook if it is the module's own, else None."""
+        return self._find(name).own
+
+    def is_defined(self, name: str) -> bool:
+        """Return whether the module or a callback defines a hook."""
+        calls = self._find(name)
+        return bool(calls.first or calls.own or calls.last)
+
+    def _find(self, name: str) -> _Calls:
+        callbacks = self.trainer.callbacks
+        if callbacks != self._callbacks:
+            self._callbacks[:] = callbacks
+            self._calls.clear()
+        found = self._calls.get(name)
+        if found is None:
+            found = self._calls[name] = self._search(_BY_NAME[name])
+        return found
+
+    def _search(self, hook: Hook) -> _Calls:
+        name, callbacks = hook.name, self._callbacks if "callback" in hook.owners else []
+        methods = [(each, method) for each in callbacks if (method := _own_method(each, name)) is not None]
+        own = getattr(self.module, name) if is_defined(self.module, name) else None
+        return _Calls(
+            tuple(method for each, method in methods if not isinstance(each, MonitoringCallback)),
+            own if callable(own) else None,
+            tuple(method for each, method in methods if isinstance(each, MonitoringCallback)),
+        )
+
+    def call_checkpoint_hooks(self, name: str, checkpoint: dict[str, Any]) -> None:
+        """Call a hook of all callbacks in their order, the monitoring ones too, then of the module."""
+        for callback in self.trainer.callbacks:
+            getattr(callback, name)(self.trainer, self.module, checkpoint)
+        getattr(self.module, name)(checkpoint)
+
+    def call_exception_hooks(self, error: BaseException) -> None:
+        """Call `on_exception` of the callbacks, which modules do not have."""
+        for callback in self.trainer.callbacks:
+            callback.on_exception(self.trainer, self.module, error)

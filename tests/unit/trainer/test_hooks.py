@@ -1,0 +1,264 @@
+"""The table of hooks is the classes'; hooks that cannot be called are refused before a stage starts."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from rankwise import TrainingModule
+from rankwise.callbacks import Callback
+from rankwise.errors import ConfigurationError
+from rankwise.trainer import hooks
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+NAMES = ["configure_sharded_model", "training_step_end", "training_epoch_end", "on_hpc_save"]
+TABLES = [(hooks._REFUSED, TrainingModule), (hooks._REFUSED_IN_CALLBACKS, Callback)]
+OWNERS = {"module": TrainingModule, "callback": Callback}
+
+
+def with_hook(base: type[Any], name: str) -> Any:
+    """Return an instance of a subclass that defines a method of this name."""
+    return type(f"With{base.__name__}", (base,), {name: lambda self, *arguments: None})()
+
+
+class Evaluated(Line):
+    """Has a test step, too."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+# ------------------------------------------------------------------ the table
+
+
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.name)
+def test_the_table_has_the_arguments_of_the_methods(hook: hooks.Hook) -> None:
+    """Every hook is a method of its owners, which takes the arguments of the table."""
+    for owner in hook.owners:
+        first = ["self"] if owner == "module" else ["self", "trainer", "module"]
+        parameters = inspect.signature(getattr(OWNERS[owner], hook.name)).parameters.values()
+        names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        optional = {"dataloader_idx"} if hook.name.endswith("_step") else set()
+        assert names == [*first, *(name for name in hook.names if name not in optional)]
+
+
+@pytest.mark.parametrize("owner", list(OWNERS))
+def test_the_table_is_complete(owner: hooks.Owner) -> None:
+    """Every method `on_...` of the classes is in the table, and every hook is there once."""
+    names = [hook.name for hook in hooks.HOOKS]
+    own = {hook.name for hook in hooks.HOOKS if owner in hook.owners}
+    assert len(names) == len(set(names))
+    assert {name for name in dir(OWNERS[owner]) if name.startswith("on_")} <= own
+
+
+@pytest.mark.parametrize(("table", "base"), TABLES, ids=["module", "callback"])
+def test_hooks_that_exist_are_not_refused(table: dict[str, str], base: type[Any]) -> None:
+    """No name of the tables is one of the base class."""
+    assert not [name for name in table if name in dir(base)]
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_of_modules(tmp_path: Path, name: str, stage: str) -> None:
+    """The error names the method and what to write instead; every stage raises it."""
+    model = with_hook(Evaluated, name)
+    expected = rf"WithEvaluated\.{name}\(\) would never be called"
+    with pytest.raises(ConfigurationError, match=expected) as caught:
+        getattr(trainer(tmp_path), stage)(model, loader())
+    assert hooks._REFUSED[name] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["on_after_batch_transfer", "on_validation_model_eval", "on_batch_end"])
+def test_of_callbacks(tmp_path: Path, name: str) -> None:
+    """Callbacks are checked as modules are; so are hooks that only modules have."""
+    train = trainer(tmp_path, callbacks=with_hook(Callback, name))
+    with pytest.raises(ConfigurationError, match=rf"WithCallback\.{name}\(\) would never be called"):
+        train.fit(Line(), loader())
+
+
+def test_of_instances(tmp_path: Path) -> None:
+    """A function that is assigned is a hook, too; a submodule of that name is none."""
+    model, callback = Line(), Callback()
+    model.tbptt_split_batch = nn.Identity()
+    trainer(tmp_path, callbacks=callback).fit(model, loader())
+    for owner, name in ((callback, "on_init_end"), (model, "on_epoch_end")):
+        owner.__dict__[name] = lambda *_: None
+        with pytest.raises(ConfigurationError, match=rf"{type(owner).__name__}\.{name}\(\) would never"):
+            trainer(tmp_path, callbacks=callback).fit(model, loader())
+        del owner.__dict__[name]
+
+
+def test_a_submodule_that_a_hook_hides(tmp_path: Path) -> None:
+    """`self.backward` would be the hook, whatever was assigned."""
+    model = Line()
+    model.add_module("backward_", nn.Identity())
+    model._modules["backward"] = model._modules.pop("backward_")
+    with pytest.raises(ConfigurationError, match="submodule with the name of a hook: 'backward'"):
+        trainer(tmp_path).fit(model, loader())
+
+
+AUTOMATIC = [hook.name for hook in hooks.HOOKS if hook.is_automatic]
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_of_modules_that_optimise_manually(tmp_path: Path, name: str) -> None:
+    """Hooks of automatic optimisation would not be called there."""
+    model = with_hook(Line, name)
+    model.automatic_optimization = False
+    with pytest.raises(ConfigurationError, match=rf"{name}\(\) would never be called: WithLine optimises"):
+        trainer(tmp_path).fit(model, loader())
+
+
+def test_arguments_of_an_older_lightning(tmp_path: Path) -> None:
+    """A method that takes other arguments is refused, with those that it would get."""
+
+    class Older(Line):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_idx, closure):  # type: ignore[no-untyped-def, override]
+            pass
+
+    with pytest.raises(ConfigurationError, match=r"Older\.optimizer_step\(\) cannot be called") as caught:
+        trainer(tmp_path).fit(Older(), loader())
+    assert "(epoch, batch_idx, optimizer, optimizer_closure)" in str(caught.value)
+
+    class Short(Callback):
+        def on_train_batch_end(self, trainer, module):  # type: ignore[no-untyped-def, override]
+            pass
+
+    with pytest.raises(ConfigurationError, match=r"Short\.on_train_batch_end\(\) cannot be called"):
+        trainer(tmp_path, callbacks=Short()).fit(Line(), loader())
+
+
+# ------------------------------------------------------------------ steps
+
+
+def test_steps_without_batch_idx(tmp_path: Path) -> None:
+    """Every step may take the batch alone."""
+
+    class Short(TrainingModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            self.seen: list[str] = []
+
+        def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]  # as in Lightning
+            self.seen.append("train")
+            return self.layer(batch[0]).mean()  # type: ignore[no-any-return]  # a tensor
+
+        def validation_step(self, batch: Any) -> None:  # type: ignore[override]
+            self.seen.append("validate")
+
+        def test_step(self, batch: Any) -> None:  # type: ignore[override]
+            self.seen.append("test")
+
+        def predict_step(self, batch: Any) -> int:  # type: ignore[override]
+            return 7
+
+        configure_optimizers = Line.configure_optimizers
+        lr = 0.1
+
+    model, train = Short(), trainer(tmp_path)
+    train.fit(model, loader(2), loader(2))
+    train.test(model, loader(2))
+    assert model.seen == ["train", "validate", "test"]
+    assert train.predict(model, loader(2)) == [7]
+
+
+def test_a_step_that_is_assigned(tmp_path: Path) -> None:
+    """The constructor may choose the step, as a method or a function."""
+
+    class Choosing(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.training_step = self.other_step  # type: ignore[method-assign]
+            self.validation_step = lambda batch: self.seen.append("assigned")  # type: ignore[assignment, method-assign, misc]
+
+        def other_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen.append(f"other {batch_idx}")
+            return self.loss(batch)
+
+    model = Choosing()
+    trainer(tmp_path).fit(model, loader(4), loader(2))
+    assert model.seen == ["other 0", "other 1", "assigned"]
+
+
+def test_dataloader_idx(tmp_path: Path) -> None:
+    """One loader: a step that requires the argument gets 0. Several: it is needed."""
+
+    class Numbered(Line):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+            self.seen.append(f"{dataloader_idx} {batch_idx}")
+
+    model = Numbered()
+    trainer(tmp_path).validate(model, loader(2))
+    trainer(tmp_path).validate(model, [loader(2), loader(2)])
+    assert model.seen == ["0 0", "0 0", "1 0"]
+    loaders: list[DataLoader[Any]] = [loader(2), loader(2)]
+    with pytest.raises(ConfigurationError, match=r"Line\.validation_step\(\) does not take the number"):
+        trainer(tmp_path).validate(Line(), loaders)
+
+
+# ------------------------------------------------------------------ callbacks of the module
+
+
+class Own(Callback):
+    """A callback that counts fits."""
+
+    fits = 0
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self.fits += 1
+
+
+class Derived(Own):
+    """Replaces `Own`."""
+
+
+def test_configure_callbacks(tmp_path: Path) -> None:
+    """They are added once for a module, and replace those of their class or its bases."""
+
+    class Configuring(Line):
+        def configure_callbacks(self) -> list[Callback]:
+            return [Derived()]
+
+    other, train, model = (
+        Callback(),
+        trainer(tmp_path, callbacks=[Own()], enable_checkpointing=True),
+        Configuring(),
+    )
+    train.callbacks.insert(0, other)
+    train.fit(model, loader())
+    train.test(model, loader())
+    assert train.callbacks[0] is other
+    assert [type(callback).__name__ for callback in train.callbacks[1:]] == ["Derived", "ModelCheckpoint"]
+    assert train.callbacks[1].fits == 1  # the test has not replaced it
+
+
+def test_configured_callbacks_are_checked(tmp_path: Path) -> None:
+    """As the trainer's own are."""
+    model = Line()
+    model.configure_callbacks = lambda: with_hook(Callback, "on_batch_end")  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match=r"WithCallback\.on_batch_end"):
+        trainer(tmp_path).fit(model, loader())
+
+
+def test_one_configured_callback_replaces_the_default_of_its_class(tmp_path: Path) -> None:
+    """A `ModelCheckpoint` of the module is the only one; a `fast_dev_run` has none."""
+    from rankwise.callbacks import ModelCheckpoint
+
+    own, model = ModelCheckpoint(dirpath=tmp_path), Line()
+    model.configure_callbacks = lambda: own  # type: ignore[method-assign]
+    train = trainer(tmp_path, enable_checkpointing=True)
+    train.fit(model, loader())
+    assert train.callbacks == [own]
+    model._trainer = None
+    dev = trainer(tmp_path, enable_checkpointing=True, fast_dev_run=True)
+    dev.fit(model, loader())
+    assert dev.callbacks == []
