@@ -1,0 +1,32 @@
+"""The table of docs/hooks.md is the table in the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import rankwise
+from rankwise.trainer.hooks import HOOKS, Hook
+
+PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
+
+
+def row(hook: Hook) -> str:
+    """Return a hook's line of the page."""
+    arguments = hook.arguments.replace("?", "")
+    note = " Automatic optimisation only." if hook.is_automatic else ""
+    return f"| `{hook.name}({arguments})` | {', '.join(hook.owners)} | {hook.moment}{note} |"
+
+
+def test_the_table_is_the_codes() -> None:
+    """Every hook has its line, in the order of the code."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert rows == [row(hook) for hook in HOOKS]
+
+
+def test_the_example_runs() -> None:
+    """The classes of the page can be defined."""
+    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, object] = {"TrainingModule": rankwise.TrainingModule}
+    exec(code, names)  # the page's own code
+    assert "optimizer_step" in vars(names["WarmUp"])
