@@ -238,7 +238,7 @@ def test_configure_callbacks(tmp_path: Path) -> None:
     train.test(model, loader())
     assert train.callbacks[0] is other
     assert [type(callback).__name__ for callback in train.callbacks[1:]] == ["Derived", "ModelCheckpoint"]
-    assert train.callbacks[1].fits == 1  # the test has not replaced it
+    assert vars(train.callbacks[1])["fits"] == 1  # the test has not replaced it
 
 
 def test_configured_callbacks_are_checked(tmp_path: Path) -> None:

@@ -259,6 +259,7 @@ class _Skipping:
         if self._counter is None:
             return is_for
         self._number += 1
+        report_phase("agreement on the epoch's end", waits=True)
         return self._counter.count(self._number, is_for=is_for) > 0
 
 

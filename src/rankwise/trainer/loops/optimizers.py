@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
 from rankwise.gradient_sync.parameters import parameters_of
 from rankwise.trainer.loops.parameter_groups import groups_of, restore_groups
+from rankwise.trainer.module import is_defined
 
 if TYPE_CHECKING:
     from rankwise.precision import Precision
@@ -47,12 +48,6 @@ class SchedulerConfig:
     strict: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.scheduler, (LRScheduler, ReduceLROnPlateau)):
-            raise InvalidTypeError(
-                argument=f"lr_scheduler in {_METHOD}",
-                value=self.scheduler,
-                expected="a torch LRScheduler",
-            )
         if self.interval not in ("epoch", "step"):
             raise InvalidArgumentError(argument="interval", value=self.interval, expected="'epoch' or 'step'")
         if self.frequency < 1:
@@ -81,8 +76,7 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
             remedy="give one optimizer several parameter groups, or step by hand: "
             "self.automatic_optimization = False, and self.optimizers() in training_step.",
         )
-    is_automatic = module.automatic_optimization
-    return optimizers, [_scheduler_config(scheduler, is_automatic) for scheduler in schedulers]
+    return optimizers, [_scheduler_config(scheduler, module) for scheduler in schedulers]
 
 
 def _split(returned: Any) -> tuple[list[Any], list[Any]]:
@@ -108,10 +102,12 @@ def _split(returned: Any) -> tuple[list[Any], list[Any]]:
             return [returned], []
 
 
-def _scheduler_config(given: Any, is_automatic: bool) -> SchedulerConfig:
+def _scheduler_config(given: Any, module: TrainingModule) -> SchedulerConfig:
+    is_automatic = module.automatic_optimization
     options = given if isinstance(given, Mapping) else {"scheduler": given}
     _check_keys(f"lr_scheduler in {_METHOD}", options, _SCHEDULER_KEYS)
     config = SchedulerConfig(**{"scheduler": None, **options})
+    _check_scheduler(config.scheduler, module)
     if is_automatic and config.needs_metric and config.monitor is None:
         raise ConfigurationError(
             message="ReduceLROnPlateau needs a metric to monitor.",
@@ -124,6 +120,21 @@ def _scheduler_config(given: Any, is_automatic: bool) -> SchedulerConfig:
             remedy="leave it out, and call self.lr_schedulers().step() where it is due.",
         )
     return config
+
+
+def _check_scheduler(scheduler: Any, module: TrainingModule) -> None:
+    """Raise unless it is one of torch's, or keeps a state and the module steps it."""
+    if isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+        return
+    is_stepped = not module.automatic_optimization or is_defined(module, "lr_scheduler_step")
+    has_state = all(callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict"))
+    if not (is_stepped and has_state):
+        raise InvalidTypeError(
+            argument=f"lr_scheduler in {_METHOD}",
+            value=scheduler,
+            expected="a torch LRScheduler; or an object with state_dict() and load_state_dict(), in a module "
+            "that defines lr_scheduler_step(scheduler, metric)",
+        )
 
 
 def _check_keys(target: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> None:
@@ -204,7 +215,8 @@ class OptimizerSet:
             expected = "None, or (module, optimizers): the same module, and as many optimizers as were given"
             raise InvalidTypeError(argument="Precision.configure()", value=returned, expected=expected)
         self.optimizers = list(returned[1])
-        if any(config.scheduler.optimizer not in self.optimizers for config in self.schedulers):
+        changed = [getattr(config.scheduler, "optimizer", None) for config in self.schedulers]
+        if any(optimizer is not None and optimizer not in self.optimizers for optimizer in changed):
             raise ConfigurationError(
                 message="Precision.configure() replaced an optimizer that a learning rate scheduler changes.",
                 remedy="change the optimizer in place, or return the same one.",

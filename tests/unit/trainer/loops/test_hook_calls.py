@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from rankwise.callbacks import Callback
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.trainer.module import TrainerOptimizer
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -127,7 +127,7 @@ def test_arguments(tmp_path: Path) -> None:
 
 def test_callbacks_get_them_too(tmp_path: Path) -> None:
     """The hooks around backward and the step, with the trainer and the module first."""
-    seen = []
+    seen: list[tuple[Any, Any]] = []
 
     class Noting(Callback):
         def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
@@ -348,6 +348,49 @@ def test_schedulers_that_monitor(tmp_path: Path) -> None:
     assert seen == [train.callback_metrics["val_loss"].item()]
 
 
+class Halving:
+    """A scheduler that is not torch's, and steps with a number."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.steps = optimizer, list[int]()
+
+    def step(self, number: int) -> None:
+        self.steps.append(number)
+        self.optimizer.param_groups[0]["lr"] /= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+
+
+class WithHalving(Line):
+    """Returns such a scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=1.0)
+        return [optimizer], [Halving(optimizer)]
+
+
+def test_schedulers_of_ones_own(tmp_path: Path) -> None:
+    """The module steps them; checkpoints have their state. Without the hook they are refused."""
+
+    class Stepped(WithHalving):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.step(self.current_epoch)
+
+    model, train = Stepped(), trainer(tmp_path, max_epochs=2)
+    train.fit(model, loader())
+    assert train.optimizers[0].param_groups[0]["lr"] == 0.25
+    train.save_checkpoint(tmp_path / "own.ckpt")
+    longer = trainer(tmp_path, max_epochs=3)
+    longer.fit(Stepped(), loader(), ckpt_path=tmp_path / "own.ckpt")
+    assert longer.lr_scheduler_configs[0].scheduler.steps == [0, 1, 2]
+    with pytest.raises(InvalidTypeError, match="lr_scheduler_step"):
+        trainer(tmp_path).fit(WithHalving(), loader())
+
+
 # ------------------------------------------------------------------ batches and modes
 
 
@@ -393,11 +436,11 @@ def test_modes(tmp_path: Path, stage: str) -> None:
     modes: list[bool] = []
 
     class Trained(Line):
-        def note(self, *_: Any) -> Tensor:
+        def note(self, *_: Any) -> Any:
             modes.append(self.layer.training)
             return torch.zeros(())
 
-        validation_step = test_step = predict_step = note
+        validation_step = test_step = predict_step = note  # type: ignore[assignment]  # any arguments
 
     kept = type("Kept", (Trained,), {f"on_{name}_model_eval": lambda self: self.train()})()
     kept.layer.eval()
