@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from rankwise.errors import ConfigurationError
+
 __all__ = ["absolute_path", "expanded_path", "is_last_checkpoint", "unused_checkpoint"]
 
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")
@@ -19,8 +21,18 @@ def expanded_path(path: str | os.PathLike[str]) -> Path:
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """Return an absolute path; `~` is the home folder."""
-    return str(expanded_path(path).absolute())
+    """Return an absolute path; `~` is the home folder.
+
+    Raises:
+        ConfigurationError: when a relative path has no absolute one.
+    """
+    try:
+        return str(expanded_path(path).absolute())
+    except OSError:
+        raise ConfigurationError(
+            message=f"The path {str(path)!r} is relative, but the working directory has been removed.",
+            remedy="give an absolute path, or call os.chdir() with a folder that exists.",
+        ) from None
 
 
 def is_last_checkpoint(path: str | os.PathLike[str]) -> bool:

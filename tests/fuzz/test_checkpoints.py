@@ -69,7 +69,8 @@ def load(path: Path, content: bytes) -> None:
 def test_files(fuzzing: Fuzzing, written: Path, tmp_path: Path) -> None:
     """A file with any changed bytes does not load, or as it was."""
     content = written.read_bytes()
-    fuzzing.run(lambda random: load(tmp_path / "damaged.ckpt", damaged(random, content)))
+    accepted = fuzzing.run(lambda random: load(tmp_path / "damaged.ckpt", damaged(random, content)))
+    assert 0 < accepted < fuzzing.count
 
 
 def test_records(fuzzing: Fuzzing, written: Path, tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_records(fuzzing: Fuzzing, written: Path, tmp_path: Path) -> None:
                 archive.writestr(name, contents[name], kind)
         load(tmp_path / "changed.ckpt", file.getvalue())
 
-    fuzzing.run(parse)
+    assert 0 < fuzzing.run(parse) < fuzzing.count
 
 
 class Done(Exception):
@@ -123,7 +124,7 @@ def test_contents(fuzzing: Fuzzing, written: Path, tmp_path: Path) -> None:
             raise
 
     def restore_all() -> None:
-        fuzzing.run(restore)
+        assert 0 < fuzzing.run(restore) < fuzzing.count
         raise Done
 
     model.on_start = restore_all

@@ -59,7 +59,7 @@ def test_launchers(fuzzing: Fuzzing) -> None:
             assert 1 <= environment.main_port <= 65535
             is_loopback(environment.main_address)
 
-    fuzzing.run(parse)
+    assert 0 < fuzzing.run(parse) < fuzzing.count
 
 
 def test_node_lists(fuzzing: Fuzzing) -> None:
@@ -70,7 +70,7 @@ def test_node_lists(fuzzing: Fuzzing) -> None:
         assert 0 < len(names) <= 100_000
         assert max(map(len, names)) < 1000
 
-    fuzzing.run(parse)
+    assert 0 < fuzzing.run(parse) < fuzzing.count
 
 
 def test_counts(fuzzing: Fuzzing) -> None:
@@ -81,7 +81,7 @@ def test_counts(fuzzing: Fuzzing) -> None:
         counts = expand_counts(text_from(random, COUNTS))
         assert 0 < len(counts) <= 100_000
 
-    fuzzing.run(parse)
+    assert 0 < fuzzing.run(parse) < fuzzing.count
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def test_variables_of_this_process(fuzzing: Fuzzing, name: str) -> None:
                 assert name in str(error)  # noqa: PT017
                 raise
 
-    fuzzing.run(parse)
+    assert fuzzing.run(parse) > 0
 
 
 def test_rank_of_the_first_import(fuzzing: Fuzzing) -> None:
@@ -126,7 +126,7 @@ def test_rank_of_the_first_import(fuzzing: Fuzzing) -> None:
 
     before = set_rank_zero_only(None)
     try:
-        fuzzing.run(parse)
+        assert fuzzing.run(parse) == fuzzing.count
     finally:
         set_rank_zero_only(before)
 
@@ -146,4 +146,4 @@ def test_description_of_a_worker(fuzzing: Fuzzing) -> None:
             assert CONTEXT_VARIABLE in str(error)  # noqa: PT017  it may also go on
             raise
 
-    fuzzing.run(parse)
+    assert 0 < fuzzing.run(parse) < fuzzing.count

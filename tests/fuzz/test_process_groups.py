@@ -40,7 +40,7 @@ def test_codes(fuzzing: Fuzzing) -> None:
         received = damaged(random, sent)
         assert key(1).impostors(received, 1) or received.startswith(sent)
 
-    fuzzing.run(parse)
+    assert fuzzing.run(parse) == fuzzing.count
 
 
 def test_objects(fuzzing: Fuzzing) -> None:
@@ -59,7 +59,7 @@ def test_objects(fuzzing: Fuzzing) -> None:
             _opened(as_tensor(message), receiver, 0)
         assert Unpickled.count == before
 
-    fuzzing.run(parse)
+    assert fuzzing.run(parse) == fuzzing.count
 
 
 def test_descriptions_of_tensors(fuzzing: Fuzzing) -> None:
@@ -77,4 +77,4 @@ def test_descriptions_of_tensors(fuzzing: Fuzzing) -> None:
         if description.dtype is not None and description.num_bytes <= 4096:
             assert description.tensor().nbytes == description.num_bytes
 
-    fuzzing.run(parse)
+    assert 0 < fuzzing.run(parse) < fuzzing.count

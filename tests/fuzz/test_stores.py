@@ -20,7 +20,7 @@ from rankwise.launchers.worker_main import JobSpec
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.rank_monitor import ChannelMonitor
 from rankwise.monitoring.stragglers import LocalStragglerMonitor, StragglerMonitor, TeardownTimeout
-from rankwise.process_group.rank_zero import _wait_for_outcome
+from rankwise.process_group.rank_zero import _DONE, _wait_for_outcome
 from rankwise.processes.exit_codes import exit_code_of
 from rankwise.processes.shared_memory import Descriptor, create_memory_file
 from rankwise.ranks import RankInfo
@@ -55,7 +55,7 @@ def test_rendezvous(fuzzing: Fuzzing) -> None:
         found = run_rendezvous(store, IDENTITIES[0], TIMEOUT)
         assert [each.global_rank for each in found] == [0, 1]
 
-    fuzzing.run(parse)
+    assert 0 < fuzzing.run(parse) < fuzzing.count
 
 
 def test_restarts(fuzzing: Fuzzing) -> None:
@@ -72,7 +72,7 @@ def test_restarts(fuzzing: Fuzzing) -> None:
         agreed = agree_on_restart(store, RankInfo(1, 1, 0, 2, 2, 1), TIMEOUT)
         assert isinstance(agreed.number, int)
 
-    fuzzing.run(parse)
+    assert 0 < fuzzing.run(parse) < fuzzing.count
 
 
 def test_values(fuzzing: Fuzzing) -> None:
@@ -93,7 +93,7 @@ def test_values(fuzzing: Fuzzing) -> None:
         assert isinstance(found, getattr(kind, "__origin__", kind))
         json.dumps(found)
 
-    fuzzing.run(parse)
+    assert 0 < fuzzing.run(parse) < fuzzing.count
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_failures(fuzzing: Fuzzing) -> None:
         assert isinstance(report, StatusReport)
         raise error
 
-    fuzzing.run(parse)
+    assert fuzzing.run(parse) == 0
 
 
 def test_records_of_restarted_ranks(fuzzing: Fuzzing) -> None:
@@ -135,7 +135,7 @@ def test_records_of_restarted_ranks(fuzzing: Fuzzing) -> None:
             str(record.to_error(0.0, (), ()))
 
     try:
-        fuzzing.run(parse)
+        assert fuzzing.run(parse) == fuzzing.count
     finally:
         os.close(file)
 
@@ -148,7 +148,7 @@ def test_heartbeats_in_the_store(fuzzing: Fuzzing, capfd: pytest.CaptureFixture[
         beats = [damaged_json(random, [3, 17, 0.5, random.random() < 0.5, "forward"]) for _ in IDENTITIES]
         monitor.look(store_with(heartbeat__0=beats[0], heartbeat__1=beats[1]))
 
-    fuzzing.run(parse)
+    assert fuzzing.run(parse) == fuzzing.count
     capfd.readouterr()
 
 
@@ -162,16 +162,17 @@ def test_messages(fuzzing: Fuzzing) -> None:
         monitor._on_message(damaged(random, b"stop:text"))
         assert all(isinstance(text, str) for text in texts)
 
-    fuzzing.run(parse)
+    assert fuzzing.run(parse) == fuzzing.count
 
 
 def test_outcome_of_rank_zero(fuzzing: Fuzzing) -> None:
     """Whatever rank zero has left behind, the block runs or an error says why not."""
 
     def parse(random: Random) -> None:
-        _wait_for_outcome(store_with(key=damaged(random, b"0 ValueError: text")), "key", TIMEOUT)
+        outcome = random.choice((_DONE.encode(), b"0 ValueError: text"))
+        _wait_for_outcome(store_with(key=damaged(random, outcome)), "key", TIMEOUT)
 
-    fuzzing.run(parse)
+    assert 0 < fuzzing.run(parse) < fuzzing.count
 
 
 def test_heartbeat_pages(fuzzing: Fuzzing, capfd: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +191,7 @@ def test_heartbeat_pages(fuzzing: Fuzzing, capfd: pytest.CaptureFixture[str]) ->
         stragglers.look()
         teardown.look()
 
-    fuzzing.run(parse)
+    assert fuzzing.run(parse) == fuzzing.count
     reader.close()
     os.close(file)
     capfd.readouterr()

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.load import slowdown
 from tests.helpers.scripts import ScriptRunner
 from tests.process.test_host_programs import METHODS
 
 WAIT = """
     import os
+    import signal
     import time
     from pathlib import Path
+
+    def be_child(state, path):
+        Path(path).write_text(str(os.getpid()))
+        if state == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        sum(range(10**12))  # in one call of C code, with the interpreter's lock
 
     def is_gone(pid):
         try:
@@ -25,7 +33,6 @@ WAIT = """
 """
 
 CHILD = """
-    import signal
     import sys
 
     from rankwise.errors import WorkerKilledError
@@ -34,11 +41,8 @@ CHILD = """
     def job(strategy, state, path):
         strategy.barrier()
         if strategy.global_rank == 1:
-            if (pid := os.fork()) == 0:
-                Path(path).write_text(str(os.getpid()))
-                if state == "stopped":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                sum(range(10**12))  # in one call of C code, with the interpreter's lock
+            if os.fork() == 0:
+                be_child(state, path)
             while not Path(path).exists() or not Path(path).read_text():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -62,6 +66,41 @@ def test_a_process_that_a_killed_rank_has_forked(state: str, method: str, run_sc
     """It ends with the rank, also while C code holds its interpreter's lock, or while it is suspended."""
     result = run_script(WAIT + CHILD, method, state)
     assert result.stdout == "1\ngone\n", result
+
+
+LEAVES = """
+    import sys
+
+    from rankwise.strategies import DDPStrategy
+
+    def job(strategy, state):
+        if strategy.global_rank == 1:
+            if os.fork() == 0:
+                be_child(state, "pid")
+            while not Path("pid").exists() or not Path("pid").read_text():
+                time.sleep(0.01)
+        strategy.barrier()
+        return time.monotonic()
+
+    if __name__ == "__main__":
+        method, state = sys.argv[1:]
+        strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=method)
+        ended_s = strategy.launch(job, state)
+        if strategy.is_global_zero:
+            print(time.monotonic() - ended_s, flush=True)
+            wait_until_gone([int(Path("pid").read_text())])
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("state", ["busy", "stopped"])
+def test_a_process_that_a_rank_leaves(state: str, method: str, run_script: ScriptRunner) -> None:
+    """The launch does not wait for it, and it ends with the rank."""
+    result = run_script(WAIT + LEAVES, method, state)
+    assert result.returncode == 0, result
+    waited_s, gone = result.stdout.split()
+    assert float(waited_s) < 4 * slowdown(), result
+    assert gone == "gone", result
 
 
 AGENT = """

@@ -164,10 +164,35 @@ REMOVED = """
 """
 
 
-def test_a_working_directory_that_has_been_removed(run_script: ScriptRunner) -> None:
-    """The package can be imported; a script, which would be run again there, is refused."""
-    result = run_script(REMOVED + REFUSED.replace("error.global_rank", "''"), "popen", "good")
-    assert "cannot work where the working directory has been removed" in result.stdout, result
+@pytest.mark.parametrize("method", [*METHODS, *ELASTIC])
+def test_a_working_directory_that_has_been_removed(method: str, run_script: ScriptRunner) -> None:
+    """The package can be imported; a launch is refused."""
+    result = run_script(REMOVED + REFUSED.replace("error.global_rank", "''"), method, "good")
+    assert "LaunchRefusedError" in result.stdout, result
+    assert "cannot be started where the working directory has been removed" in result.stdout, result
+
+
+MOVED = """
+    import os
+    import sys
+
+    import rankwise
+
+    if __name__ == "__main__":
+        os.rmdir(os.getcwd())
+        os.chdir(sys.path[0])
+"""
+
+
+@pytest.mark.parametrize("method", [*METHODS, *ELASTIC])
+def test_a_program_that_has_left_a_removed_directory(method: str, run_script: ScriptRunner) -> None:
+    """It works in another one; a script, which would be run again in the first one, is refused."""
+    folder = run_script.folder / "started_in"
+    folder.mkdir()
+    result = run_script(MOVED + REFUSED.replace("error.global_rank", "''"), method, "good", cwd=folder)
+    assert ("LaunchRefusedError" in result.stdout) == (method == "popen"), result
+    assert ("the folder that it was started in has been removed" in result.stdout) == (method == "popen")
+    assert ("fine" in result.stdout) == (method != "popen"), result
 
 
 SIGNALS = """
@@ -264,6 +289,7 @@ LAUNCHES = """
     import gc
     import multiprocessing.process
     import os
+    import sys
 
     from rankwise.strategies import DDPStrategy
 
@@ -271,7 +297,7 @@ LAUNCHES = """
         return "fine"
 
     if __name__ == "__main__":
-        strategy = DDPStrategy(accelerator="cpu", devices=2, start_method="fork")
+        strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1])
         strategy.launch(job)
         gc.disable()
         before = len(os.listdir("/proc/self/fd"))
@@ -280,8 +306,9 @@ LAUNCHES = """
 """
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("before", ["", SIGCHLD_IGNORED], ids=["default", "ignored"])
-def test_a_launch_leaves_no_descriptors(before: str, run_script: ScriptRunner) -> None:
+def test_a_launch_leaves_no_descriptors(before: str, method: str, run_script: ScriptRunner) -> None:
     """All are closed at its end, not when garbage is collected, nor kept for a status that nobody knows."""
-    result = run_script(before + LAUNCHES)
-    assert result.stdout == "0 0\n", result
+    result = run_script(before + LAUNCHES, method)
+    assert result.stdout == "0 0\n" * (2 if method == "popen" else 1), result

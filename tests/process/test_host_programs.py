@@ -143,6 +143,23 @@ def test_a_killed_rank_whose_exit_code_is_unknown(before: str, method: str, run_
     assert ("SIGCHLD" in result.stdout) == ("unknown code" in result.stdout), result
 
 
+SIGNALS_BLOCKED = """
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+"""
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["forkserver", *(pytest.param(method, marks=pytest.mark.soak) for method in ("fork", "spawn", "popen"))],
+)
+def test_a_killed_rank_of_a_host_that_blocks_signals(method: str, run_script: ScriptRunner) -> None:
+    """Its exit status is known: a forkserver gets it by SIGCHLD, and begins with the signals blocked."""
+    result = run_script(SIGNALS_BLOCKED + JOB, method, "bad")
+    assert "WorkerKilledError 1 " in result.stdout, result
+
+
 ASYNCIO = """
     import asyncio
 

@@ -116,7 +116,8 @@ CASES = [("broadcast", "fork", 1), ("fit", "fork", 1), ("fit", "elastic", 1), ("
 @pytest.mark.parametrize(("job", "start_method", "nodes"), CASES)
 def test_an_attack(job: str, start_method: str, nodes: int, attack: Attack) -> None:
     """The default group is compared before the first object and the first tensor."""
-    attack(job, start_method, 1, nodes)
+    seen = attack(job, start_method, 1, nodes)
+    assert seen["ended_with_our_error"] + seen["went_on"] == 1
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ import pytest
 from rankwise.errors import WorkerRaisedError
 from rankwise.strategies import DDPElasticStrategy, DDPStrategy
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import ddp
+from tests.process.helpers import ddp, with_tests
 from tests.process.test_host_programs import METHODS
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -58,15 +58,67 @@ class Caused(Exception):
         self.__cause__ = NoAttributes()
 
 
-@pytest.mark.parametrize("kind", [TextHangs, TextExits, NoAttributes, NoDictionary, Caused])
-def test_an_exception_whose_class_is_in_the_way(kind: type[Exception]) -> None:
+def elastic(start_method: str, **arguments: Any) -> DDPElasticStrategy:
+    """Return a strategy on two CPU processes, which are not started again."""
+    options = {"accelerator": "cpu", "devices": 2, "max_restarts": 0, **arguments}
+    return DDPElasticStrategy(start_method=start_method, **options)
+
+
+FUNCTIONS = [
+    (ddp, "fork"),
+    pytest.param(ddp, "spawn", marks=pytest.mark.soak),
+    pytest.param(ddp, "forkserver", marks=pytest.mark.soak),
+    (elastic, "fork"),
+    pytest.param(elastic, "spawn", marks=pytest.mark.soak),
+]
+"""The strategies, and their start methods, that run a function in other processes than the caller's."""
+
+KINDS = [TextHangs, TextExits, NoAttributes, NoDictionary, Caused]
+
+
+@pytest.mark.parametrize(("strategy", "method"), FUNCTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_whose_class_is_in_the_way(
+    kind: type[Exception], strategy: Callable[..., DDPStrategy], method: str
+) -> None:
     """The rank and the type are reported, and where it was raised."""
     with pytest.raises(WorkerRaisedError) as caught:
-        ddp("fork", timeout=60.0).launch(fail, kind)
-    error = caught.value
+        strategy(method, timeout=60.0).launch(fail, kind)
+    check(caught.value, kind)
+
+
+def check(error: WorkerRaisedError, kind: type[Exception]) -> None:
+    """Check what is said of the exception."""
     assert (error.global_rank, error.exception_type) == (1, kind.__name__)
     assert "test_lost_causes.py" in error.traceback_text
     assert ("could not be had" in error.exception_message) == (kind in (TextHangs, TextExits))
+
+
+RAISES = """
+    import sys
+
+    from rankwise.errors import WorkerRaisedError
+    from tests.process import test_lost_causes as tasks
+
+    kind = getattr(tasks, sys.argv[1])
+    try:
+        tasks.ddp("popen", timeout=60.0).launch(tasks.fail, kind)
+    except WorkerRaisedError as error:
+        tasks.check(error, kind)
+        print("checked")
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", [TextHangs, *(pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS[1:])]
+)
+def test_an_exception_of_a_script_whose_class_is_in_the_way(
+    kind: type[Exception], run_script: ScriptRunner
+) -> None:
+    """The main process raises it as one of a function."""
+    result = run_script(RAISES, kind.__name__, env=with_tests({"PYTEST_CURRENT_TEST": None}))
+    assert result.returncode == 0, result
+    assert result.stdout == "checked\n", result
 
 
 def fail(strategy: Any, kind: type[Exception]) -> None:
@@ -90,30 +142,16 @@ class Raises:
         return operator.truediv, (1, 0)
 
 
-def elastic(start_method: str) -> DDPElasticStrategy:
-    """Return a strategy on two CPU processes, which are not started again."""
-    return DDPElasticStrategy(accelerator="cpu", devices=2, start_method=start_method, max_restarts=0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [
-        (ddp, "fork"),
-        pytest.param(ddp, "spawn", marks=pytest.mark.soak),
-        pytest.param(ddp, "forkserver", marks=pytest.mark.soak),
-        (elastic, "fork"),
-        pytest.param(elastic, "spawn", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "method"), FUNCTIONS)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("value", ["exception", "other"])
 def test_a_value_that_cannot_be_unpickled(
-    value: str, rank: int, kind: Callable[[str], DDPStrategy], method: str
+    value: str, rank: int, strategy: Callable[..., DDPStrategy], method: str
 ) -> None:
     """The rank that has returned it is named."""
     why = r"argument" if value == "exception" else "division by zero"
     with pytest.raises(WorkerRaisedError, match=rf"what it returned cannot be unpickled: .*{why}") as caught:
-        kind(method).launch(return_on_rank, rank, value)
+        strategy(method).launch(return_on_rank, rank, value)
     assert caught.value.global_rank == rank
     assert caught.value.pid != os.getpid()
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -245,9 +246,53 @@ def connect_to_all(strategy: Strategy, before: int, serves: Path) -> dict[str, l
     return states
 
 
-def listening_ports() -> list[int]:
-    """Return the ports at which this process listens."""
-    connections = psutil.Process().net_connections("tcp")
+FLOODED = """
+    import os, pathlib, resource, sys
+    from rankwise.strategies import DDPStrategy
+    import torch
+
+    def job(strategy, stop):
+        total = strategy.all_reduce(torch.ones(1), reduce_op="sum")
+        sys.stdout.write("up\\n")
+        sys.stdout.flush()
+        while strategy.broadcast(not pathlib.Path(stop).exists()):
+            with open(os.devnull):
+                total = strategy.all_reduce(torch.ones(1), reduce_op="sum")
+        return float(total)
+
+    if __name__ == "__main__":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        print(DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job, sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    "start_method",
+    ["fork", "popen", *(pytest.param(each, marks=pytest.mark.soak) for each in ("spawn", "forkserver"))],
+)
+def test_more_connections_than_a_rank_may_open_files(
+    start_method: str, run_script: ScriptRunner, tmp_path: Path
+) -> None:
+    """Whoever makes them, to all that the job listens at, does not harm it."""
+    running = run_script.start(FLOODED, start_method, str(tmp_path / "stop"))
+    running.wait_for("up", count=2)
+    ports = [port for process in running.processes() for port in listening_ports(process)]
+    assert len(ports) == 2
+    with ExitStack() as opened:
+        for port in ports * 300:
+            connection = opened.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(("127.0.0.1", port))
+        time.sleep(0.5)  # the job goes on meanwhile
+        (tmp_path / "stop").touch()
+        result = running.finish()
+    assert result.returncode == 0, result
+    assert result.stdout.count("2.0") == (2 if start_method == "popen" else 1), result
+
+
+def listening_ports(process: psutil.Process | None = None) -> list[int]:
+    """Return the ports at which a process listens; this one by default."""
+    connections = (process or psutil.Process()).net_connections("tcp")
     return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
 
 

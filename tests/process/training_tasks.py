@@ -115,10 +115,11 @@ def quiet_trainer(strategy: Any, devices: int, **arguments: Any) -> Trainer:
     return Trainer(strategy=strategy, devices=devices, **{**quiet, **arguments})
 
 
-def fit_one_step(strategy: Any, module: Regression | None = None, **arguments: Any) -> None:
-    """Take one optimizer step on two ranks."""
+def fit_one_step(strategy: Any, module: Regression | None = None, **arguments: Any) -> Trainer:
+    """Take one optimizer step on two ranks; return the Trainer."""
     trainer = quiet_trainer(strategy, 2, max_steps=1, **arguments)
     trainer.fit(module or Regression("adam"), loader(8, 4))
+    return trainer
 
 
 def train_twenty_steps(strategy: Any, devices: int, accumulate: int) -> dict[str, Tensor]:

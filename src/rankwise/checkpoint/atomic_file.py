@@ -30,7 +30,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         CheckpointError: when something else than a file is at `path`.
     """
     target = expanded_path(path).resolve()  # keeps a symbolic link, and uses the file system of its target
-    refuse_no_file(target, "pass a path where there is no file yet, or a file.")
+    check_regular_file(target, "pass a path where there is no file yet, or a file.")
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target.parent)
     file, temporary = _open_temporary(target.parent)
@@ -58,7 +58,7 @@ def link_file(existing: Path, path: str | os.PathLike[str]) -> None:
         CheckpointError: when something else than a file is at `path`.
     """
     target = expanded_path(path).resolve()
-    refuse_no_file(target, "pass a path where there is no file yet, or a file.")
+    check_regular_file(target, "pass a path where there is no file yet, or a file.")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(target.parent)
     try:
@@ -76,7 +76,7 @@ def link_file(existing: Path, path: str | os.PathLike[str]) -> None:
     _flush_folder(target.parent)
 
 
-def refuse_no_file(path: Path, remedy: str) -> None:
+def check_regular_file(path: Path, remedy: str) -> None:
     """Raise where a folder, a device, a pipe or a socket is at `path`."""
     try:
         mode = path.stat().st_mode

@@ -18,7 +18,7 @@ from typing import IO, Any, final
 import torch
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint
 
-from rankwise.checkpoint.atomic_file import link_file, refuse_no_file, replacing
+from rankwise.checkpoint.atomic_file import check_regular_file, link_file, replacing
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error, reason_for
 from rankwise.errors import CheckpointError
 from rankwise.nested import map_tensors
@@ -165,7 +165,7 @@ def _check_views(checkpoint: Any, path: str | os.PathLike[str]) -> None:
 
 def _check_file(path: Path) -> None:
     """Raise unless `path` is an intact archive; torch itself does not detect changed bytes in a tensor."""
-    refuse_no_file(path, _INTACT_FILE)
+    check_regular_file(path, _INTACT_FILE)
     if not path.exists():
         raise _load_error(path, "does not exist; a relative path starts at the working directory")
     with path.open("rb") as file:

@@ -39,8 +39,11 @@ class Kind(IntEnum):
     IN_LOOP = 8  # worker: it stops at a boundary on REQUEST ("1"), or no longer does ("0")
     REQUEST = 9  # supervisor: stop training, because of this signal (its number)
     STOPPED = 10  # worker: as DONE, but training has stopped for this signal (its number)
-    STORE_CANCEL = 12  # worker: it no longer waits for the reply to a request (its number)
     ELSEWHERE = 11  # worker: a rank of another node has failed; its record, as JSON
+    STORE_CANCEL = 12  # worker: it no longer waits for the reply to a request (its number)
+
+
+_KINDS = frozenset(Kind)
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:
@@ -55,9 +58,6 @@ def frame(kind: Kind, payload: bytes = b"") -> bytes:
             "send large values through the process group: the private store is for small ones.",
         )
     return _HEADER.pack(len(payload), kind) + payload
-
-
-_KINDS = frozenset(Kind)
 
 
 def signal_in(payload: bytes) -> int:

@@ -27,7 +27,11 @@ import torch
 from rankwise.errors import LaunchRefusedError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
-from rankwise.launchers.preconditions import refuse_patched_threads, shortages_named
+from rankwise.launchers.preconditions import (
+    refuse_patched_threads,
+    refuse_removed_directory,
+    shortages_named,
+)
 from rankwise.launchers.process_state import ProcessState
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks, WorkerStarter
@@ -203,6 +207,7 @@ def _exit_fork() -> None:
 def refuse_where_impossible(start_method: str) -> None:
     """Raise `LaunchRefusedError` where starting processes cannot work."""
     refuse_patched_threads()
+    refuse_removed_directory()
     if multiprocessing.process.current_process().daemon:
         raise LaunchRefusedError(
             message=f"start_method={start_method!r} cannot work in a daemon: it may start no processes.",

@@ -40,6 +40,17 @@ def refuse_patched_threads() -> None:
             )
 
 
+def refuse_removed_directory() -> None:
+    """Raise `LaunchRefusedError` where the working directory has been removed: ranks inherit it."""
+    try:
+        os.getcwd()  # noqa: PTH109  as torch and multiprocessing do
+    except OSError:
+        raise LaunchRefusedError(
+            message="The ranks cannot be started where the working directory has been removed.",
+            remedy="call os.chdir() with a folder that exists, or start the program in one.",
+        ) from None
+
+
 @contextmanager
 def shortages_named(local_world_size: int) -> Iterator[None]:
     """Raise `LaunchRefusedError` where a limit keeps this process from starting its ranks in the block.

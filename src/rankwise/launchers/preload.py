@@ -58,6 +58,8 @@ def enable_interrupts(_: object) -> None:
 
 with contextlib.suppress(Exception):
     if _IS_SERVER:
+        # By it the server learns that a process has ended; the program may have blocked it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             multiprocessing.util.register_after_fork(enable_interrupts, enable_interrupts)
         atexit.register(exit_when_idle, os.getpid(), os.getppid(), _folder_of_the_socket())

@@ -19,7 +19,11 @@ from typing import Any, NoReturn, final
 from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
-from rankwise.launchers.preconditions import refuse_patched_threads, shortages_named
+from rankwise.launchers.preconditions import (
+    refuse_patched_threads,
+    refuse_removed_directory,
+    shortages_named,
+)
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks
 from rankwise.launchers.worker_main import describe_context, inherited_context
@@ -76,6 +80,7 @@ class ScriptLauncher(Launcher):
     def _start_script(self, earlier: int, rendezvous: str) -> _Script:
         global _script
         refuse_patched_threads()
+        refuse_removed_directory()
         command, directory = (list(self.command), str(Path.cwd())) if self.command else rerun_command()
         if earlier and self.command is None:
             raise LaunchRefusedError(

@@ -42,8 +42,8 @@ def _problem(command: Sequence[str]) -> str | None:
         return "where there is no Python executable"
     if _script(command) is None:
         return "with a script that came through stdin"
-    if not WORKING_DIRECTORY:
-        return "where the working directory has been removed"
+    if not os.path.isdir(_original_directory(command)):  # noqa: PTH112  "" is none, and Path("") is one
+        return "where the folder that it was started in has been removed"
     return None
 
 

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ParamSpec, final
 
 from torch.nn.parallel import DistributedDataParallel
@@ -134,7 +133,7 @@ class TrainerOptions:
             if value is not None or not metadata["is_optional"]:
                 metadata["check"](name, value)
         if name == "default_root_dir":
-            value = absolute_path(value or Path.cwd())
+            value = absolute_path(value or ".")
         super().__setattr__(name, value)
 
     def limit(self, phase: str) -> _Limit:
