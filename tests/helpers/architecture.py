@@ -18,6 +18,7 @@ ORDER = (
     "seed",
     "named_options",
     "nested",
+    "hyperparameters",
     "paths",
     "environments",
     "processes",

@@ -10,6 +10,7 @@ import pickletools
 import re
 import sys
 import zipfile
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +22,23 @@ from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpo
 from rankwise.checkpoint.atomic_file import check_regular_file, link_file, replacing
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error, reason_for
 from rankwise.errors import CheckpointError
+from rankwise.hyperparameters import AttributeDict
 from rankwise.nested import map_tensors
 from rankwise.paths import expanded_path
 
 _MAX_NAMED = 5
 _MAX_REPEATED = 1 << 30  # bytes, as of a mask that is expanded over a batch
+# Loaded in addition to what torch loads: these only hold values, as Lightning's hyperparameters do.
+_SAFE: list[Any] = [
+    Namespace,
+    AttributeDict,
+    (AttributeDict, "lightning.fabric.utilities.data.AttributeDict"),
+    (AttributeDict, "lightning.pytorch.utilities.parsing.AttributeDict"),
+    (AttributeDict, "lightning_fabric.utilities.data.AttributeDict"),
+    (AttributeDict, "pytorch_lightning.utilities.parsing.AttributeDict"),
+    *((Path, f"pathlib.{name}") for name in ("PosixPath", "WindowsPath")),
+    *((Path, f"pathlib._local.{name}") for name in ("PosixPath", "WindowsPath")),
+]
 _INTACT_FILE = "pass the path of an intact file that Trainer.save_checkpoint or ModelCheckpoint wrote."
 
 
@@ -35,7 +48,8 @@ class TorchCheckpointIO(CheckpointIO):
 
     Writing is atomic, so that a reader gets the previous file or the new one: the data is written to a
     temporary file in the same folder, flushed to the disk, and renamed to the target. Files are read with
-    `weights_only=True`: tensors and plain types load; objects that could run code raise an error.
+    `weights_only=True`: tensors and plain types load, also namespaces and paths; objects that could run code
+    raise an error.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -54,7 +68,8 @@ class TorchCheckpointIO(CheckpointIO):
         try:
             file = expanded_path(path)
             _check_file(file)
-            checkpoint = torch.load(file, map_location=map_location, weights_only=True)
+            with torch.serialization.safe_globals(_SAFE):
+                checkpoint = torch.load(file, map_location=map_location, weights_only=True)
             _check_views(checkpoint, path)
         except CheckpointError:
             raise
@@ -62,7 +77,11 @@ class TorchCheckpointIO(CheckpointIO):
             found = re.search(r"(?:GLOBAL|global|class) ([\w.]+)", str(error))
             what = found[1] if found else "something"
             problem = f"holds {what}, which weights_only=True does not load: it could run code"
-            remedy = "keep plain types and tensors in a checkpoint; load untrusted files in no other way."
+            remedy = (
+                "keep plain types and tensors in a checkpoint; or, if you trust the file and this class: "
+                f"torch.serialization.add_safe_globals([{what.rpartition('.')[2]}]). Load untrusted files in "
+                "no other way."
+            )
             raise _load_error(path, problem, remedy) from error
         except Exception as error:
             raise _load_error(path, f"could not be read: {reason_for(error, handled)}") from error

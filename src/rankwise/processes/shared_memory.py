@@ -126,7 +126,6 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-@final
 class _Pickler(pickle.Pickler):
     """Collect each storage once; pickle its offset in its place."""
 
@@ -164,7 +163,6 @@ def _rebuild_tensor(storage: torch.UntypedStorage, *args: Any) -> Any:
     return torch._utils._rebuild_tensor_v3(typed, *args)
 
 
-@final
 class _Unpickler(pickle.Unpickler):
     """Take the storages from the mapped memory."""
 
@@ -191,6 +189,46 @@ class _Unpickler(pickle.Unpickler):
         if dtype is None:
             return storage
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def can_be_packed(value: object) -> bool:
+    """Return whether a value can be pickled and read back; the data of its tensors is not copied."""
+    stream = io.BytesIO()
+    try:
+        pickler = _KeepingPickler(stream)
+        pickler.dump(value)
+        stream.seek(0)
+        _KeepingUnpickler(stream, pickler.kept).load()
+    except Exception:  # noqa: BLE001  pickling runs anybody's code
+        return False
+    return True
+
+
+@final
+class _KeepingPickler(_Pickler):
+    """Keep named objects and storages, and pickle their positions among these."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self.kept: list[object] = []
+
+    def persistent_id(self, obj: object) -> Any:
+        if super().persistent_id(obj) is None:
+            return None
+        self.kept.append(obj)
+        return len(self.kept) - 1
+
+
+@final
+class _KeepingUnpickler(_Unpickler):
+    """Take what was kept."""
+
+    def __init__(self, stream: io.BytesIO, kept: list[object]) -> None:
+        super().__init__(stream, mmap.mmap(-1, mmap.PAGESIZE), 0, copy=False)
+        self._kept = kept
+
+    def persistent_load(self, pid: Any) -> object:
+        return self._kept[pid]
 
 
 _DEPTH = 20

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.checkpoint.base import as_checkpoint_error, restored_from
+from rankwise.checkpoint.lightning_format import LIGHTNING_VERSION, LightningState, is_of_lightning
 from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.hyperparameters import checkpointed_parts, left_out_of_checkpoints
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 from rankwise.ranks import rank_zero_only
 from rankwise.stores.restart import current_restart
 from rankwise.trainer.module import is_defined
+from rankwise.trainer.module_loading import does_not_fit, weights_in
 from rankwise.trainer.state import Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
@@ -190,10 +193,24 @@ def check_hyper_parameters(context: LoopContext) -> None:
     )
     if not saving or not context.module.hparams or changes_checkpoints:
         return
+    if left_out := left_out_of_checkpoints(context.module):
+        _warn_of_left_out(type(context.module).__name__, left_out)
     folder = saving[0].dirpath or context.options.default_root_dir
     with as_checkpoint_error(folder):
-        part = _plain({"hyper_parameters": context.module.hparams})
+        part = _plain(checkpointed_parts(context.module))
     context.strategy.checkpoint_io.check_checkpoint(part, folder)
+
+
+@rank_zero_only
+def _warn_of_left_out(kind: str, left_out: dict[str, Any]) -> None:
+    described = ", ".join(f"{name} ({type(value).__name__})" for name, value in left_out.items())
+    keywords = ", ".join(f"{name}=..." for name in left_out)
+    warnings.warn(
+        f"Checkpoints will not have the hyperparameters {described}, which do not load with "
+        f"weights_only=True. {kind}.load_from_checkpoint(path, {keywords}) needs them. To leave them out of "
+        f"hparams, too: self.save_hyperparameters(ignore={[*left_out]}).",
+        stacklevel=2,
+    )
 
 
 def save_checkpoint(
@@ -225,6 +242,7 @@ def _checkpoint(context: LoopContext) -> dict[str, Any]:
     optimizers, schedulers = context.optimizer_set.states(strategy) or ([], [])
     checkpoint: dict[str, Any] = {
         "version": _VERSION,
+        "pytorch-lightning_version": LIGHTNING_VERSION,
         "epoch": state.progress.current_epoch,
         "global_step": state.progress.global_step,
         "state_dict": strategy.get_module_state_dict(module),
@@ -247,9 +265,7 @@ def _checkpoint(context: LoopContext) -> dict[str, Any]:
         checkpoint["gradients"] = gradients
     if comm_hooks := strategy.comm_hook_states():
         checkpoint["comm_hooks"] = comm_hooks
-    if module.hparams:
-        checkpoint["hyper_parameters"] = module.hparams
-    return checkpoint
+    return checkpoint | checkpointed_parts(module)
 
 
 def check_contents(checkpoint: dict[str, Any], path: str) -> None:
@@ -286,24 +302,25 @@ def _progress_in(loops: dict[str, Any], path: str) -> Progress:
 def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
     """Load the weights of a checkpoint into the module."""
     path = context.state.ckpt_path or ""
-    if "state_dict" not in checkpoint:
-        raise CheckpointError(path=path, problem=f"holds no 'state_dict', but {sorted(map(str, checkpoint))}")
+    weights_in(checkpoint, path)
     context.hooks.call_checkpoint_hooks("on_load_checkpoint", checkpoint)
     context.strategy.precision.prepare_to_load(context.module)
     with restored_from(path, "state_dict"):
         try:
             context.strategy.load_module_state_dict(context.module, checkpoint["state_dict"])
         except RuntimeError as error:
-            raise CheckpointError(
-                path=path,
-                problem=f"does not fit {type(context.module).__name__}: {error}",
-                remedy="build the module as it was when the checkpoint was written.",
-            ) from None
+            raise does_not_fit(path, context.module, error) from None
 
 
-def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankState:
-    """Restore all but this rank's part, which is returned and restored last; the optimizers must exist."""
+def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankState | None:
+    """Restore all but this rank's part, which is returned and restored last; the optimizers must exist.
+
+    A checkpoint of Lightning's has no such part.
+    """
     path = context.state.ckpt_path or ""
+    if is_of_lightning(checkpoint):
+        _restore_from_lightning(context, LightningState(checkpoint, path))
+        return None
     if missing := [name for name in _NEEDED if name not in checkpoint]:
         raise CheckpointError(
             path=path,
@@ -339,6 +356,24 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
             isinstance(callback, EarlyStopping) and callback.has_stopped for callback in context.callbacks
         )
     return rank_state
+
+
+def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None:
+    """Restore what Lightning's checkpoints have in common with those of this library; warn of the rest."""
+    context.state.progress = Progress(current_epoch=saved.epoch, global_step=saved.global_step)
+    precision = context.strategy.precision
+    with restored_from(saved.path, "optimizers"):
+        try:
+            context.optimizer_set.load(saved.optimizers, saved.schedulers)
+            precision.load_state_dict({"scaler": saved.scaler} if precision.scales_loss else {})
+        except ValueError as error:
+            raise CheckpointError(path=saved.path, problem=f"does not fit the optimizers: {error}") from None
+    if saved.left_out and context.strategy.is_global_zero:
+        warnings.warn(
+            f"{saved.path} is a checkpoint of Lightning's. Weights, optimizers, schedulers and counters are "
+            f"restored, but not {', and not '.join(saved.left_out)}.",
+            stacklevel=2,
+        )
 
 
 def _restore_callbacks(context: LoopContext, states: dict[str, Any], path: str) -> None:

@@ -13,21 +13,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankwise.errors import ConfigurationError, LifecycleError
+from rankwise.hyperparameters import HyperparametersMixin
 from rankwise.nested import to_device
+from rankwise.ranks import rank_zero_only
 from rankwise.trainer.arguments import check_choice
 from rankwise.trainer.metric_objects import items_of
+from rankwise.trainer.module_loading import LoadFromCheckpoint
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
     from rankwise.trainer import Trainer
 
 
-def _of_trainer(name: str) -> Any:
-    """Return a property that reads `name`, an attribute of the module's trainer."""
-    return property(operator.attrgetter(f"trainer.{name}"))
+def _of_trainer(name: str, default: Any = 0) -> Any:
+    """Return a property that reads `name`, an attribute of the module's trainer; `default` without one."""
+    read = operator.attrgetter(name)
+    return property(lambda module: default if module._trainer is None else read(module._trainer))
 
 
-class TrainingModule(nn.Module):
+class TrainingModule(HyperparametersMixin, nn.Module):
     """What a `Trainer` trains; subclass it and define `training_step` and `configure_optimizers`.
 
     A hook that callbacks have too runs after theirs; `Callback` describes when. Stages are `"fit"`,
@@ -58,18 +62,21 @@ class TrainingModule(nn.Module):
 
     Attributes:
         automatic_optimization: whether the Trainer runs backward and steps the optimizer.
-        hparams: hyper parameters, saved in checkpoints and given to loggers; plain types only.
-        global_rank, local_rank: this process's ids in the whole job and on its node.
-        current_epoch: the number of the current epoch.
-        global_step: completed optimizer steps.
-        logger: the trainer's first logger.
+        example_input_array: an example of the input of `forward`, if you set it; nothing here uses it, but a
+            callback or logger of yours may.
+        global_rank, local_rank: this process's ids in the whole job and on its node; 0 without a trainer.
+        current_epoch: the number of the current epoch; 0 without a trainer.
+        global_step: completed optimizer steps; 0 without a trainer.
+        logger: the trainer's first logger; None without any. The object in which its library records, for
+            images and the like, is `self.logger.experiment`.
     """
 
     automatic_optimization: bool = True
+    example_input_array: Any = None
+    load_from_checkpoint = LoadFromCheckpoint()
 
     def __init__(self) -> None:
         super().__init__()
-        self.hparams: dict[str, Any] = {}
         self._trainer: Trainer | None = None
         self._weight: Tensor | float | None = None
 
@@ -427,11 +434,53 @@ class TrainingModule(nn.Module):
             (tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu")
         )
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the module's first parameter or buffer of floating-point numbers."""
+        tensors = chain(self.parameters(), self.buffers())
+        floating = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
+        return next(floating, torch.get_default_dtype())
+
+    def freeze(self) -> None:
+        """Stop training all parameters, and switch to evaluation mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Train all parameters, and switch to training mode."""
+        self.requires_grad_(True)
+        self.train()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on global rank 0 only, with the arguments of Python's `print`."""
+        rank_zero_only(print)(*args, **kwargs)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather tensors of one shape from every rank.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            data: a tensor of shape `(*)`, a number or an array, or these in nested containers.
+            group: the process group to gather from; by default all ranks.
+            sync_grads: whether gradients flow back to the rank that a slice came from.
+
+        Returns:
+            `data` with tensors of shape `(world_size, *)` on this rank's device; in a trainer without a
+            process group, `data` as tensors.
+        """
+        return self.trainer.strategy.all_gather(data, group, sync_grads)
+
     global_rank: int = _of_trainer("global_rank")
     local_rank: int = _of_trainer("local_rank")
     current_epoch: int = _of_trainer("current_epoch")
     global_step: int = _of_trainer("global_step")
-    logger: Logger | None = _of_trainer("logger")
+    logger: Logger | None = _of_trainer("logger", None)
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All of the trainer's loggers; none without a trainer."""
+        return [] if self._trainer is None else self._trainer.loggers
 
 
 class TrainerOptimizer:

@@ -237,8 +237,9 @@ class Stage:
         strategy.on_after_setup_optimizers(context.optimizers)
         rank_state = self._restore_fit(context)
         with errors_shared(strategy):
-            for logger in context.loggers if module.hparams and strategy.is_global_zero else ():
-                logger.log_hyperparams(module.hparams)
+            logged = module.logged_hparams
+            for logger in context.loggers if logged and strategy.is_global_zero else ():
+                logger.log_hyperparams(logged)
         data = self._train_data(context)
         validation = self._validation(context)
         context.state.has_validation = validation is not None

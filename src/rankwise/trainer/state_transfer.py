@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.nested import map_tensors, to_device
+from rankwise.processes.changed_attributes import changed_attributes, updated
 from rankwise.processes.parametrized_modules import kind_of, set_kind
 from rankwise.processes.shared_memory import send_by_name
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
@@ -28,9 +29,8 @@ from rankwise.trainer.metric_objects import (
 from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
-    from rankwise.callbacks import Callback
-    from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
+    from rankwise.trainer import Trainer
     from rankwise.trainer.state import LoopContext, TrainerState
 
 _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
@@ -53,20 +53,32 @@ class CallerState:
     loggers: list[dict[str, Any]]
     precision: dict[str, Any]
     trainer: TrainerState
-    hparams: dict[str, Any]
     comm_hooks: list[list[dict[str, Any]]]  # of each rank
     gradients: dict[str, Tensor] | None  # that a manual fit has left; None after another stage
     has_optimizers: bool  # whether they can exist without a process group; sharded ones cannot
 
 
-def capture(
-    context: LoopContext, known: dict[str, object], callbacks: list[Callback], loggers: list[Logger]
-) -> CallerState | None:
+@final
+class KnownToCaller:
+    """What the calling process has, too, when a stage starts in this one.
+
+    Attributes:
+        parts: the `named_parts` of the module.
+        attributes: the attributes of its submodules, by the submodule's id.
+    """
+
+    def __init__(self, trainer: Trainer, module: nn.Module) -> None:
+        self.parts = named_parts(module)
+        self.named = named_objects(trainer, module)
+        self.callbacks, self.loggers = list(trainer.callbacks), list(trainer.loggers)
+        self.attributes = {id(part): dict(vars(part)) for part in module.modules()}
+
+
+def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
     """Return the state on each node's first rank, for the calling process there; None on the others.
 
-    Moves the module to the CPU. The other arguments are what the calling process has: the `named_parts` of
-    the module, which are sent by name, callbacks and loggers. Collective: every rank must call this, as
-    sharded optimizers gather their state.
+    Moves the module to the CPU. What the calling process has is sent by name. Collective: every rank must
+    call this, as sharded optimizers gather their state.
     """
     strategy, module = context.strategy, context.module
     module.cpu()
@@ -79,22 +91,25 @@ def capture(
         optimizers = strategy.broadcast(optimizers)
     if strategy.local_rank != 0:
         return None
-    send_by_name(known)
+    send_by_name(known.named)
     present = set(map(id, module.modules()))
+    contents = {
+        name: _Contents(part, known.attributes[id(part)])
+        for name, part in known.parts.items()
+        if isinstance(part, nn.Module) and id(part) in present
+    }
+    _warn_of_lost_attributes(context.strategy, contents)
     return CallerState(
-        values={name: _value_of(part) for name, part in known.items() if isinstance(part, nn.Parameter)},
-        contents={
-            name: _Contents(part)
-            for name, part in known.items()
-            if isinstance(part, nn.Module) and id(part) in present
+        values={
+            name: _value_of(part) for name, part in known.parts.items() if isinstance(part, nn.Parameter)
         },
+        contents=contents,
         optimizers=_on_cpu(optimizers),
         schedulers=_on_cpu(schedulers),
-        callbacks=_on_cpu([callback.state_dict() for callback in callbacks]),
-        loggers=[logger.state_dict() for logger in loggers],
+        callbacks=_on_cpu([callback.state_dict() for callback in known.callbacks]),
+        loggers=[logger.state_dict() for logger in known.loggers],
         precision=_on_cpu(strategy.precision.state_dict()),
         trainer=_on_cpu(context.state),
-        hparams=module.hparams,
         comm_hooks=_on_cpu(comm_hooks),
         gradients=_on_cpu(gradients),
         has_optimizers=bool(optimizers and context.optimizers),  # an evaluation brings no states back
@@ -109,7 +124,6 @@ def restore(context: LoopContext, state: CallerState) -> None:
     """Give the calling process's objects the worker's state; parameters keep their identity."""
     module = context.module
     _restore_module(module, state)
-    module.hparams = state.hparams
     for field in dataclasses.fields(state.trainer):
         setattr(context.state, field.name, getattr(state.trainer, field.name))
     for callback, saved in zip(context.callbacks, state.callbacks, strict=True):
@@ -137,6 +151,17 @@ def named_parts(module: nn.Module) -> dict[str, object]:
         **{f"class {name}": kind_of(part)[0] for name, part in modules.items()},
         **{f"module {name}": part for name, part in modules.items()},
         **{f"parameter {name}": part for name, part in module.named_parameters(remove_duplicate=False)},
+    }
+
+
+def named_objects(trainer: Trainer, module: nn.Module) -> dict[str, object]:
+    """Return the `named_parts` of a module and what its attributes may refer to, by such names."""
+    return {
+        **named_parts(module),
+        "trainer": trainer,
+        "strategy": trainer.strategy,
+        **{f"callback {number}": callback for number, callback in enumerate(trainer.callbacks)},
+        **{f"logger {number}": logger for number, logger in enumerate(trainer.loggers)},
     }
 
 
@@ -169,9 +194,15 @@ def _put(parameter: nn.Parameter, value: Tensor, requires_grad: bool) -> None:
 
 @final
 class _Contents:
-    """What one submodule consists of."""
+    """What one submodule consists of; `before` are its attributes when the stage started.
 
-    def __init__(self, module: nn.Module) -> None:
+    Attributes:
+        lost: the names of attributes that may have changed, but cannot be sent.
+    """
+
+    def __init__(self, module: nn.Module, before: dict[str, Any]) -> None:
+        self._attributes, self.lost = changed_attributes(module, before)
+        self._removed = [name for name in before if name not in vars(module)]
         self._kind = kind_of(module)
         self._modules = dict(module._modules.items())
         self._parameters = dict(module._parameters.items())
@@ -185,6 +216,11 @@ class _Contents:
         buffers = {name: _kept(module._buffers.get(name), value) for name, value in self._buffers.items()}
         if not isinstance(module, LazyModuleMixin):  # which changes its class itself when it is called
             set_kind(module, self._kind)
+        attributes = vars(module)
+        for name in self._removed:
+            attributes.pop(name, None)
+        for name, value in self._attributes.items():
+            attributes[name] = updated(attributes.get(name), value)
         _replace(module, module._modules, self._modules)
         _replace(module, module._parameters, self._parameters)
         _replace(module, module._buffers, buffers)
@@ -194,6 +230,22 @@ class _Contents:
             del module._forward_pre_hooks[key]
         for hook in self._hooks:
             module.register_forward_pre_hook(hook)
+
+
+def _warn_of_lost_attributes(strategy: Strategy, contents: dict[str, _Contents]) -> None:
+    """Warn on rank 0 of attributes that cannot be sent."""
+    lost = [
+        f"{name.removeprefix('module ')}.{attribute}".removeprefix(".")
+        for name, each in contents.items()
+        for attribute in each.lost
+    ]
+    if lost and strategy.is_global_zero:
+        warnings.warn(
+            f"These attributes of the module were set in a worker process, and cannot be pickled: "
+            f"{', '.join(lost)}. They stay as they are in the calling process. Set what can be pickled, or "
+            "delete the others in teardown().",
+            stacklevel=2,
+        )
 
 
 def _reparametrizing_hooks(module: nn.Module) -> dict[int, Any]:

@@ -25,7 +25,7 @@ from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state import LoopContext, Progress, StageName, StageState, TrainerState
-from rankwise.trainer.state_transfer import CallerState, capture, named_parts, restore
+from rankwise.trainer.state_transfer import CallerState, KnownToCaller, capture, named_objects, restore
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -350,7 +350,7 @@ class Trainer:
             stage.load_checkpoint(self.context(model))
         self._set_module(model, stage.name)
         brings_state_back = not self.strategy.runs_in_caller
-        with read_by_name(named_parts(model) if brings_state_back else {}):
+        with read_by_name(named_objects(self, model) if brings_state_back else {}):
             value, state = self.strategy.launch(
                 _run_on_rank, model=model, trainer=self, stage=stage, brings_state_back=brings_state_back
             )
@@ -574,12 +574,11 @@ def _run_on_rank(
     brings_state_back: bool,
 ) -> tuple[Any, CallerState | None]:
     """Run a stage on this rank; return its value, and the state for this node's caller. Collective."""
-    known = named_parts(model) if brings_state_back else {}
-    callbacks, loggers = list(trainer.callbacks), list(trainer.loggers)  # the calling process has no others
     context = trainer.enter_stage(strategy, model, stage.name)
+    known = KnownToCaller(trainer, model) if brings_state_back else None
     try:
         value = stage.run(context)
     finally:
         trainer._stage = StageState()
         report_phase("running")
-    return value, capture(context, known, callbacks, loggers) if brings_state_back else None
+    return value, None if known is None else capture(context, known)

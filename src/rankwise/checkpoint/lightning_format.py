@@ -1,0 +1,67 @@
+"""`LightningState`: what a checkpoint of Lightning's says of a fit, as its versions since 2.0 write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from rankwise.checkpoint.base import restored_from
+from rankwise.errors import CheckpointError
+
+LIGHTNING_VERSION = "2.6.0"
+"""Checkpoints of this library have what `load_from_checkpoint` of this version of Lightning needs."""
+
+_SCALER = "MixedPrecision"  # under this key Lightning saves the state of its loss scaling
+
+
+def is_of_lightning(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether Lightning's Trainer has written a checkpoint of a fit."""
+    loops = checkpoint.get("loops")
+    return isinstance(loops, Mapping) and "fit_loop" in loops
+
+
+@final
+class LightningState:
+    """What a fit continues with.
+
+    Attributes:
+        epoch: the epoch to begin next.
+        global_step: the number of optimizer steps so far.
+        optimizers: their states, as torch's.
+        schedulers: their states, as torch's.
+        scaler: the state of the loss scaling; {} for none.
+        left_out: descriptions of what cannot be restored.
+
+    Raises:
+        CheckpointError: for a checkpoint that has only weights, or not the contents of a fit.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, Any], path: str) -> None:
+        if missing := [name for name in ("optimizer_states", "lr_schedulers") if name not in checkpoint]:
+            raise CheckpointError(
+                path=path,
+                problem=f"holds no {missing}, without which training cannot continue",
+                remedy=f"load_from_checkpoint({path!r}) loads its weights; then fit without ckpt_path.",
+            )
+        self.path = path
+        self.optimizers: list[Any] = checkpoint["optimizer_states"]
+        self.schedulers: list[Any] = checkpoint["lr_schedulers"]
+        self.scaler: dict[str, Any] = checkpoint.get(_SCALER, {})
+        with restored_from(path, "counters"):
+            self.global_step = _count(checkpoint["global_step"])
+            fit_loop = checkpoint["loops"]["fit_loop"]
+            epochs = fit_loop["epoch_progress"]["current"]
+            begun, ended = _count(epochs["ready"]), _count(epochs["processed"])
+            batches = fit_loop["epoch_loop.batch_progress"]
+            is_within_epoch = ended < begun and not batches["is_last_batch"]
+            self.epoch = begun - is_within_epoch
+            done = _count(batches["current"]["ready"])
+        self.left_out = [f"the state of {name}" for name in map(str, checkpoint.get("callbacks", {}))]
+        if is_within_epoch:
+            self.left_out.append(f"the position after batch {done} of epoch {self.epoch}, which begins again")
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no number of steps or epochs")
+    return value

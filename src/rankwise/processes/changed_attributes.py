@@ -1,0 +1,75 @@
+"""The attributes of a module that a stage has changed: what of them goes back to the calling process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from rankwise.processes.shared_memory import can_be_packed
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_trainer", "_compiled_call_impl"}
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+# Data is what the calling process gives, and `configure_optimizers` makes these there too.
+_STAY_THERE = (Dataset, DataLoader, Sampler, Optimizer, LRScheduler)
+
+
+def changed_attributes(module: nn.Module, before: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a module's plain attributes that may have changed, and the names of those that cannot be sent.
+
+    In neither are data sets, loaders, samplers, optimizers, schedulers, and what `__getstate__` leaves out.
+    """
+    state = _state_of(module)
+    changed, lost = {}, []
+    for name, value in vars(module).items():
+        is_kept = name in _OF_TORCH or state.get(name) is not value
+        is_same = value is before.get(name, _OF_TORCH)
+        if is_kept or (is_same and isinstance(value, _CONSTANTS)) or _holds(value, _STAY_THERE):
+            continue
+        if can_be_packed(value):
+            changed[name] = value
+        elif not is_same or isinstance(value, (list, dict, set)):
+            lost.append(name)
+    return changed, lost
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes with which a module is pickled; none if that fails."""
+    if parametrize.is_parametrized(module):  # whose method only raises
+        return vars(module)
+    try:
+        state = module.__getstate__()
+    except Exception:  # noqa: BLE001  pickling runs anybody's code
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Return whether a value, or an item of it, is of some kind."""
+    items: Iterable[Any] = value.values() if type(value) is dict else value
+    return isinstance(value, kinds) or (
+        type(value) in (list, tuple, dict) and any(_holds(item, kinds) for item in items)
+    )
+
+
+def updated(current: Any, value: Any) -> Any:
+    """Return `current` with the contents of `value`, if it can be changed in place; otherwise `value`."""
+    if type(current) is not type(value):
+        return value
+    if type(value) is list:
+        current[:] = value
+    elif type(value) in (dict, set):
+        current.clear()
+        current.update(value)
+    elif type(value) is Tensor and (current.shape, current.dtype) == (value.shape, value.dtype):
+        with torch.no_grad():
+            current.copy_(value)
+    else:
+        return value
+    return current

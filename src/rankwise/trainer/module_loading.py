@@ -1,0 +1,238 @@
+"""Build a module from a checkpoint: its constructor gets the hyperparameters."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import inspect
+import json
+import os
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.checkpoint.base import restored_from
+from rankwise.errors import (
+    CheckpointError,
+    ConfigurationError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MissingExtraError,
+    UnknownArgumentError,
+)
+from rankwise.hyperparameters import AttributeDict
+from rankwise.paths import expanded_path
+from rankwise.ranks import rank_zero_only
+
+if TYPE_CHECKING:
+    from rankwise.trainer.module import TrainingModule
+
+M = TypeVar("M", bound="TrainingModule")
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@final
+class LoadFromCheckpoint:
+    """`load_from_checkpoint` of a class; to call it on an instance, which would not change, is an error."""
+
+    def __get__(self, instance: object, owner: type[M]) -> Callable[..., M]:
+        return MethodType(load_from_checkpoint, owner) if instance is None else partial(_refuse, owner)
+
+
+def _refuse(kind: type[TrainingModule], *args: object, **kwargs: object) -> NoReturn:
+    raise ConfigurationError(
+        message=f"load_from_checkpoint() was called on an instance of {kind.__name__}, which stays as it is.",
+        remedy=f"module = {kind.__name__}.load_from_checkpoint(path).",
+    )
+
+
+def load_from_checkpoint(
+    kind: type[M],
+    checkpoint_path: str | os.PathLike[str],
+    map_location: Any = None,
+    hparams_file: str | os.PathLike[str] | None = None,
+    strict: bool | None = True,
+    weights_only: bool | None = True,
+    **kwargs: Any,
+) -> M:
+    """Build a module from a checkpoint of this library, or from Lightning's, and load its weights.
+
+    The constructor is called with the hyperparameters in the checkpoint that it takes.
+
+    Args:
+        kind: the class on which this is called.
+        checkpoint_path: the file; `weights_only=True` loads it.
+        map_location: where its tensors go, as in `torch.load`; by default to the devices where they were, or
+            to the CPU if these do not exist here. The module goes to the same device.
+        hparams_file: hyperparameters to use instead: JSON, CSV with the columns key and value, or YAML (with
+            the extra `yaml`).
+        strict: whether it is an error, not a warning, if the names of the weights differ from the module's.
+        weights_only: as in Lightning; False is refused, as the file could run code.
+        kwargs: arguments of the constructor, in place of the checkpoint's.
+
+    Raises:
+        CheckpointError: for a file that cannot be loaded, or does not fit the module.
+        ConfigurationError: for arguments that the constructor needs and that nothing has.
+        UnknownArgumentError: for one that it does not take.
+        MissingExtraError: for YAML without PyYAML.
+    """
+    if not isinstance(checkpoint_path, (str, os.PathLike)):
+        raise InvalidTypeError(argument="checkpoint_path", value=checkpoint_path, expected="a path")
+    if weights_only is False:
+        raise InvalidArgumentError(
+            argument="weights_only",
+            value=weights_only,
+            expected="True; a class that you trust loads after torch.serialization.add_safe_globals([...])",
+        )
+    path, where = os.fspath(checkpoint_path), _where_saved if map_location is None else map_location
+    checkpoint = TorchCheckpointIO().load_checkpoint(path, map_location=where)
+    saved = checkpoint.get("hyper_parameters", {}) if hparams_file is None else read_file(hparams_file)
+    with restored_from(path, "hyperparameters"):
+        saved = dict(vars(saved) if isinstance(saved, Namespace) else saved)
+        arguments = _arguments(kind, saved, checkpoint.get("hparams_name"), kwargs)
+    module = kind(**arguments)
+    module.on_load_checkpoint(checkpoint)
+    _load_weights(module, checkpoint, path, strict is not False)
+    return module
+
+
+def _where_saved(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """Leave a storage where it was saved, if that device exists; `torch.load` calls this."""
+    device = torch.device(location)
+    if device.type == "cuda":
+        exists = (device.index or 0) < torch.cuda.device_count()
+    else:
+        exists = device.type == "cpu" or (device.type == "mps" and torch.backends.mps.is_available())
+    return None if exists else storage
+
+
+def _arguments(
+    kind: type[M], saved: Mapping[str, Any], container: str | None, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the constructor's arguments: those that were saved, or one that contains them, and the given."""
+    _, *parameters = inspect.signature(kind.__init__).parameters.values()
+    names = [each.name for each in parameters if each.kind not in _VARIABLE]
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    others = {name: value for name, value in given.items() if name not in names}
+    _check_not_nested(kind, saved, given)
+    if container in names:
+        arguments: dict[str, Any] = {container: AttributeDict({**saved, **others})}
+    elif others and not takes_any:
+        raise UnknownArgumentError(target=kind.__name__, name=next(iter(others)), known=tuple(names))
+    else:
+        arguments = {name: value for name, value in {**saved, **others}.items() if takes_any or name in names}
+    arguments |= {name: value for name, value in given.items() if name in names}
+    needed = [each.name for each in parameters if each.name in names and each.default is each.empty]
+    if missing := [name for name in needed if name not in arguments]:
+        raise ConfigurationError(
+            message=f"{kind.__name__}() needs {missing}, which the checkpoint's hyperparameters do not have.",
+            facts=f"it has the hyperparameters {sorted(map(str, saved))}.",
+            remedy=f"{_call(kind, missing)}; to have them in checkpoints, self.save_hyperparameters() in the "
+            "constructor.",
+        )
+    return arguments
+
+
+def _check_not_nested(kind: type[M], saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse what a command line of Lightning's has saved in place of objects."""
+    nested = [name for name, value in saved.items() if isinstance(value, Mapping) and "class_path" in value]
+    if "_instantiator" in saved and (left := [name for name in nested if name not in given]):
+        raise ConfigurationError(
+            message=f"The checkpoint describes the arguments {left} of {kind.__name__}() by the names of "
+            "classes, as LightningCLI does; these are not imported.",
+            remedy=f"{_call(kind, left)}.",
+        )
+
+
+def _call(kind: type[M], names: list[str]) -> str:
+    return f"{kind.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in names)})"
+
+
+def _load_weights(module: TrainingModule, checkpoint: Mapping[str, Any], path: str, strict: bool) -> None:
+    """Load the weights, and move the module to their device."""
+    weights = weights_in(checkpoint, path)
+    with restored_from(path, "state_dict"):
+        try:
+            different = module.load_state_dict(weights, strict=strict)
+        except RuntimeError as error:
+            raise does_not_fit(path, module, error) from None
+    if different.missing_keys or different.unexpected_keys:
+        rank_zero_only(warnings.warn)(
+            f"{path} and {type(module).__name__} have different weights. Only the module has "
+            f"{different.missing_keys}, and only the file has {different.unexpected_keys}.",
+            stacklevel=4,
+        )
+    tensors = (tensor for tensor in weights.values() if isinstance(tensor, Tensor))
+    if (first := next(tensors, None)) is not None:
+        module.to(first.device)
+
+
+def weights_in(checkpoint: Mapping[str, Any], path: str) -> Any:
+    """Return the state dictionary in a checkpoint; raise CheckpointError if there is none."""
+    if "state_dict" not in checkpoint:
+        raise CheckpointError(path=path, problem=f"holds no 'state_dict', but {sorted(map(str, checkpoint))}")
+    return checkpoint["state_dict"]
+
+
+def does_not_fit(path: str, module: TrainingModule, error: Exception) -> CheckpointError:
+    """Return the error for weights that a module does not have."""
+    return CheckpointError(
+        path=path,
+        problem=f"does not fit {type(module).__name__}: {error}",
+        remedy="build the module as it was when the checkpoint was written.",
+    )
+
+
+def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the hyperparameters in a file."""
+    file = expanded_path(path)
+    readers = {".json": _read_json, ".csv": _read_csv, ".yaml": _read_yaml, ".yml": _read_yaml}
+    if file.suffix.lower() not in readers:
+        raise InvalidArgumentError(argument="hparams_file", value=str(path), expected=f"one of {[*readers]}")
+    try:
+        found = readers[file.suffix.lower()](file)
+    except (OSError, ValueError, LookupError) as error:
+        raise _unreadable(file, f"could not be read: {error}") from error
+    if not isinstance(found, dict):
+        raise _unreadable(file, f"holds a {type(found).__name__}, not a mapping")
+    return found
+
+
+def _unreadable(file: Path, problem: str) -> CheckpointError:
+    remedy = "pass a file with a mapping of names to plain values, or the arguments as keywords."
+    return CheckpointError(path=str(file), problem=problem, remedy=remedy)
+
+
+def _read_json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+def _read_csv(file: Path) -> dict[str, Any]:
+    with file.open(newline="") as lines:
+        return {line["key"]: _literal(line["value"]) for line in csv.DictReader(lines)}
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _read_yaml(file: Path) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise MissingExtraError(package="yaml", extra="yaml", purpose=f"hparams_file={file.name!r}") from None
+    try:
+        return yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise _unreadable(file, f"is no YAML of plain values: {error}") from error
