@@ -39,7 +39,10 @@ SUBJECTS = {
 }
 """What each folder (or file, such as `registry.py`) is for."""
 
-BASICS = ("start", "limited_call", "nested", "paths", "errors", "ranks", "seed", "named_options")
+BASICS = (
+    *("start", "limited_call", "nested", "hyperparameters", "paths", "errors", "ranks", "seed"),
+    "named_options",
+)
 NOT_DRAWN = (*BASICS, "__init__", "__main__")
 
 BOX_WIDTH, BOX_HEIGHT, COLUMN, ROW, MARGIN = 178, 44, 194, 86, 16

@@ -76,7 +76,18 @@ USERS = {
         "num_tokens",
     ),
     *("obj", "objects", "optimizer", "optimizers", "output", "path", "result", "scores", "seed", "state"),
-    *("tensor", "wrapped", "wrapper", "x", "MyDDP", "MyWrapper", "sampler", "my_group", "worker_init_fn"),
+    *(
+        "tensor",
+        "wrapped",
+        "wrapper",
+        "x",
+        "MyDDP",
+        "MyModule",
+        "MyWrapper",
+        "sampler",
+        "my_group",
+        "worker_init_fn",
+    ),
 }
 """Names that the reader defines."""
 

@@ -22,20 +22,18 @@ from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpo
 from rankwise.checkpoint.atomic_file import check_regular_file, link_file, replacing
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error, reason_for
 from rankwise.errors import CheckpointError
-from rankwise.hyperparameters import AttributeDict
 from rankwise.nested import map_tensors
 from rankwise.paths import expanded_path
 
 _MAX_NAMED = 5
 _MAX_REPEATED = 1 << 30  # bytes, as of a mask that is expanded over a batch
-# Loaded in addition to what torch loads: these only hold values, as Lightning's hyperparameters do.
+# Loaded in addition to what torch loads. They only hold values, and are among Lightning's hyperparameters.
 _SAFE: list[Any] = [
     Namespace,
-    AttributeDict,
-    (AttributeDict, "lightning.fabric.utilities.data.AttributeDict"),
-    (AttributeDict, "lightning.pytorch.utilities.parsing.AttributeDict"),
-    (AttributeDict, "lightning_fabric.utilities.data.AttributeDict"),
-    (AttributeDict, "pytorch_lightning.utilities.parsing.AttributeDict"),
+    (dict, "lightning.fabric.utilities.data.AttributeDict"),
+    (dict, "lightning.pytorch.utilities.parsing.AttributeDict"),
+    (dict, "lightning_fabric.utilities.data.AttributeDict"),
+    (dict, "pytorch_lightning.utilities.parsing.AttributeDict"),
     *((Path, f"pathlib.{name}") for name in ("PosixPath", "WindowsPath")),
     *((Path, f"pathlib._local.{name}") for name in ("PosixPath", "WindowsPath")),
 ]
@@ -75,13 +73,12 @@ class TorchCheckpointIO(CheckpointIO):
             raise
         except pickle.UnpicklingError as error:
             found = re.search(r"(?:GLOBAL|global|class) ([\w.]+)", str(error))
-            what = found[1] if found else "something"
+            what = found[1] if found else "what torch does not name"
             problem = f"holds {what}, which weights_only=True does not load: it could run code"
-            remedy = (
-                "keep plain types and tensors in a checkpoint; or, if you trust the file and this class: "
-                f"torch.serialization.add_safe_globals([{what.rpartition('.')[2]}]). Load untrusted files in "
-                "no other way."
-            )
+            remedy = "keep plain types and tensors in a checkpoint; load untrusted files in no other way."
+            if found:
+                name = what.rpartition(".")[2]
+                remedy += f" If you trust file and class: torch.serialization.add_safe_globals([{name}])."
             raise _load_error(path, problem, remedy) from error
         except Exception as error:
             raise _load_error(path, f"could not be read: {reason_for(error, handled)}") from error

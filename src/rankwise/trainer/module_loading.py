@@ -26,6 +26,7 @@ from rankwise.errors import (
     InvalidArgumentError,
     InvalidTypeError,
     MissingExtraError,
+    RankwiseError,
     UnknownArgumentError,
 )
 from rankwise.hyperparameters import AttributeDict
@@ -199,6 +200,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise InvalidArgumentError(argument="hparams_file", value=str(path), expected=f"one of {[*readers]}")
     try:
         found = readers[file.suffix.lower()](file)
+    except RankwiseError:
+        raise
     except (OSError, ValueError, LookupError) as error:
         raise _unreadable(file, f"could not be read: {error}") from error
     if not isinstance(found, dict):

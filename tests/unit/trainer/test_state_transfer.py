@@ -18,7 +18,7 @@ from rankwise.trainer import Trainer
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state_transfer import restore
 from rankwise.trainer.trainer import _run_on_rank
-from tests.unit.trainer.helpers import Line, loader, sent_back, trainer
+from tests.unit.trainer.helpers import Line, loader, samples, sent_back, trainer
 
 
 class Growing(Line):
@@ -75,7 +75,7 @@ def fit_elsewhere(train: Trainer, model: Line, their_model: Any = None) -> None:
             brings_state_back=True,
         )
 
-    _, state = sent_back(work, model)
+    _, state = sent_back(work, model, train)
     restore(train.context(model), state)
 
 
@@ -318,6 +318,79 @@ def test_frozen_parameters_come_back_frozen(tmp_path: Path) -> None:
     fit_elsewhere(trainer(tmp_path), model)
     assert not model.layer.bias.requires_grad
     assert model.layer.weight.requires_grad
+
+
+class Keeping(Line):
+    """Changes plain attributes, its own and a submodule's, in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.counts = {"steps": 0}
+        self.mean, self.number, self.gone = torch.zeros(2), 1, "old"
+        self.data, self.opened = samples(), open  # not changed
+        self.references: Any = None
+        self.optimizer: Any = None
+
+    def setup(self, stage: str) -> None:
+        del self.gone
+        self.number, self.layer.note = 2, "new"
+        self.references = [self.layer.weight, self.trainer, self, nn.ReLU()]
+        self.data = samples(4)
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = super().configure_optimizers()
+        return self.optimizer
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs))
+        self.counts["steps"] += 1
+        self.mean += 1
+
+
+def test_attributes_come_back(tmp_path: Path) -> None:
+    """Attributes are as after a fit in this process; lists, dictionaries and tensors are the same objects."""
+    here, elsewhere, train = Keeping(), Keeping(), trainer(tmp_path)
+    trainer(tmp_path).fit(here, loader())
+    losses, counts, mean, data = elsewhere.losses, elsewhere.counts, elsewhere.mean, elsewhere.data
+    fit_elsewhere(train, elsewhere)
+    assert (elsewhere.losses, elsewhere.counts) == (here.losses, {"steps": 4})
+    assert len(losses) == 4
+    assert elsewhere.losses is losses
+    assert elsewhere.counts is counts
+    assert elsewhere.mean is mean
+    assert torch.equal(mean, here.mean)
+    assert (elsewhere.number, elsewhere.layer.note, elsewhere.seen) == (2, "new", here.seen)
+    assert "gone" not in vars(elsewhere)
+    weight, owner, module, new = elsewhere.references
+    assert (weight is elsewhere.layer.weight, owner is train, module is elsewhere) == (True, True, True)
+    assert type(new) is nn.ReLU
+    assert elsewhere.data is data  # data sets are not sent
+    assert elsewhere.optimizer is train.optimizers[0]
+
+
+class FailsToLoad:
+    """Can be pickled, but not read back."""
+
+    def __reduce__(self) -> Any:
+        return FailsToLoad, ("an argument too many",)
+
+
+class Unsendable(Line):
+    """Sets attributes that cannot be sent."""
+
+    def setup(self, stage: str) -> None:
+        self.function = lambda: None
+        self.layer.fails = [FailsToLoad()]
+
+
+def test_attributes_that_cannot_come_back(tmp_path: Path) -> None:
+    """They are named in a warning, and the rest comes back."""
+    model = Unsendable()
+    with pytest.warns(UserWarning, match=r"cannot be pickled: function, layer\.fails\. They stay"):
+        fit_elsewhere(trainer(tmp_path), model)
+    assert not {"function", "fails"} & {*vars(model), *vars(model.layer)}
+    assert model.seen
 
 
 def test_module_is_copied_without_its_trainer(tmp_path: Path) -> None:
