@@ -11,19 +11,21 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.hooks import RemovableHandle
 
 from rankwise.processes.shared_memory import can_be_packed
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_trainer", "_compiled_call_impl"}
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-# Data is what the calling process gives, and `configure_optimizers` makes these there too.
-_STAY_THERE = (Dataset, DataLoader, Sampler, Optimizer, LRScheduler)
+# The calling process has given the data, and its `configure_optimizers` makes optimizers; a handle belongs to
+# the hooks of one process.
+_STAY_THERE = (Dataset, DataLoader, Sampler, Optimizer, LRScheduler, RemovableHandle)
 
 
 def changed_attributes(module: nn.Module, before: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return a module's plain attributes that may have changed, and the names of those that cannot be sent.
 
-    In neither are data sets, loaders, samplers, optimizers, schedulers, and what `__getstate__` leaves out.
+    Neither has data, optimizers, schedulers and handles of hooks, nor what `__getstate__` leaves out.
     """
     state = _state_of(module)
     changed, lost = {}, []

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.checkpoint.base import restored_from
@@ -33,10 +33,7 @@ from rankwise.hyperparameters import AttributeDict
 from rankwise.paths import expanded_path
 from rankwise.ranks import rank_zero_only
 
-if TYPE_CHECKING:
-    from rankwise.trainer.module import TrainingModule
-
-M = TypeVar("M", bound="TrainingModule")
+M = TypeVar("M", bound=nn.Module)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -48,7 +45,7 @@ class LoadFromCheckpoint:
         return MethodType(load_from_checkpoint, owner) if instance is None else partial(_refuse, owner)
 
 
-def _refuse(kind: type[TrainingModule], *args: object, **kwargs: object) -> NoReturn:
+def _refuse(kind: type[nn.Module], *args: object, **kwargs: object) -> NoReturn:
     raise ConfigurationError(
         message=f"load_from_checkpoint() was called on an instance of {kind.__name__}, which stays as it is.",
         remedy=f"module = {kind.__name__}.load_from_checkpoint(path).",
@@ -99,10 +96,11 @@ def load_from_checkpoint(
     with restored_from(path, "hyperparameters"):
         saved = dict(vars(saved) if isinstance(saved, Namespace) else saved)
         arguments = _arguments(kind, saved, checkpoint.get("hparams_name"), kwargs)
-    module = kind(**arguments)
+    module: Any = kind(**arguments)
     module.on_load_checkpoint(checkpoint)
     _load_weights(module, checkpoint, path, strict is not False)
-    return module
+    loaded: M = module
+    return loaded
 
 
 def _where_saved(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
@@ -157,7 +155,7 @@ def _call(kind: type[M], names: list[str]) -> str:
     return f"{kind.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in names)})"
 
 
-def _load_weights(module: TrainingModule, checkpoint: Mapping[str, Any], path: str, strict: bool) -> None:
+def _load_weights(module: nn.Module, checkpoint: Mapping[str, Any], path: str, strict: bool) -> None:
     """Load the weights, and move the module to their device."""
     weights = weights_in(checkpoint, path)
     with restored_from(path, "state_dict"):
@@ -183,7 +181,7 @@ def weights_in(checkpoint: Mapping[str, Any], path: str) -> Any:
     return checkpoint["state_dict"]
 
 
-def does_not_fit(path: str, module: TrainingModule, error: Exception) -> CheckpointError:
+def does_not_fit(path: str, module: nn.Module, error: Exception) -> CheckpointError:
     """Return the error for weights that a module does not have."""
     return CheckpointError(
         path=path,

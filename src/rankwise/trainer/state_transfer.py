@@ -30,7 +30,6 @@ from rankwise.trainer.metrics import Results
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
-    from rankwise.trainer import Trainer
     from rankwise.trainer.state import LoopContext, TrainerState
 
 _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
@@ -67,11 +66,11 @@ class KnownToCaller:
         attributes: the attributes of its submodules, by the submodule's id.
     """
 
-    def __init__(self, trainer: Trainer, module: nn.Module) -> None:
-        self.parts = named_parts(module)
-        self.named = named_objects(trainer, module)
-        self.callbacks, self.loggers = list(trainer.callbacks), list(trainer.loggers)
-        self.attributes = {id(part): dict(vars(part)) for part in module.modules()}
+    def __init__(self, context: LoopContext) -> None:
+        self.parts = named_parts(context.module)
+        self.named = named_objects(context)
+        self.callbacks, self.loggers = list(context.callbacks), list(context.loggers)
+        self.attributes = {id(part): dict(vars(part)) for part in context.module.modules()}
 
 
 def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
@@ -154,14 +153,14 @@ def named_parts(module: nn.Module) -> dict[str, object]:
     }
 
 
-def named_objects(trainer: Trainer, module: nn.Module) -> dict[str, object]:
+def named_objects(context: LoopContext) -> dict[str, object]:
     """Return the `named_parts` of a module and what its attributes may refer to, by such names."""
     return {
-        **named_parts(module),
-        "trainer": trainer,
-        "strategy": trainer.strategy,
-        **{f"callback {number}": callback for number, callback in enumerate(trainer.callbacks)},
-        **{f"logger {number}": logger for number, logger in enumerate(trainer.loggers)},
+        **named_parts(context.module),
+        "trainer": context.hooks.trainer,
+        "strategy": context.strategy,
+        **{f"callback {number}": callback for number, callback in enumerate(context.callbacks)},
+        **{f"logger {number}": logger for number, logger in enumerate(context.loggers)},
     }
 
 
@@ -214,11 +213,11 @@ class _Contents:
     def give_to(self, module: nn.Module) -> None:
         """Make a module consist of it. Buffers keep their identity, if their shape and dtype allow it."""
         buffers = {name: _kept(module._buffers.get(name), value) for name, value in self._buffers.items()}
+        attributes = vars(module)
         if not isinstance(module, LazyModuleMixin):  # which changes its class itself when it is called
             set_kind(module, self._kind)
-        attributes = vars(module)
-        for name in self._removed:
-            attributes.pop(name, None)
+            for name in self._removed:
+                attributes.pop(name, None)
         for name, value in self._attributes.items():
             attributes[name] = updated(attributes.get(name), value)
         _replace(module, module._modules, self._modules)

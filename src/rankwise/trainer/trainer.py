@@ -350,7 +350,7 @@ class Trainer:
             stage.load_checkpoint(self.context(model))
         self._set_module(model, stage.name)
         brings_state_back = not self.strategy.runs_in_caller
-        with read_by_name(named_objects(self, model) if brings_state_back else {}):
+        with read_by_name(named_objects(self.context(model)) if brings_state_back else {}):
             value, state = self.strategy.launch(
                 _run_on_rank, model=model, trainer=self, stage=stage, brings_state_back=brings_state_back
             )
@@ -575,7 +575,7 @@ def _run_on_rank(
 ) -> tuple[Any, CallerState | None]:
     """Run a stage on this rank; return its value, and the state for this node's caller. Collective."""
     context = trainer.enter_stage(strategy, model, stage.name)
-    known = KnownToCaller(trainer, model) if brings_state_back else None
+    known = KnownToCaller(context) if brings_state_back else None
     try:
         value = stage.run(context)
     finally:

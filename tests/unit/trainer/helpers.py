@@ -21,6 +21,7 @@ from rankwise.ranks import RankInfo
 from rankwise.strategies import Strategy
 from rankwise.strategies.placement import Placement
 from rankwise.trainer import Trainer, TrainingModule
+from rankwise.trainer.state import LoopContext
 from rankwise.trainer.state_transfer import named_objects, named_parts
 
 T = TypeVar("T")
@@ -120,11 +121,11 @@ def with_second_rank(other: Callable[[Any], Any]) -> WithSecondRank:
     return strategy
 
 
-def sent_back(work: Callable[[], T], mine: nn.Module, train: Trainer | None = None) -> T:
-    """Return what a worker's `work` returns, sent to the process that has the module `mine` and a trainer."""
+def sent_back(work: Callable[[], T], mine: nn.Module, context: LoopContext | None = None) -> T:
+    """Return what a worker's `work` returns, sent to the process that has the module `mine`."""
     with ExitStack() as cleanup:
         descriptor = owned_descriptor(cleanup).number
         contextvars.copy_context().run(lambda: pack(work(), descriptor))
-        with read_by_name(named_objects(train, mine) if train else named_parts(mine)):
+        with read_by_name(named_parts(mine) if context is None else named_objects(context)):
             value: T = unpack(descriptor, copy=True)
             return value

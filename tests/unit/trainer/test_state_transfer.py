@@ -75,7 +75,7 @@ def fit_elsewhere(train: Trainer, model: Line, their_model: Any = None) -> None:
             brings_state_back=True,
         )
 
-    _, state = sent_back(work, model, train)
+    _, state = sent_back(work, model, train.context(model))
     restore(train.context(model), state)
 
 
@@ -343,7 +343,7 @@ class Keeping(Line):
         return self.optimizer
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs))
+        self.losses.append(outputs.item())
         self.counts["steps"] += 1
         self.mean += 1
 
