@@ -135,7 +135,8 @@ class HyperparametersMixin:
 
     @property
     def _hyperparameter_record(self) -> _Record:
-        return vars(self).setdefault("_hyperparameters", _Record())
+        record: _Record = vars(self).setdefault("_hyperparameters", _Record())
+        return record
 
 
 def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any] | None:
