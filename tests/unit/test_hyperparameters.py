@@ -134,7 +134,7 @@ def test_another_object_in_the_constructor() -> None:
 def test_assigned() -> None:
     """A mapping can be assigned."""
     saved = Base(0.1)
-    saved.hparams = {"lr": 3}  # type: ignore[assignment]  # becomes an AttributeDict
+    saved.hparams = {"lr": 3}
     assert saved.hparams.lr == saved.hparams_initial.lr == 3
     with pytest.raises(InvalidTypeError, match="hparams=3 is of type int"):
         saved.hparams = 3  # type: ignore[assignment]

@@ -33,7 +33,10 @@ _log = logging.getLogger(__name__)
 _VERSION = 1
 _HIGHEST = 2**53  # numbers of steps and samples up to here are exact as scores, too
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
-_FOR_EVALUATION = ("version", "epoch", "global_step", "state_dict", "hyper_parameters", "callbacks")
+_FOR_EVALUATION = (
+    *("version", "pytorch-lightning_version", "epoch", "global_step", "state_dict", "callbacks"),
+    *("hyper_parameters", "hparams_name"),
+)
 _TYPES = {
     "loops": dict,
     "callbacks": dict,
