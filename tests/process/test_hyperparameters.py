@@ -26,7 +26,8 @@ class Configured(Regression):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.gathered.append(self.all_gather({"rank": self.global_rank})["rank"].tolist())
-        return super().training_step(batch, batch_idx) * self.hparams.factor
+        loss: Tensor = super().training_step(batch, batch_idx) * self.hparams.factor
+        return loss
 
     def on_train_end(self) -> None:
         self.hparams.trained = True

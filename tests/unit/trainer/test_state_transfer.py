@@ -334,7 +334,7 @@ class Keeping(Line):
 
     def setup(self, stage: str) -> None:
         del self.gone
-        self.number, self.layer.note = 2, "new"
+        self.number, vars(self.layer)["note"] = 2, "new"
         self.references = [self.layer.weight, self.trainer, self, nn.ReLU()]
         self.data = samples(4)
 
@@ -360,7 +360,7 @@ def test_attributes_come_back(tmp_path: Path) -> None:
     assert elsewhere.counts is counts
     assert elsewhere.mean is mean
     assert torch.equal(mean, here.mean)
-    assert (elsewhere.number, elsewhere.layer.note, elsewhere.seen) == (2, "new", here.seen)
+    assert (elsewhere.number, vars(elsewhere.layer)["note"], elsewhere.seen) == (2, "new", here.seen)
     assert "gone" not in vars(elsewhere)
     weight, owner, module, new = elsewhere.references
     assert (weight is elsewhere.layer.weight, owner is train, module is elsewhere) == (True, True, True)
@@ -381,7 +381,7 @@ class Unsendable(Line):
 
     def setup(self, stage: str) -> None:
         self.function = lambda: None
-        self.layer.fails = [FailsToLoad()]
+        vars(self.layer)["fails"] = [FailsToLoad()]
 
 
 def test_attributes_that_cannot_come_back(tmp_path: Path) -> None:
