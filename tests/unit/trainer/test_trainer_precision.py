@@ -13,7 +13,7 @@ from torch import nn
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
 from rankwise.precision import MasterWeightsPrecision, Precision, create_precision
 from rankwise.strategies import SingleDeviceStrategy
-from rankwise.trainer.state_transfer import CallerState, capture, named_parts, restore
+from rankwise.trainer.state_transfer import CallerState, KnownToCaller, capture, restore
 from tests.unit.trainer.helpers import Line, loader, sent_back, trainer
 
 NAMES = ["64-true", "bf16-mixed", "16-mixed", "16-true", "bf16-true", "16-master", "bf16-master"]
@@ -58,10 +58,10 @@ def test_state_comes_back(tmp_path: Path, name: str) -> None:
     here, mine = trainer(tmp_path, precision=name), Line()
 
     def captured() -> CallerState | None:
-        return capture(there.context(model), named_parts(model), there.callbacks, there.loggers)
+        return capture(there.context(model), KnownToCaller(there.context(model)))
 
-    state = sent_back(captured, mine)
     here._set_module(mine, "fit")
+    state = sent_back(captured, mine, here.context(mine))
     weight = mine.layer.weight
     assert state is not None
     restore(here.context(mine), state)
