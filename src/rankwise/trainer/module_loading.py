@@ -63,7 +63,7 @@ def load_from_checkpoint(
 ) -> M:
     """Build a module from a checkpoint of this library, or from Lightning's, and load its weights.
 
-    The constructor gets the hyperparameters in the checkpoint that it takes; then `configure_model` is called.
+    The constructor gets those of the checkpoint's hyperparameters that it takes; `configure_model` runs next.
 
     Args:
         kind: the class on which this is called.
