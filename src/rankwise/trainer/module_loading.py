@@ -63,7 +63,7 @@ def load_from_checkpoint(
 ) -> M:
     """Build a module from a checkpoint of this library, or from Lightning's, and load its weights.
 
-    The constructor is called with the hyperparameters in the checkpoint that it takes.
+    The constructor gets those of the checkpoint's hyperparameters that it takes; `configure_model` runs next.
 
     Args:
         kind: the class on which this is called.
@@ -97,6 +97,7 @@ def load_from_checkpoint(
         saved = dict(vars(saved) if isinstance(saved, Namespace) else saved)
         arguments = _arguments(kind, saved, checkpoint.get("hparams_name"), kwargs)
     module: Any = kind(**arguments)
+    module.configure_model()
     module.on_load_checkpoint(checkpoint)
     _load_weights(module, checkpoint, path, strict is not False)
     loaded: M = module

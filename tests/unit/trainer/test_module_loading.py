@@ -103,6 +103,20 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert loaded.loaded == 4
 
 
+class Configures(Line):
+    """Makes a layer in `configure_model`."""
+
+    def configure_model(self) -> None:
+        self.late = nn.Linear(1, 1)
+
+
+def test_layers_of_configure_model(tmp_path: Path) -> None:
+    """They are made before the weights are loaded."""
+    module = Configures()
+    loaded = Configures.load_from_checkpoint(fitted(tmp_path, module))
+    assert torch.equal(loaded.late.weight, module.late.weight)
+
+
 def test_given_arguments(tmp_path: Path) -> None:
     """Keywords replace what the checkpoint has."""
     path = fitted(tmp_path, Saved(lr=0.05))
