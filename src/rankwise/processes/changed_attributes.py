@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,11 +52,17 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Return whether a value, or an item of it, is of some kind."""
-    items: Iterable[Any] = value.values() if type(value) is dict else value
-    return isinstance(value, kinds) or (
-        type(value) in (list, tuple, dict) and any(_holds(item, kinds) for item in items)
-    )
+    """Return whether a value, or an item of it, is of some kind; a container may contain itself."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, kinds):
+            return True
+        if type(item) in (list, tuple, dict) and id(item) not in seen:
+            seen.add(id(item))
+            left.extend(item.values() if type(item) is dict else item)
+    return False
 
 
 def updated(current: Any, value: Any) -> Any:
@@ -69,9 +74,19 @@ def updated(current: Any, value: Any) -> Any:
     elif type(value) in (dict, set):
         current.clear()
         current.update(value)
-    elif type(value) is Tensor and (current.shape, current.dtype) == (value.shape, value.dtype):
-        with torch.no_grad():
-            current.copy_(value)
+    elif type(value) is Tensor:
+        return with_contents(current, value)
     else:
         return value
     return current
+
+
+def with_contents(current: Tensor, value: Tensor) -> Tensor:
+    """Return `current` with the contents of `value`, if it can be changed in place; otherwise `value`."""
+    if (current.shape, current.dtype) != (value.shape, value.dtype):
+        return value
+    try:
+        with torch.no_grad():
+            return current.copy_(value)
+    except RuntimeError:  # an expanded tensor, or one of inference mode
+        return value

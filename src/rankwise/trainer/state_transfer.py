@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.nested import map_tensors, to_device
-from rankwise.processes.changed_attributes import changed_attributes, updated
+from rankwise.processes.changed_attributes import changed_attributes, updated, with_contents
 from rankwise.processes.parametrized_modules import kind_of, set_kind
 from rankwise.processes.shared_memory import send_by_name
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
@@ -266,10 +266,7 @@ def _kept(current: Tensor | None, value: Tensor | None) -> Tensor | None:
     """Return the buffer that has the value: the current one, changed in place, if that is possible."""
     if current is None or value is None or is_lazy(current) or is_lazy(value):
         return value
-    if current.shape != value.shape or current.dtype != value.dtype:
-        return value
-    with torch.no_grad():
-        return current.copy_(value)
+    return with_contents(current, value)
 
 
 def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:

@@ -369,6 +369,34 @@ def test_attributes_come_back(tmp_path: Path) -> None:
     assert elsewhere.optimizer is train.optimizers[0]
 
 
+class Fixed(Line):
+    """Replaces tensors that cannot be changed in place, and has a list that contains itself."""
+
+    expanded: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+        self.plain = torch.zeros(1).expand(3)
+        with torch.inference_mode():
+            self.inferred = torch.zeros(3)
+        self.nested: list[Any] = []
+        self.nested.append(self.nested)
+
+    def on_train_end(self) -> None:
+        self.expanded, self.plain, self.inferred = (torch.arange(3.0) for _ in range(3))
+        self.nested.append("new")
+
+
+def test_what_cannot_be_changed_in_place_comes_back(tmp_path: Path) -> None:
+    """Expanded tensors and those of inference mode are replaced; a list may contain itself."""
+    model = Fixed()
+    fit_elsewhere(trainer(tmp_path), model)
+    for tensor in (model.expanded, model.plain, model.inferred):
+        assert tensor.tolist() == [0, 1, 2]
+    assert model.nested[-1] == "new"
+
+
 class FailsToLoad:
     """Can be pickled, but not read back."""
 
