@@ -66,7 +66,8 @@ class TorchCheckpointIO(CheckpointIO):
         try:
             file = expanded_path(path)
             _check_file(file)
-            with torch.serialization.safe_globals(_SAFE):
+            registered = torch.serialization.get_safe_globals()  # the context would remove these
+            with torch.serialization.safe_globals([each for each in _SAFE if each not in registered]):
                 checkpoint = torch.load(file, map_location=map_location, weights_only=True)
             _check_views(checkpoint, path)
         except CheckpointError:

@@ -128,6 +128,13 @@ def test_what_the_user_trusts_is_written(path: Path) -> None:
         assert TorchCheckpointIO().load_checkpoint(path) == {"colour": Colour.RED}
 
 
+def test_what_the_user_trusts_stays_trusted(path: Path) -> None:
+    """Loading leaves the user's classes registered, also those that load anyway."""
+    with torch.serialization.safe_globals([Colour, argparse.Namespace]):
+        TorchCheckpointIO().load_checkpoint(path)
+        assert set(torch.serialization.get_safe_globals()) >= {Colour, argparse.Namespace}
+
+
 def test_everything_plain_is_written(path: Path) -> None:
     """Everything that `weights_only=True` loads can be saved."""
     checkpoint = {
