@@ -12,6 +12,8 @@ from rankwise.errors import ConfigurationError
 from rankwise.precision import MasterWeightsPrecision
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.optim import Optimizer
 
     from rankwise.strategies import Strategy
@@ -39,7 +41,7 @@ def takes_closures(context: LoopContext) -> bool:
     if context.hooks.own("optimizer_step") is None:
         return False
     are_torchs = all(type(each).step.__module__.startswith("torch.") for each in context.optimizers)
-    return not (are_torchs or _is_16_bit(context) or context.options.on_nonfinite is not None)
+    return not (are_torchs or any(is_set for _, is_set, _ in _excluding(context)))
 
 
 def _is_16_bit(context: LoopContext) -> bool:
@@ -47,16 +49,20 @@ def _is_16_bit(context: LoopContext) -> bool:
     return precision.scales_loss or isinstance(precision, MasterWeightsPrecision)
 
 
-def _check_options(context: LoopContext) -> None:
-    needing = [optimizer for optimizer in context.optimizers if needs_closure(optimizer)]
-    options, hook = context.options, context.strategy.gradients.hook
-    precision, name = context.strategy.precision, type(needing[0]).__name__
-    for argument, is_set, remedy in (
+def _excluding(context: LoopContext) -> Iterator[tuple[str, bool, str]]:
+    """Yield what excludes several gradients in a step: an argument, whether it is set, and a remedy."""
+    options, hook, precision = context.options, context.strategy.gradients.hook, context.strategy.precision
+    yield from (
         ("accumulate_grad_batches", options.accumulate_grad_batches > 1, "larger batches"),
         ("on_nonfinite", options.on_nonfinite is not None, "a check in training_step"),
         (f"precision={precision.name!r}", _is_16_bit(context), '"bf16-mixed" or "32-true"'),
         ("comm_hook", hook is not None and hook.is_stateful, 'comm_hook="bf16_compress"'),
-    ):
+    )
+
+
+def _check_options(context: LoopContext) -> None:
+    name = next(type(optimizer).__name__ for optimizer in context.optimizers if needs_closure(optimizer))
+    for argument, is_set, remedy in _excluding(context):
         if is_set:
             raise ConfigurationError(
                 message=f"{argument} cannot be used with {name}, which computes several gradients in a step.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -264,6 +264,25 @@ def test_an_optimizer_that_calls_the_closure_twice(tmp_path: Path) -> None:
     train.fit(model, loader())
     assert torch.allclose(model.layer.weight, weights_of(by_hand, tmp_path, limit_train_batches=1))
     assert train.callback_metrics["loss"] == Line().loss(next(iter(loader())))
+
+
+def test_a_window_is_computed_once(tmp_path: Path) -> None:
+    """With accumulation an optimizer that is not torch's steps after the closure, with the whole gradient."""
+
+    class Noting(SGD):
+        got: ClassVar[list[Any]] = []
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.got.append(closure)
+            super().step()
+
+    class Own(Stepping):
+        def configure_optimizers(self) -> Any:
+            return Noting(self.parameters(), lr=0.1)
+
+    weights = weights_of(Own(WAYS["keyword"]), tmp_path, accumulate_grad_batches=2)
+    assert Noting.got == [None, None]
+    assert torch.equal(weights, weights_of(Line(), tmp_path, accumulate_grad_batches=2))
 
 
 # ------------------------------------------------------------------ gradients and schedulers
