@@ -228,7 +228,8 @@ def save_checkpoint(
     if weights_only:
         own = {callback.state_key for callback in context.callbacks if isinstance(callback, ModelCheckpoint)}
         checkpoint = {name: value for name, value in checkpoint.items() if name in _FOR_EVALUATION}
-        checkpoint["callbacks"] = {key: checkpoint["callbacks"][key] for key in own}
+        states = checkpoint["callbacks"].items()
+        checkpoint["callbacks"] = {key: saved for key, saved in states if key in own}
     context.hooks.call_checkpoint_hooks("on_save_checkpoint", checkpoint)
     with as_checkpoint_error(path):
         plain: dict[str, Any] = _plain(checkpoint)
@@ -397,16 +398,28 @@ def _restore_callbacks(context: LoopContext, states: dict[str, Any], path: str) 
 
 
 def _plain(value: Any) -> Any:
-    """Convert paths and NumPy scalars, which `weights_only=True` does not load, to strings and numbers."""
+    """Convert what `weights_only=True` does not load: paths, NumPy scalars and frozen sets."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if type(value) in (dict, OrderedDict, Counter):
         plain = copy.copy(value)  # keeps the type and the attributes: a state_dict has some
         plain.clear()
         for key, item in value.items():
-            plain[_plain(key)] = _plain(item)
+            plain[_plain_key(key)] = _plain(item)
         return plain
+    if type(value) in (set, frozenset):
+        return {_plain_key(item) for item in value}
     if type(value) in (list, tuple):
         return type(value)(_plain(item) for item in value)
     is_numpy_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return value.item() if is_numpy_scalar else value
+
+
+def _plain_key(value: Any) -> Any:
+    """Convert a key or an item of a set, which must stay hashable: a frozen set in it stays."""
+    plain = _plain(value)
+    try:
+        hash(plain)
+    except TypeError:
+        return value
+    return plain

@@ -357,6 +357,18 @@ def test_weights_only(tmp_path: Path) -> None:
         trainer(tmp_path).fit(Scripted(1, 1), loader(), ckpt_path=path)
 
 
+def test_weights_only_without_a_state(tmp_path: Path) -> None:
+    """A callback that saves no state of its own saves files of weights."""
+
+    class Stateless(ModelCheckpoint):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    saving = Stateless(tmp_path, "{epoch}", save_weights_only=True)
+    assert fit(tmp_path, saving, 1) == ["epoch=0.ckpt"]
+    assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["callbacks"] == {}
+
+
 @pytest.mark.parametrize(("when", "epochs"), [(None, [1, 3]), (False, [1, 3]), (True, [0, 1, 2, 3])])
 def test_save_on_train_epoch_end(tmp_path: Path, when: bool | None, epochs: list[int]) -> None:
     """Every epoch is saved, or every validated one."""

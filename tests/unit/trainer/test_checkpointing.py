@@ -48,6 +48,17 @@ def test_contents(tmp_path: Path) -> None:
     assert checkpoint["hyper_parameters"] == {"lr": 0.1, "data": "here", "width": 3, "nested": plain}
 
 
+def test_sets(tmp_path: Path) -> None:
+    """Sets of what is plain are saved, frozen ones as sets."""
+    model = Line()
+    model.hparams = {"frozen": frozenset({1}), "paths": {Path("a")}}
+    checkpoint = TorchCheckpointIO().load_checkpoint(saved(tmp_path, model))
+    assert checkpoint["hyper_parameters"] == {"frozen": {1}, "paths": {"a"}}
+    model.hparams = {"nested": {frozenset({1})}}
+    with pytest.raises(CheckpointError, match=r"\['nested'\]"):
+        saved(tmp_path, model)
+
+
 @pytest.mark.parametrize("plugins", [None, AsyncCheckpointIO()], ids=["at once", "in a thread"])
 def test_hyper_parameters_that_could_not_be_loaded_are_refused_beforehand(
     tmp_path: Path, plugins: Any
