@@ -11,7 +11,8 @@ from rankwise.errors import CheckpointError
 LIGHTNING_VERSION = "2.6.0"
 """Checkpoints of this library have what `load_from_checkpoint` of this version of Lightning needs."""
 
-_SCALER = "MixedPrecision"  # under this key Lightning saves the state of its loss scaling
+# Under one of these keys Lightning saves the state of its loss scaling: since 2.1, and in 2.0.
+_SCALERS = ("MixedPrecision", "MixedPrecisionPlugin")
 
 
 def is_of_lightning(checkpoint: Mapping[str, Any]) -> bool:
@@ -46,7 +47,7 @@ class LightningState:
         self.path = path
         self.optimizers: list[Any] = checkpoint["optimizer_states"]
         self.schedulers: list[Any] = checkpoint["lr_schedulers"]
-        self.scaler: dict[str, Any] = checkpoint.get(_SCALER, {})
+        self.scaler: dict[str, Any] = next((checkpoint[key] for key in _SCALERS if key in checkpoint), {})
         with restored_from(path, "counters"):
             self.global_step = _count(checkpoint["global_step"])
             fit_loop = checkpoint["loops"]["fit_loop"]

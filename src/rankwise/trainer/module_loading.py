@@ -34,6 +34,7 @@ from rankwise.paths import expanded_path
 from rankwise.ranks import rank_zero_only
 
 M = TypeVar("M", bound=nn.Module)
+_OF_COMMAND_LINE = ("_instantiator", "_class_path")  # LightningCLI saves these beside the arguments
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -128,7 +129,8 @@ def _arguments(
     elif others and not takes_any:
         raise UnknownArgumentError(target=kind.__name__, name=next(iter(others)), known=tuple(names))
     else:
-        arguments = {name: value for name, value in {**saved, **others}.items() if takes_any or name in names}
+        taken = {name: value for name, value in saved.items() if name not in _OF_COMMAND_LINE} | others
+        arguments = {name: value for name, value in taken.items() if takes_any or name in names}
     arguments |= {name: value for name, value in given.items() if name in names}
     needed = [each.name for each in parameters if each.name in names and each.default is each.empty]
     if missing := [name for name in needed if name not in arguments]:

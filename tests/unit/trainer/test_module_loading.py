@@ -15,6 +15,7 @@ from torch import nn
 
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.checkpoint.lightning_format import LightningState
 from rankwise.errors import (
     CheckpointError,
     ConfigurationError,
@@ -48,6 +49,14 @@ class Needs(Saved):
     def __init__(self, lr: float, net: nn.Module) -> None:
         super().__init__(lr)
         self.net = net
+
+
+class TakesAny(Line):
+    """Takes any argument."""
+
+    def __init__(self, lr: float = 0.1, **given: Any) -> None:
+        super().__init__(lr)
+        self.given = given
 
 
 class WithNamespace(Line):
@@ -274,6 +283,12 @@ def test_arguments_of_lightnings_command_line(tmp_path: Path) -> None:
     )
 
 
+def test_keys_of_lightnings_command_line_are_no_arguments(tmp_path: Path) -> None:
+    """A constructor that takes any argument gets those of the class only."""
+    saved = {"lr": 0.7, "depth": 2, "_instantiator": "x", "_class_path": "some.Module"}
+    assert TakesAny.load_from_checkpoint(written(tmp_path, hyper_parameters=saved)).given == {"depth": 2}
+
+
 def of_a_fit(**changes: Any) -> dict[str, Any]:
     """Return what Lightning writes of a fit that has ended its second epoch of 3 batches."""
     optimizer = torch.optim.SGD(Line().parameters(), lr=0.01).state_dict()
@@ -288,6 +303,14 @@ def test_a_fit_of_lightnings_continues(tmp_path: Path) -> None:
     assert (train.current_epoch, train.global_step) == (3, 10)
     assert train.optimizers[0].param_groups[0]["lr"] == 0.01
     assert float(train.validate(Line(), loader(), ckpt_path=written(tmp_path))[0]["val_loss"]) > 1
+
+
+@pytest.mark.parametrize("key", ["MixedPrecision", "MixedPrecisionPlugin"])
+def test_the_loss_scaling_of_lightning(key: str) -> None:
+    """Its state is found under the name that Lightning 2.0 gives it, and under that of later versions."""
+    assert LightningState(of_a_fit(**LIGHTNING, global_step=6, **{key: {"scale": 8.0}}), "a.ckpt").scaler == {
+        "scale": 8.0
+    }
 
 
 def test_what_does_not_continue(tmp_path: Path) -> None:
