@@ -43,7 +43,14 @@ def is_last_checkpoint(path: str | os.PathLike[str]) -> bool:
 def unused_checkpoint(
     folder: str | os.PathLike[str], stem: str, taken: Collection[str] = (), own: Collection[str] = ()
 ) -> str:
-    """Return the first of `stem.ckpt`, `stem-v1.ckpt`, ... that is not taken and, unless `own`, not there."""
+    """Return the first of `stem.ckpt`, `stem-v1.ckpt`, ... that is not taken and, unless `own`, not there.
+
+    A symbolic link is never our own: who writes there replaces the file that it names.
+    """
     stems = itertools.chain([stem], (f"{stem}-v{version}" for version in itertools.count(1)))
     paths = (str(Path(folder) / f"{name}.ckpt") for name in stems)
-    return next(path for path in paths if path not in taken and (path in own or not Path(path).exists()))
+    return next(
+        path
+        for path in paths
+        if path not in taken and not (Path(path).is_symlink() if path in own else os.path.lexists(path))
+    )

@@ -282,13 +282,14 @@ class ModelCheckpoint(MonitoringCallback):
     def _choose_last(self, trainer: Trainer) -> str:
         """Return the path of this run's `last.ckpt`, which is no other run's. Collective.
 
-        A run may replace the last checkpoint from which it has continued.
+        A run may replace the last checkpoint from which it has continued, unless that is a symbolic link.
         """
         continued = () if trainer.ckpt_path is None else (absolute_path(trainer.ckpt_path),)
 
         def choose() -> str:
             known = self.last_model_path
-            if known and (known in continued or self.owns(known, trainer.strategy)):
+            is_file = bool(known) and not Path(known).is_symlink()
+            if is_file and (known in continued or self.owns(known, trainer.strategy)):
                 return known
             return self._unused(trainer, "last", continued)
 

@@ -84,6 +84,7 @@ class CheckpointFiles:
         def choose() -> str:
             for path in filter(None, (*named, given)):
                 is_here = is_last_checkpoint(path) and Path(path).parent == self.stop_folder
+                is_here &= not Path(path).is_symlink()
                 if is_here and (path == given or named[path].owns(path, self._strategy)):
                     return path
             return unused_checkpoint(self.stop_folder, "last")

@@ -28,7 +28,9 @@ class Scripted(Line):
         self.log("score", self.scores[self.current_epoch])
 
 
-def fit(folder: Path, saving: ModelCheckpoint, *scores: float, **options: Any) -> list[str]:
+def fit(
+    folder: Path, saving: ModelCheckpoint, *scores: float, ckpt_path: Path | None = None, **options: Any
+) -> list[str]:
     """Train as many epochs as there are scores; return the names of the files that are left."""
     train = trainer(
         folder,
@@ -36,7 +38,7 @@ def fit(folder: Path, saving: ModelCheckpoint, *scores: float, **options: Any) -
         enable_checkpointing=True,
         **{"max_epochs": len(scores), **options},
     )
-    train.fit(Scripted(*scores), loader(), loader())
+    train.fit(Scripted(*scores), loader(), loader(), ckpt_path=ckpt_path)
     return sorted(path.name for path in Path(saving.dirpath or "").iterdir())
 
 
@@ -308,6 +310,19 @@ def test_a_linked_last(tmp_path: Path) -> None:
     assert fit(tmp_path, saving, 1, 2) == ["epoch=0.ckpt", "last.ckpt"]
     assert TorchCheckpointIO().load_checkpoint(saving.last_model_path)["epoch"] == 1
     assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] == 0
+
+
+def test_a_symbolic_link_as_last(tmp_path: Path) -> None:
+    """A run that continues from one leaves the file that it names as it is."""
+    fit(tmp_path, ModelCheckpoint(tmp_path, "best", monitor="score", save_last=True), 1)
+    best, last = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    last.unlink()
+    last.symlink_to(best)
+    before = best.read_bytes()
+    saving = ModelCheckpoint(tmp_path, "best", monitor="score", save_last=True)
+    fit(tmp_path, saving, 1, 2, ckpt_path=last)
+    assert Path(saving.last_model_path).name == "last-v1.ckpt"
+    assert best.read_bytes() == before
 
 
 def test_a_linked_last_in_a_thread(tmp_path: Path) -> None:
