@@ -37,7 +37,7 @@ class WrappedModules:
     def __init__(self) -> None:
         self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self.plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._batchnorms: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
+        self._batchnorms: list[tuple[nn.Module, str, _BatchNorm, _BatchNorm]] = []
 
     def sync_batchnorms(self, module: nn.Module, group: ProcessGroup | None) -> None:
         """Replace layers by `SyncBatchNorm`; their parameters and buffers stay the same objects."""
@@ -55,6 +55,7 @@ class WrappedModules:
                 layer._parameters.update(synced._parameters)
                 layer._buffers.update(synced._buffers)
                 layer.training = synced.training
+                layer.track_running_stats = synced.track_running_stats
                 setattr(owner, name, layer)
         self._batchnorms.clear()
 

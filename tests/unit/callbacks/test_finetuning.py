@@ -78,6 +78,29 @@ class NormOnly(BaseFinetuning):
             self.unfreeze_and_add_param_group(module.backbone, optimizer, train_bn=False)
 
 
+class AllFrozen(BaseFinetuning):
+    """Freezes everything, until the second epoch."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.backbone, train_bn=False)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.backbone, optimizer)
+
+
+def test_statistics_of_a_run_that_continues(tmp_path: Path) -> None:
+    """After the unfreeze batch normalisation goes on to update them."""
+    whole, continued = WithBackbone(), WithBackbone()
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    callbacks: list[Any] = [AllFrozen(), saving]
+    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=4).fit(whole, loader())
+    path = tmp_path / "epoch=1.ckpt"
+    trainer(tmp_path, callbacks=AllFrozen(), max_epochs=4).fit(continued, loader(), ckpt_path=path)
+    assert continued.backbone[1].track_running_stats
+    assert continued.backbone[1].running_mean.tolist() == whole.backbone[1].running_mean.tolist()
+
+
 def test_batch_normalisation(tmp_path: Path) -> None:
     """It stays trainable unless told otherwise, and can be left out of a new group."""
     module = WithBackbone()

@@ -24,11 +24,13 @@ def test_there_and_back() -> None:
     assert module[0][0].weight is weight
     module.double()  # replaces buffers, as moving to a device does
     module[0][0].running_mean.add_(1)
+    module[0][0].track_running_stats = False  # frozen
     module.eval()
     modules.restore_batchnorms()
     assert module[0][0] is layer
     assert layer.weight is weight
     assert not layer.training
+    assert not layer.track_running_stats
     assert layer.running_mean is not None
     assert torch.equal(layer.running_mean, torch.ones(3, dtype=torch.double))
     assert [type(child) for child in module] == [nn.Sequential, nn.BatchNorm1d, nn.Linear]

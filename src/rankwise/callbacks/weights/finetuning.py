@@ -21,11 +21,13 @@ Modules = nn.Module | Iterable[nn.Module]
 class BaseFinetuning(Callback):
     """Base class: override `freeze_before_training` and `finetune_function`.
 
-    What is trained is part of checkpoints: a run that continues trains the same parameters.
+    What is trained is part of checkpoints: a run that continues trains the same parameters, and the same
+    layers of batch normalisation update their statistics.
     """
 
     def __init__(self) -> None:
         self._trained: list[str] | None = None  # the names of the trained parameters
+        self._tracking: list[str] | None = None  # those of the layers that update their statistics
 
     def freeze_before_training(self, module: TrainingModule) -> None:
         """Freeze parts of the module, before it is moved to its device."""
@@ -36,15 +38,17 @@ class BaseFinetuning(Callback):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        return {"trained": self._trained}
+        return {"trained": self._trained, "tracking": self._tracking}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        trained = state_dict["trained"]
-        self._trained = None if trained is None else [str(name) for name in trained]
+        self._trained, self._tracking = (
+            None if names is None else [str(name) for name in names]
+            for names in (state_dict["trained"], state_dict.get("tracking"))
+        )
 
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         if stage == "fit" and (trainer.global_step == 0 or self._trained is None):
-            self._trained = None
+            self._trained = self._tracking = None
             self.freeze_before_training(module)
 
     def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
@@ -53,12 +57,16 @@ class BaseFinetuning(Callback):
             trained = set(self._trained)
             for name, parameter in module.named_parameters():
                 parameter.requires_grad_(name in trained)
+        if self._tracking is not None:
+            for name, layer in _statistics_of(module):
+                layer.track_running_stats = name in self._tracking
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
         if not trainer.progress.is_within_epoch:
             for optimizer in trainer.optimizers:
                 self.finetune_function(module, trainer.current_epoch, optimizer)
         self._trained = [name for name, each in module.named_parameters() if each.requires_grad]
+        self._tracking = [name for name, layer in _statistics_of(module) if layer.track_running_stats]
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
@@ -137,3 +145,10 @@ class BaseFinetuning(Callback):
         parameters = BaseFinetuning.filter_params(modules, train_bn=train_bn)
         if own := BaseFinetuning.filter_on_optimizer(optimizer, parameters):
             optimizer.add_param_group({"params": own, "lr": rate})
+
+
+def _statistics_of(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """Yield the layers of batch normalisation that have statistics, with their names."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
+            yield name, layer
