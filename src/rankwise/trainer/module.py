@@ -17,7 +17,7 @@ from rankwise.hyperparameters import HyperparametersMixin
 from rankwise.nested import to_device
 from rankwise.ranks import rank_zero_only
 from rankwise.trainer.arguments import check_choice
-from rankwise.trainer.metric_objects import items_of
+from rankwise.trainer.metrics.metric_objects import items_of
 from rankwise.trainer.module_loading import LoadFromCheckpoint
 
 if TYPE_CHECKING:

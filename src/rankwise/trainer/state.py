@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.hooks import Hooks
     from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
-    from rankwise.trainer.metrics import Reported, Results
+    from rankwise.trainer.metrics.results import Reported, Results
     from rankwise.trainer.module import TrainingModule
 
 StageName = Literal["fit", "validate", "test", "predict"]

@@ -19,14 +19,14 @@ from rankwise.processes.changed_attributes import changed_attributes, updated, w
 from rankwise.processes.parametrized_modules import kind_of, set_kind
 from rankwise.processes.shared_memory import send_by_name
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
-from rankwise.trainer.metric_objects import (
+from rankwise.trainer.metrics.metric_objects import (
     merged,
     metric_objects,
     saved_states,
     set_states,
     unmergeable,
 )
-from rankwise.trainer.metrics import Results
+from rankwise.trainer.metrics.results import Results
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy

@@ -12,8 +12,8 @@ from torch import nn
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
 from rankwise.strategies import SingleDeviceStrategy, Strategy
-from rankwise.trainer.metric_objects import is_metric_object, merged_states, metric_objects, states_of
-from rankwise.trainer.metrics import Results
+from rankwise.trainer.metrics.metric_objects import is_metric_object, merged_states, metric_objects, states_of
+from rankwise.trainer.metrics.results import Results
 from tests.unit.trainer.helpers import Line, loader, trainer, with_second_rank
 
 

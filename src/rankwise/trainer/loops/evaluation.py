@@ -18,7 +18,7 @@ from rankwise.nested import to_device
 from rankwise.trainer.consistency import check_same_order
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.batch_transfer import BatchTransfer
-from rankwise.trainer.metrics import Results
+from rankwise.trainer.metrics.results import Results
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy

@@ -19,7 +19,7 @@ from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
 from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, no_batch_error
-from rankwise.trainer.metrics import Results
+from rankwise.trainer.metrics.results import Results
 from rankwise.trainer.state_transfer import RankState, changing_state, gather_rank_states, seed_rank
 
 if TYPE_CHECKING:

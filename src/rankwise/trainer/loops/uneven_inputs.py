@@ -20,7 +20,7 @@ from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.seed import get_random_state, set_random_state
 from rankwise.stores.waiting import StoreCounter
-from rankwise.trainer.metric_objects import metric_objects, set_states, states_of
+from rankwise.trainer.metrics.metric_objects import metric_objects, set_states, states_of
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy

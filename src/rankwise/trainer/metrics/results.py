@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
 from rankwise.nested import to_device
-from rankwise.trainer.metric_objects import (
+from rankwise.trainer.metrics.metric_objects import (
     Metrics,
     States,
     check_is_part,
