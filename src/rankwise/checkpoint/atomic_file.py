@@ -24,7 +24,8 @@ _TEMPORARY_NAMES = f".rankwise-{'[0-9a-f]' * 2 * _SUFFIX_BYTES}.tmp"
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces `path` if the block succeeds, and is deleted otherwise.
 
-    Several processes may write to one path or folder at once: the last one replaces the others' file.
+    Several processes may write to one path or folder at once: the last one replaces the others' file. The new
+    file has the permissions of the one that it replaces.
 
     Raises:
         CheckpointError: when something else than a file is at `path`.
@@ -36,6 +37,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     file, temporary = _open_temporary(target.parent)
     with file:
         try:
+            _copy_permissions(target, file)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -85,6 +87,12 @@ def check_regular_file(path: Path, remedy: str) -> None:
     if not stat.S_ISREG(mode):
         kind = "folder" if stat.S_ISDIR(mode) else "device, pipe or socket"
         raise CheckpointError(path=os.fspath(path), problem=f"is a {kind}, not a file", remedy=remedy)
+
+
+def _copy_permissions(source: Path, file: IO[bytes]) -> None:
+    """Let no others read the new file than could read the file that it replaces, if there is one."""
+    with suppress(FileNotFoundError):
+        os.fchmod(file.fileno(), stat.S_IMODE(source.stat().st_mode))
 
 
 def _open_temporary(folder: Path) -> tuple[IO[bytes], Path | None]:

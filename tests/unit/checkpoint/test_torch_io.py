@@ -166,6 +166,16 @@ def test_permissions_follow_the_umask(path: Path) -> None:
     assert path.stat().st_mode == other.stat().st_mode
 
 
+def test_permissions_of_the_old_file_are_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only its owner could read, only its owner can read after a save, named or not meanwhile."""
+    for folder in ("/proc/self/fd", "/nowhere"):  # a temporary file without a name, and one with a name
+        monkeypatch.setattr("rankwise.checkpoint.atomic_file._OPEN_FILES", folder)
+        path.chmod(0o600)
+        TorchCheckpointIO().save_checkpoint({"value": folder}, path)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert TorchCheckpointIO().load_checkpoint(path)["value"] == folder
+
+
 def test_missing_file(tmp_path: Path) -> None:
     """A missing file is an error that says so."""
     with pytest.raises(CheckpointError, match=r"no\.ckpt.*does not exist"):
