@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if CONTEXT_VARIABLE in os.environ:  # a re-run script: connect to the main proce
     attach(os.environ.pop(CONTEXT_VARIABLE))
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from rankwise import callbacks, errors
     from rankwise.environments import ClusterEnvironment
     from rankwise.launchers import Launcher
@@ -72,12 +75,23 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"rankwise.{name}")
+        return _import(f"rankwise.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'rankwise' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(_import(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module; without garbage collections meanwhile, each of which walks all of torch's objects."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

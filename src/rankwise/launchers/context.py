@@ -14,8 +14,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from rankwise.errors import ProcessGroupError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind, RankChannel
@@ -224,6 +222,8 @@ class WorkerContext:
             record = dataclasses.replace(record, has_met=self.failure_exchange is not None)
             self.channel.send(Kind.FAILURE, record.to_json())
         elif isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
             if record is not None and record.is_consequence:
                 time.sleep(1)  # agents compare whole seconds: the rank that failed first must be earlier
             get_error_handler().record_exception(error)
