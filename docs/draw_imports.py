@@ -20,6 +20,7 @@ PICTURE = DOCS / "pictures" / "imports.svg"
 
 SUBJECTS = {
     "doctor": "diagnoses a job",
+    "lightning": "Lightning's names",
     "trainer": "the Trainer and its loops",
     "callbacks": "called during training",
     "loggers": "record metrics",

@@ -47,6 +47,7 @@ def test_private_modules_stay_in_their_folder() -> None:
 # Tables of modules that are imported when they are used, or that are known by name in a stack of frames.
 TABLES = {
     "rankwise": "_HOMES",
+    "rankwise.lightning": "_HOMES",
     "rankwise.launchers.multiprocess": "PRELOAD",
     "rankwise.process_group.interception": "_INNER_MODULES",
     # groups of entry points, which are called like the package that reads them

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from rankwise import callbacks, errors
+    from rankwise.callbacks import Callback
     from rankwise.environments import ClusterEnvironment
+    from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context, register_ddp_comm_hook
     from rankwise.launchers import Launcher
-    from rankwise.ranks import RankInfo, rank_zero_only
+    from rankwise.ranks import RankInfo, rank_zero_info, rank_zero_only, rank_zero_warn
     from rankwise.registry import StrategyRegistry
     from rankwise.seed import seed_everything
     from rankwise.strategies import (
@@ -36,11 +38,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "rankwise.callbacks",
     "ClusterEnvironment": "rankwise.environments",
     "DDPElasticStrategy": "rankwise.strategies",
     "DDPForkStrategy": "rankwise.strategies",
     "DDPSpawnStrategy": "rankwise.strategies",
     "DDPStrategy": "rankwise.strategies",
+    "GradientSyncMode": "rankwise.gradient_sync",
     "Launcher": "rankwise.launchers",
     "RankInfo": "rankwise.ranks",
     "SingleDeviceStrategy": "rankwise.strategies",
@@ -48,17 +52,23 @@ _HOMES = {
     "StrategyRegistry": "rankwise.registry",
     "Trainer": "rankwise.trainer",
     "TrainingModule": "rankwise.trainer",
+    "gradient_sync_context": "rankwise.gradient_sync",
+    "rank_zero_info": "rankwise.ranks",
     "rank_zero_only": "rankwise.ranks",
+    "rank_zero_warn": "rankwise.ranks",
+    "register_ddp_comm_hook": "rankwise.gradient_sync",
     "seed_everything": "rankwise.seed",
 }
 _MODULES = ("callbacks", "errors")
 
 __all__ = [
+    "Callback",
     "ClusterEnvironment",
     "DDPElasticStrategy",
     "DDPForkStrategy",
     "DDPSpawnStrategy",
     "DDPStrategy",
+    "GradientSyncMode",
     "Launcher",
     "RankInfo",
     "SingleDeviceStrategy",
@@ -68,7 +78,11 @@ __all__ = [
     "TrainingModule",
     "callbacks",
     "errors",
+    "gradient_sync_context",
+    "rank_zero_info",
     "rank_zero_only",
+    "rank_zero_warn",
+    "register_ddp_comm_hook",
     "seed_everything",
 ]
 

@@ -12,6 +12,7 @@ RankwiseError
 |   |-- NotPicklableError (TypeError)       an object cannot be sent to another process
 |   |-- LaunchRefusedError (RuntimeError)   the start method cannot work here
 |   |-- MissingExtraError (ImportError)     an optional package is not installed
+|   |-- MissingNameError (ImportError)      a name of Lightning's that rankwise does not have
 |   `-- UnshardableLoaderError              a data loader cannot be split over ranks
 |-- InvalidTypeError (TypeError)            an argument has the wrong type
 |-- LifecycleError (RuntimeError)           a call in the wrong state
@@ -60,6 +61,7 @@ __all__ = [
     "LaunchRefusedError",
     "LifecycleError",
     "MissingExtraError",
+    "MissingNameError",
     "NonFiniteLossError",
     "NodesLostError",
     "NotPicklableError",
@@ -373,6 +375,15 @@ class MissingExtraError(ConfigurationError, ImportError):
     package: str = ""
     extra: str = ""
     purpose: str = ""
+
+
+class MissingNameError(ConfigurationError, ImportError):
+    """`module`, which has Lightning's names, does not have `name`."""
+
+    SUMMARY = "{module} has no {name}."
+
+    module: str = ""
+    name: str = ""
 
 
 class UnshardableLoaderError(ConfigurationError):

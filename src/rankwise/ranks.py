@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import ParamSpec, TypeVar
 
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from rankwise.errors import InvalidArgumentError
 
-__all__ = ["RankInfo", "rank_zero_only"]
+__all__ = ["RankInfo", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
 
 # The code of functions that run a rank. Frames further out, as those around a fork, are not the rank's own.
 # By identity, as Python 3.12 hashes all instructions of a code object.

@@ -40,6 +40,7 @@ ORDER = (
     "doctor",
     "testing",
     "integrations",
+    "lightning",
     "__main__",
 )
 INDEPENDENT = (

@@ -122,6 +122,11 @@ CASES = [
         '  Fix: pip install "rankwise[progress]"',
     ),
     Case(
+        lambda: errors.MissingNameError(module="rankwise.lightning", name="Tuner", remedy="leave it out."),
+        ImportError,
+        "rankwise.lightning has no Tuner.\n  Fix: leave it out.",
+    ),
+    Case(
         lambda: errors.UnshardableLoaderError(loader="train_dataloader", reason="it is a list", remedy="x."),
         ValueError,
         "train_dataloader cannot be split over the ranks: it is a list.\n  Fix: x.",

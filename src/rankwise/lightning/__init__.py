@@ -1,0 +1,49 @@
+"""Lightning's names for what rankwise has: `import rankwise.lightning as pl`, or `as L`.
+
+A script written for Lightning changes its imports only: `lightning.pytorch`, `pytorch_lightning` and
+`lightning` become `rankwise.lightning`, in the names of submodules too. A name of Lightning's that does not
+exist here raises `MissingNameError`, which says what to write instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rankwise.lightning._modules import add_missing_modules, add_other_names, missing_name
+
+if TYPE_CHECKING:
+    from rankwise.lightning.callbacks import Callback
+    from rankwise.lightning.core import LightningModule
+    from rankwise.lightning.trainer import Trainer
+    from rankwise.lightning.utilities import seed_everything
+
+_HOMES = {
+    "Callback": "rankwise.lightning.callbacks",
+    "LightningModule": "rankwise.lightning.core",
+    "Trainer": "rankwise.lightning.trainer",
+    "seed_everything": "rankwise.lightning.utilities",
+}
+_MODULES = ("callbacks", "core", "fabric", "loggers", "plugins", "strategies", "trainer", "utilities")
+
+__all__ = ["Callback", "LightningModule", "Trainer", "seed_everything"]
+
+add_other_names(__name__, "pytorch")
+add_missing_modules(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name == "__version__":
+        return sys.modules["rankwise"].__version__
+    if name not in _HOMES:
+        raise missing_name(__name__, name)
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, *_MODULES])

@@ -1,0 +1,9 @@
+"""Names of `lightning.pytorch.loggers` and `lightning.fabric.loggers`."""
+
+from rankwise.lightning._modules import add_other_names, refuse_missing_names
+from rankwise.loggers import CSVLogger, Logger
+
+__all__ = ["CSVLogger", "Logger"]
+
+__getattr__ = refuse_missing_names(__name__)
+add_other_names(__name__, "csv_logs", "logger")

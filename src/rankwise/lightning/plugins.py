@@ -1,0 +1,34 @@
+"""Names of `lightning.pytorch.plugins` and `lightning.fabric.plugins`, those of their folders included."""
+
+from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    TorchElasticEnvironment,
+)
+from rankwise.environments import LocalEnvironment as LightningEnvironment
+from rankwise.environments import SlurmEnvironment as SLURMEnvironment
+from rankwise.lightning._modules import add_other_names, refuse_missing_names
+from rankwise.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+
+__all__ = [
+    "AsyncCheckpointIO",
+    "CheckpointIO",
+    "ClusterEnvironment",
+    "DoublePrecision",
+    "HalfPrecision",
+    "KubeflowEnvironment",
+    "LSFEnvironment",
+    "LightningEnvironment",
+    "MPIEnvironment",
+    "MixedPrecision",
+    "Precision",
+    "SLURMEnvironment",
+    "TorchCheckpointIO",
+    "TorchElasticEnvironment",
+]
+
+__getattr__ = refuse_missing_names(__name__)
+add_other_names(__name__, "environments", "io", "precision")

@@ -1,0 +1,82 @@
+"""Names of `lightning.pytorch.utilities` and `lightning.fabric.utilities`, and small functions of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_deprecation
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from rankwise.callbacks import ModelSummary
+from rankwise.errors import InvalidArgumentError
+from rankwise.hyperparameters import AttributeDict
+from rankwise.lightning._modules import add_other_names, refuse_missing_names
+from rankwise.nested import to_device as move_data_to_device
+from rankwise.ranks import rank_zero_info, rank_zero_only, rank_zero_warn
+from rankwise.seed import get_random_state, seed_everything, set_random_state
+
+__all__ = [
+    "EVAL_DATALOADERS",
+    "STEP_OUTPUT",
+    "TRAIN_DATALOADERS",
+    "AttributeDict",
+    "LRScheduler",
+    "LRSchedulerConfigType",
+    "LRSchedulerTypeUnion",
+    "ModelSummary",
+    "OptimizerConfig",
+    "OptimizerLRScheduler",
+    "OptimizerLRSchedulerConfig",
+    "ReduceLROnPlateau",
+    "grad_norm",
+    "isolate_rng",
+    "move_data_to_device",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+    "seed_everything",
+]
+
+# For annotations; the Trainer accepts what its documentation says.
+STEP_OUTPUT = Tensor | dict[str, Any] | None
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
+EVAL_DATALOADERS = TRAIN_DATALOADERS = Any
+OptimizerLRScheduler = OptimizerLRSchedulerConfig = OptimizerConfig = LRSchedulerConfigType = Any
+
+_CPU = torch.device("cpu")
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """Return the norm of each parameter's gradient, and of all of them, by names for loggers.
+
+    Raises:
+        InvalidArgumentError: if `norm_type` is not a positive number, or `"inf"`.
+    """
+    kind = float(norm_type)
+    if not kind > 0:
+        raise InvalidArgumentError(argument="norm_type", value=norm_type, expected="more than 0, or 'inf'")
+    gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+    norms = {f"grad_{kind}_norm{group_separator}{name}": grad.norm(kind) for name, grad in gradients.items()}
+    return norms and {**norms, f"grad_{kind}_norm_total": torch.stack([*norms.values()]).norm(kind)}
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Restore the state of Python's, NumPy's and torch's random generators after the block."""
+    device = torch.device("cuda") if include_cuda and torch.cuda.is_initialized() else _CPU
+    state = get_random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(state, device)
+
+
+__getattr__ = refuse_missing_names(__name__)
+add_other_names(
+    __name__, "apply_func", "grads", "model_summary", "parsing", "rank_zero", "seed", "types", "distributed"
+)

@@ -1,0 +1,117 @@
+"""`rankwise.lightning`: Lightning's names are importable as from Lightning, and missing ones are refused."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rankwise
+from rankwise.errors import InvalidArgumentError, MissingNameError
+from rankwise.lightning import _modules
+from rankwise.lightning.utilities import grad_norm, isolate_rng
+
+PACKAGE = "rankwise.lightning"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "own"),
+    [
+        ("", "LightningModule", rankwise.TrainingModule),
+        ("", "Trainer", rankwise.Trainer),
+        ("", "Callback", rankwise.Callback),
+        ("", "seed_everything", rankwise.seed_everything),
+        (".pytorch", "Trainer", rankwise.Trainer),
+        (".pytorch.callbacks", "Timer", rankwise.callbacks.Timer),
+        (".callbacks.early_stopping", "EarlyStopping", rankwise.callbacks.EarlyStopping),
+        (".callbacks.progress.tqdm_progress", "TQDMProgressBar", rankwise.callbacks.TQDMProgressBar),
+        (".core.module", "LightningModule", rankwise.TrainingModule),
+        (".utilities.rank_zero", "rank_zero_only", rankwise.rank_zero_only),
+        (".utilities", "rank_zero_info", rankwise.rank_zero_info),
+        (".fabric", "seed_everything", rankwise.seed_everything),
+        (".fabric.utilities.seed", "seed_everything", rankwise.seed_everything),
+        (".fabric.strategies", "DDPStrategy", rankwise.DDPStrategy),
+        (".plugins.environments", "ClusterEnvironment", rankwise.ClusterEnvironment),
+    ],
+)
+def test_names_are_rankwises(module: str, name: str, own: object) -> None:
+    """A name of Lightning's is rankwise's own object, from every module that Lightning has it in."""
+    assert getattr(importlib.import_module(PACKAGE + module), name) is own
+
+
+def test_modules_are_attributes() -> None:
+    """`pl.callbacks`, `L.pytorch.callbacks` and their submodules need no import of their own."""
+    pl: Any = importlib.import_module(PACKAGE)
+    assert pl.callbacks.Timer is pl.pytorch.callbacks.timer.Timer is rankwise.callbacks.Timer
+    assert pl.__version__ == rankwise.__version__
+
+
+def test_importing_is_cheap() -> None:
+    """Importing the namespace does not import torch."""
+    code = f"import sys, {PACKAGE}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("statement", "remedy"),
+    [
+        ("from rankwise.lightning.cli import LightningCLI", "build the Trainer in code"),
+        ("from rankwise.lightning import cli", "build the Trainer in code"),
+        ("from rankwise.lightning.strategies import FSDPStrategy", "out of scope"),
+        ("from rankwise.lightning.callbacks import BatchSizeFinder", "does not search"),
+        ("from rankwise.lightning.pytorch.demos.boring_classes import BoringModel", "in your script"),
+        ("import rankwise.lightning as pl; pl.Unheard", "docs/from_lightning.md"),
+        ("from rankwise.lightning.utilities.rank_zero import unheard", "docs/from_lightning.md"),
+    ],
+)
+def test_missing_names(statement: str, remedy: str) -> None:
+    """A name that does not exist here is an error of its own, with what to do, in every form of import."""
+    with pytest.raises(MissingNameError, match=remedy):
+        exec(statement)
+
+
+def test_special_names_are_not_refused() -> None:
+    """Special and private names are missing in the ordinary way, as Python's own tools expect."""
+    pl = importlib.import_module(PACKAGE)
+    tuner = importlib.import_module(f"{PACKAGE}.tuner")
+    for module in (pl, pl.callbacks, tuner):
+        assert getattr(module, "__wrapped__", None) is None
+        assert getattr(module, "_private", None) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["core", "callbacks", "fabric", "loggers", "plugins", "strategies", "utilities"]
+)
+def test_nothing_that_exists_is_listed_as_missing(name: str) -> None:
+    """The table of missing names has no name that exists."""
+    module = importlib.import_module(f"{PACKAGE}.{name}")
+    assert set(module.__all__) & set(_modules._MISSING_NAMES) == set()
+
+
+def test_grad_norm() -> None:
+    """The norm of each gradient and of all, with Lightning's names; without gradients there are none."""
+    layer = nn.Linear(2, 1)
+    assert grad_norm(layer, 2) == {}
+    layer(torch.tensor([[3.0, 0.0]])).sum().backward()
+    norms = {name: value.item() for name, value in grad_norm(layer, 2).items()}
+    assert norms == pytest.approx(
+        {"grad_2.0_norm/weight": 3.0, "grad_2.0_norm/bias": 1.0, "grad_2.0_norm_total": 10**0.5}
+    )
+    assert grad_norm(layer, "inf")["grad_inf_norm_total"].item() == 3.0
+    with pytest.raises(InvalidArgumentError, match="more than 0"):
+        grad_norm(layer, 0)
+
+
+def test_isolate_rng() -> None:
+    """Random numbers drawn in the block do not change those after it."""
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    with isolate_rng():
+        torch.rand(5)
+    assert torch.equal(torch.rand(3), expected)
