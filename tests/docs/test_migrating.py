@@ -22,6 +22,7 @@ from rankwise import (
     data,
     environments,
     gradient_sync,
+    loggers,
     precision,
     process_group,
     strategies,
@@ -43,6 +44,7 @@ NAMES: dict[str, Any] = {
 for module in (
     *(rankwise, strategies, gradient_sync, process_group, precision, data, environments, checkpoint),
     callbacks,
+    loggers,
 ):
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 

@@ -191,8 +191,8 @@ def test_the_throughput_of_all_ranks(tmp_path: Path) -> None:
     )
     trainer.fit(Regression(), loader(16, 4))
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["train|batches"]]
-    assert [row["train|samples"] for row in rows] == ["4.0", "8.0"]
-    assert float(rows[1]["train|samples_per_sec"]) == pytest.approx(
-        2 * float(rows[1]["train|device/samples_per_sec"])
+        rows = [row for row in csv.DictReader(file) if row["train/batches"]]
+    assert [row["train/samples"] for row in rows] == ["4.0", "8.0"]
+    assert float(rows[1]["train/samples_per_sec"]) == pytest.approx(
+        2 * float(rows[1]["train/device/samples_per_sec"])
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from rankwise.errors import InvalidTypeError
+from rankwise.loggers.base import finalize_all
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import drawn_seed, get_random_state, given_seed, seed_process, set_random_state
 from rankwise.strategies.shared_errors import errors_shared
@@ -139,11 +140,14 @@ class Stage:
             raise
         finally:
             report_phase(TEARDOWN)
-            context.hooks.call("teardown", self.name)
-            if context.strategy.is_global_zero:
-                used = [*loggers, *context.loggers]  # hooks may have replaced some
-                for logger in {id(logger): logger for logger in used}.values():
-                    logger.finalize(status)
+            try:
+                context.hooks.call("teardown", self.name)
+            except BaseException:
+                status = "failed"
+                raise
+            finally:
+                if context.strategy.is_global_zero:
+                    finalize_all([*loggers, *context.loggers], status)  # hooks may have replaced some
         return value
 
     @contextmanager
@@ -237,9 +241,10 @@ class Stage:
         strategy.on_after_setup_optimizers(context.optimizers)
         rank_state = self._restore_fit(context)
         with errors_shared(strategy):
-            logged = module.logged_hparams
-            for logger in context.loggers if logged and strategy.is_global_zero else ():
-                logger.log_hyperparams(logged)
+            for logger in context.loggers if strategy.is_global_zero else ():
+                if module.logged_hparams:
+                    logger.log_hyperparams(module.logged_hparams)
+                logger.log_graph(module)
         data = self._train_data(context)
         validation = self._validation(context)
         context.state.has_validation = validation is not None

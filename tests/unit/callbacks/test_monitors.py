@@ -66,14 +66,14 @@ def test_throughput(tmp_path: Path) -> None:
     found = logged(tmp_path, monitor, WithFlops()).found
     assert [step for step, _ in found] == [2, 4, 4]
     [_, (_, train), (_, validation)] = found
-    assert (train["train|batches"], train["train|samples"], train["train|lengths"]) == (4, 8, 12)
-    rate = train["train|device/batches_per_sec"]
-    assert train["train|device/samples_per_sec"] == pytest.approx(2 * rate)
-    assert train["train|device/items_per_sec"] == pytest.approx(3 * rate)
-    assert train["train|device/flops_per_sec"] == pytest.approx(10 * rate)
-    assert train["train|device/mfu"] == pytest.approx(10 * rate / 1e20)
-    assert train["train|time"] == pytest.approx(4 / rate)
-    assert validation["validate|samples"] == 8
+    assert (train["train/batches"], train["train/samples"], train["train/lengths"]) == (4, 8, 12)
+    rate = train["train/device/batches_per_sec"]
+    assert train["train/device/samples_per_sec"] == pytest.approx(2 * rate)
+    assert train["train/device/items_per_sec"] == pytest.approx(3 * rate)
+    assert train["train/device/flops_per_sec"] == pytest.approx(10 * rate)
+    assert train["train/device/mfu"] == pytest.approx(10 * rate / 1e20)
+    assert train["train/time"] == pytest.approx(4 / rate)
+    assert validation["validate/samples"] == 8
 
 
 @pytest.mark.parametrize("callback", [DeviceStatsMonitor(), ThroughputMonitor(len)])

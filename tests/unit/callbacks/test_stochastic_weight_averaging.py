@@ -76,6 +76,12 @@ class Two(Scheduled):
         return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
 
 
+class Manual(Scheduled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
 def test_batch_normalisation(tmp_path: Path) -> None:
     """It is told how to get exact statistics."""
     with pytest.warns(UserWarning, match="update_bn"):
@@ -90,6 +96,8 @@ def test_refused(tmp_path: Path) -> None:
         trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1), max_epochs=-1).fit(Scheduled(), loader())
     with pytest.raises(ConfigurationError, match="needs one optimizer"):
         trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1)).fit(Two(), loader())
+    with pytest.raises(ConfigurationError, match="a scheduler that the module steps itself"):
+        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1)).fit(Manual(), loader())
     with pytest.raises(InvalidArgumentError, match="one for each of 1 parameter groups"):
         trainer(tmp_path, callbacks=StochasticWeightAveraging([0.1, 0.2], 1), max_epochs=2).fit(
             Scheduled(), loader()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from rankwise.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from rankwise.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from rankwise.callbacks.weights.weight_averaging import share_buffers
 from rankwise.checkpoint import TorchCheckpointIO
-from rankwise.errors import CheckpointError, InvalidArgumentError
+from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, UnknownArgumentError
+from rankwise.strategies import DDPStrategy
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -114,8 +116,81 @@ def test_a_damaged_checkpoint(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("options", [{"decay": 1.5}, {"update_every_n_steps": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decay": 1.5},
+        {"update_every_n_steps": -1},
+        {"update_starting_at_step": -1},
+        {"update_starting_at_epoch": -1},
+    ],
+)
 def test_wrong_values(options: dict[str, Any]) -> None:
     """Values that cannot work are refused in the constructor."""
     with pytest.raises(InvalidArgumentError):
         EMAWeightAveraging(**options)
+
+
+def test_unknown_arguments() -> None:
+    """Keywords that would do nothing are refused by name."""
+    with pytest.raises(UnknownArgumentError, match="takes no argument 'use_bufers'"):
+        WeightAveraging(use_bufers=False)
+    for name in ("avg_fn", "multi_avg_fn"):
+        with pytest.raises(
+            UnknownArgumentError, match=f"takes no argument '{name}'.*\n.*\n.*WeightAveraging"
+        ):
+            EMAWeightAveraging(**{name: cast(Any, torch.add)})
+    with pytest.raises(UnknownArgumentError, match="'decay'"):
+        EMAWeightAveraging(decays=0.5)
+
+
+class Counting(Noted):
+    """Counts its training steps in a buffer."""
+
+    count: Any
+    twice: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("twice", torch.zeros(()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        self.twice += 2
+
+
+def test_buffers_that_are_not_averaged(tmp_path: Path) -> None:
+    """Checkpoints have the module's as they are then, also after a step that the average leaves out."""
+    saving = ModelCheckpoint(tmp_path, "own")
+    callbacks: list[Any] = [EMAWeightAveraging(use_buffers=False, update_every_n_steps=2), saving]
+    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(Counting(), loader())
+    saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
+    assert saved["state_dict"]["count"] == saved["current_model_state"]["count"] == 4
+
+
+def test_buffers_are_shared_at_once() -> None:
+    """All of them are one value of a broadcast, however many there are."""
+    shared: list[Any] = []
+
+    class Noting(DDPStrategy):
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            shared.append([float(tensor) for tensor in obj])
+            return [tensor + 1 for tensor in obj]
+
+    module = Counting()
+    share_buffers(module, Noting(accelerator="cpu", devices=1))
+    assert shared == [[0, 0]]
+    assert (module.count, module.twice) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "callback", [WeightAveraging(), EMAWeightAveraging(), StochasticWeightAveraging(0.1)]
+)
+def test_post_local_sgd_is_refused(tmp_path: Path, callback: Any) -> None:
+    """Its ranks have weights of their own: an average of one rank's is not that of the run."""
+    strategy = DDPStrategy(accelerator="cpu", devices=1, comm_hook="post_localsgd", model_averaging_period=2)
+    with pytest.raises(
+        ConfigurationError, match=f"{type(callback).__name__} cannot work with post-local SGD"
+    ):
+        trainer(tmp_path, callbacks=callback, strategy=strategy).fit(Noted(), loader())

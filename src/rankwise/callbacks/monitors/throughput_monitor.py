@@ -29,11 +29,11 @@ class _Count(NamedTuple):
 class ThroughputMonitor(Callback):
     """Log global rank 0's throughput in training and validation, over a window of batches.
 
-    Names are `train|device/batches_per_sec`, `train|device/samples_per_sec`, with `length_fn`
-    `train|device/items_per_sec`, and the totals `train|time` (seconds), `train|batches`, `train|samples` and
-    `train|lengths`; in validation `validate|...`. On several ranks `train|batches_per_sec` and the like are
+    Names are `train/device/batches_per_sec`, `train/device/samples_per_sec`, with `length_fn`
+    `train/device/items_per_sec`, and the totals `train/time` (seconds), `train/batches`, `train/samples` and
+    `train/lengths`; in validation `validate/...`. On several ranks `train/batches_per_sec` and the like are
     global rank 0's numbers, times the number of ranks. A module with `flops_per_batch` gets
-    `train|device/flops_per_sec`, and with `available_flops` `train|device/mfu`, the part of these.
+    `train/device/flops_per_sec`, and with `available_flops` `train/device/mfu`, the part of these.
 
     Training is logged when its metrics are (`log_every_n_steps`), validation at its end. The clock is read
     when a batch ends: a CUDA device may then have some of its work to do.
@@ -43,7 +43,7 @@ class ThroughputMonitor(Callback):
         length_fn: returns the number of items, such as tokens, of all samples of a batch together.
         window_size: number of batches over which the throughput is computed.
         available_flops: what the device can do in a second, in the precision that is used.
-        separator: between `train|device` and the name.
+        separator: between the parts of a name.
 
     Raises:
         InvalidTypeError, InvalidArgumentError: for what is no function, and a window of less than 2.
@@ -145,12 +145,14 @@ class ThroughputMonitor(Callback):
             totals["lengths"] = last.lengths
         if (flops := getattr(module, "flops_per_batch", None)) is not None:
             rates["flops_per_sec"] = rates["batches_per_sec"] * float(flops)
-        values = {f"{phase}|device{self.separator}{name}": rate for name, rate in rates.items()}
+        prefix = f"{phase}{self.separator}"
+        device = f"{prefix}device{self.separator}"
+        values = {f"{device}{name}": rate for name, rate in rates.items()}
         if "flops_per_sec" in rates and self.available_flops:
-            values[f"{phase}|device{self.separator}mfu"] = rates["flops_per_sec"] / self.available_flops
+            values[f"{device}mfu"] = rates["flops_per_sec"] / self.available_flops
         if trainer.world_size > 1:
-            values |= {f"{phase}|{name}": rate * trainer.world_size for name, rate in rates.items()}
-        values |= {f"{phase}|{name}": float(total) for name, total in totals.items()}
-        values[f"{phase}|time"] = last.time - self._began[phase]
+            values |= {f"{prefix}{name}": rate * trainer.world_size for name, rate in rates.items()}
+        values |= {f"{prefix}{name}": float(total) for name, total in totals.items()}
+        values[f"{prefix}time"] = last.time - self._began[phase]
         for logger in trainer.loggers:
             logger.log_metrics(values, trainer.global_step)

@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.weights.weight_averaging import WeightAveraging
-from rankwise.errors import InvalidArgumentError
+from rankwise.errors import InvalidArgumentError, UnknownArgumentError
 
 if TYPE_CHECKING:
     import torch
+
+_ARGUMENTS = (
+    "device",
+    "use_buffers",
+    "decay",
+    "update_every_n_steps",
+    "update_starting_at_step",
+    "update_starting_at_epoch",
+)
 
 
 @final
@@ -22,10 +31,10 @@ class EMAWeightAveraging(WeightAveraging):
         update_every_n_steps: update after every n-th optimizer step; 0 for never.
         update_starting_at_step: the first step that is averaged, counted from 0; None for all.
         update_starting_at_epoch: update after each epoch from this one on, too; None for never.
-        kwargs: other arguments of `AveragedModel`.
 
     Raises:
-        InvalidArgumentError: for a `decay` outside of 0 to 1, or a negative number of steps.
+        InvalidArgumentError: for a `decay` outside of 0 to 1, or a negative number.
+        UnknownArgumentError: for other keywords.
     """
 
     def __init__(
@@ -40,11 +49,19 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         if not 0.0 <= decay <= 1.0:
             raise InvalidArgumentError(argument="decay", value=decay, expected="a number from 0 to 1")
-        if update_every_n_steps < 0:
-            raise InvalidArgumentError(
-                argument="update_every_n_steps", value=update_every_n_steps, expected="0 or more"
+        for name, number in (
+            ("update_every_n_steps", update_every_n_steps),
+            ("update_starting_at_step", update_starting_at_step),
+            ("update_starting_at_epoch", update_starting_at_epoch),
+        ):
+            if number is not None and number < 0:
+                raise InvalidArgumentError(argument=name, value=number, expected="0 or more")
+        for name in kwargs:
+            remedy = "WeightAveraging, which takes it." if name in ("avg_fn", "multi_avg_fn") else ""
+            raise UnknownArgumentError(
+                target="EMAWeightAveraging", name=name, known=_ARGUMENTS, remedy=remedy
             )
-        super().__init__(device=device, use_buffers=use_buffers, **kwargs)
+        super().__init__(device=device, use_buffers=use_buffers)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
@@ -53,10 +70,7 @@ class EMAWeightAveraging(WeightAveraging):
     def _arguments(self) -> dict[str, Any]:
         from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-        is_given = "avg_fn" in self._kwargs or "multi_avg_fn" in self._kwargs
-        return (
-            self._kwargs if is_given else {**self._kwargs, "multi_avg_fn": get_ema_multi_avg_fn(self.decay)}
-        )
+        return {"multi_avg_fn": get_ema_multi_avg_fn(self.decay)}
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.callbacks.base import Callback
+from rankwise.callbacks.weights.weight_averaging import check_same_weights, copy_tensors, share_buffers
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class StochasticWeightAveraging(Callback):
 
     Raises:
         InvalidArgumentError, InvalidTypeError: for arguments out of range.
-        ConfigurationError: in `fit`, for endless training, and for other than one optimizer.
+        ConfigurationError: in `fit`, for endless training, post-local SGD, other than one optimizer, and
+            schedulers in manual optimization.
     """
 
     def __init__(
@@ -99,6 +101,8 @@ class StochasticWeightAveraging(Callback):
                 facts=f"max_epochs={trainer.max_epochs}.",
                 remedy="Trainer(max_epochs=...).",
             )
+        if stage == "fit":
+            check_same_weights(trainer.strategy, "StochasticWeightAveraging")
 
     def state_dict(self) -> dict[str, Any]:
         if self._average is None or self._scheduler is None:
@@ -125,6 +129,12 @@ class StochasticWeightAveraging(Callback):
                 message="StochasticWeightAveraging needs one optimizer, and at most one scheduler.",
                 facts=f"the module has {len(trainer.optimizers)} optimizers, and "
                 f"{len(trainer.lr_scheduler_configs)} schedulers.",
+                remedy="WeightAveraging, which does not change learning rates.",
+            )
+        if trainer.lr_scheduler_configs and not module.automatic_optimization:
+            raise ConfigurationError(
+                message="StochasticWeightAveraging cannot replace a scheduler that the module steps itself.",
+                facts=f"automatic_optimization of {type(module).__name__} is False.",
                 remedy="WeightAveraging, which does not change learning rates.",
             )
         has_batch_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
@@ -175,14 +185,13 @@ class StochasticWeightAveraging(Callback):
         if self._scheduler is not None and "lr_schedulers" in checkpoint:
             checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in self._replaced]
 
-    @torch.no_grad()
     def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
         """Give the module the average if the last epoch is done, and the trainer the module's schedulers."""
         if self._average is not None and trainer.current_epoch >= (trainer.max_epochs or 0):
-            for average, current in zip(self._average.module.parameters(), module.parameters(), strict=True):
-                current.copy_(average)
-            for buffer, own in zip(self._average.module.buffers(), module.buffers(), strict=True):
-                own.copy_(trainer.strategy.broadcast(buffer))
+            average = self._average.module
+            copy_tensors(average.parameters(), module.parameters())
+            copy_tensors(average.buffers(), module.buffers())
+            share_buffers(module, trainer.strategy)
         self._end(trainer)
 
     def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.callbacks.base import Callback
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, ConfigurationError, UnknownArgumentError
 
 if TYPE_CHECKING:
     from torch.optim.swa_utils import AveragedModel
 
+    from rankwise.strategies import Strategy
     from rankwise.trainer import Trainer, TrainingModule
 
+_ARGUMENTS = ("avg_fn", "multi_avg_fn")
 _STATE = ("latest_update_step", "latest_update_epoch")
 
 
@@ -30,7 +33,11 @@ class WeightAveraging(Callback):
     Args:
         device: where the average is; by default where the module is.
         use_buffers: average the buffers too; otherwise the average has the module's.
-        kwargs: other arguments of `AveragedModel`, such as `avg_fn` or `multi_avg_fn`.
+        kwargs: other arguments of `AveragedModel`: `avg_fn` or `multi_avg_fn`.
+
+    Raises:
+        UnknownArgumentError: for other keywords.
+        ConfigurationError: in `fit`, with post-local SGD.
 
     Attributes:
         latest_update_step: `global_step` at the last update after a step.
@@ -40,6 +47,9 @@ class WeightAveraging(Callback):
     def __init__(
         self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any
     ) -> None:
+        for name in kwargs:
+            if name not in _ARGUMENTS:
+                raise UnknownArgumentError(target="WeightAveraging", name=name, known=_ARGUMENTS)
         self._device = device
         self._use_buffers = use_buffers
         self._kwargs = kwargs
@@ -61,6 +71,10 @@ class WeightAveraging(Callback):
     def _arguments(self) -> dict[str, Any]:
         """Return other arguments of `AveragedModel`."""
         return self._kwargs
+
+    def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        if stage == "fit":
+            check_same_weights(trainer.strategy, type(self).__name__)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE}
@@ -120,6 +134,8 @@ class WeightAveraging(Callback):
     ) -> None:
         if self._average is None:  # after the fit, when the module has the average
             return
+        if not self._use_buffers:
+            copy_tensors(module.buffers(), self._average.module.buffers())
         other = trainer.strategy.get_module_state_dict(self._average.module)
         current, average = (checkpoint["state_dict"], other)[:: -1 if self._is_swapped else 1]
         checkpoint["state_dict"] = average
@@ -153,8 +169,7 @@ class WeightAveraging(Callback):
             return
         averaged = self._average.module
         if not self._is_swapped and trainer.world_size > 1 and self._use_buffers:
-            for buffer in averaged.buffers():
-                buffer.copy_(trainer.strategy.broadcast(buffer))
+            share_buffers(averaged, trainer.strategy)
         self._is_swapped = not self._is_swapped
         buffers = zip(averaged.buffers(), module.buffers(), strict=True) if self._use_buffers else ()
         parameters = zip(averaged.parameters(), module.parameters(), strict=True)
@@ -162,3 +177,25 @@ class WeightAveraging(Callback):
             kept = average.detach().clone()
             average.copy_(current)
             current.copy_(kept)
+
+
+def check_same_weights(strategy: Strategy, callback: str) -> None:
+    """Refuse an average of the weights where each rank has its own."""
+    if strategy.gradients.period is not None:
+        raise ConfigurationError(
+            message=f"{callback} cannot work with post-local SGD.",
+            facts="between averages of the models, each rank has another one.",
+            remedy="another comm_hook, or leave the callback out.",
+        )
+
+
+@torch.no_grad()
+def copy_tensors(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    """Copy the values of tensors to as many others, of the same shapes."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def share_buffers(module: nn.Module, strategy: Strategy) -> None:
+    """Give all ranks rank 0's buffers, in one broadcast by way of the CPU. Collective."""
+    copy_tensors(strategy.broadcast([buffer.cpu() for buffer in module.buffers()]), module.buffers())

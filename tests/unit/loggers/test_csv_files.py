@@ -95,3 +95,12 @@ def test_flush_interval_is_checked(tmp_path: Path) -> None:
     """Flushing after less than one line is refused."""
     with pytest.raises(InvalidArgumentError, match="flush_logs_every_n_steps"):
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)
+
+
+def test_prefix(tmp_path: Path) -> None:
+    """A prefix goes before each metric, and not before the step."""
+    logger = CSVLogger(tmp_path, name="", version="v", prefix="my")
+    logger.log_metrics({"loss": 0.5}, step=3)
+    logger.save()
+    assert lines(logger) == [{"my-loss": "0.5", "step": "3"}]
+    assert logger.log_dir == str(tmp_path / "v")

@@ -1,0 +1,145 @@
+"""All loggers at once on two processes: one rank writes, and a failure leaves what was logged."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.logger_files import OfflineRun, offline_runs, scalars, variables
+from tests.helpers.needs import need_package
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
+
+for package in ("tensorboard", "wandb", "mlflow"):
+    need_package(package)
+
+pytestmark = pytest.mark.timeout(600)  # on a busy machine the three libraries take minutes to import
+
+PROGRAM = """
+    import os
+    import socket
+    import sys
+    from pathlib import Path
+
+    from rankwise import Trainer
+    from rankwise.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+    from tests.unit.trainer.helpers import Line, loader
+
+    folder, start, failing = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+    def refuse(event, arguments):
+        is_inet = event == "socket.connect" and arguments[0].family in (socket.AF_INET, socket.AF_INET6)
+        if is_inet and not arguments[1][0].startswith(("127.", "::1")):
+            (folder / "connections").write_text(f"{arguments}")
+
+    sys.addaudithook(refuse)  # also in forked ranks
+
+    class Model(Line):
+        def training_step(self, batch, batch_idx):
+            for logger in self.trainer.loggers:  # what a module calls on every rank writes on one
+                logger.log_metrics({"own": float(self.trainer.global_rank)}, step=batch_idx)
+            self.trainer.loggers[1].experiment.add_text("rank", str(self.trainer.global_rank), batch_idx)
+            if failing and self.trainer.global_rank == 1 and batch_idx == 1:
+                raise ValueError("rank 1 fails")
+            return super().training_step(batch, batch_idx)
+
+    if __name__ == "__main__":
+        loggers = [
+            CSVLogger(folder / "csv"),
+            TensorBoardLogger(folder / "tensorboard"),
+            WandbLogger(save_dir=folder / "wandb", offline=True),
+            MLFlowLogger(save_dir=folder / "mlflow"),
+        ]
+        model = Model()
+        model.hparams = {"optimizer": {"lr": 0.1}}
+        trainer = Trainer(
+            strategy=f"ddp_{start}:grace_period_s=120", accelerator="cpu", devices=2, max_epochs=1,
+            logger=loggers, log_every_n_steps=1, enable_checkpointing=False, enable_progress_bar=False,
+        )
+        trainer.fit(model, loader(8, 2))
+        trainer.test(model, loader(8, 2))
+        print(loggers[2].version, loggers[3].run_id)
+"""
+
+
+def lines(folder: Path) -> list[dict[str, str]]:
+    with (folder / "csv" / "rankwise_logs" / "version_0" / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def run_of(folder: Path) -> Any:
+    """Return MLflow's only run, and its client."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient((folder / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("rankwise_logs")
+    (run,) = client.search_runs([experiment.experiment_id])
+    return run, client
+
+
+def values(history: list[dict[str, Any]], name: str) -> list[float]:
+    return [line[name] for line in history if name in line]
+
+
+def merged(runs: list[OfflineRun]) -> list[dict[str, Any]]:
+    return [line for run in runs for line in run.history]
+
+
+@pytest.fixture
+def _variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables(tmp_path).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("_variables")
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """A fit and a test are one run in every logger, with each value once, and of rank zero."""
+    result = run_script(PROGRAM, str(tmp_path), start, "0", env=with_tests(), timeout=200)
+    assert result.returncode == 0, result
+    assert not (tmp_path / "connections").exists()
+
+    assert [line["own"] for line in lines(tmp_path) if line["own"]] == ["0.0", "0.0"]
+    assert sum(bool(line["loss"]) for line in lines(tmp_path)) == 2
+    assert sum(bool(line["test_loss"]) for line in lines(tmp_path)) == 1
+
+    read = scalars(tmp_path / "tensorboard" / "rankwise_logs" / "version_0")
+    assert read["own"] == [(0, 0.0), (1, 0.0)]
+    assert ([step for step, _ in read["loss"]], len(read["test_loss"])) == ([1, 2], 1)
+
+    runs = offline_runs(tmp_path / "wandb")
+    assert {run.id for run in runs} == {result.stdout.split()[0]}
+    assert {run.exit_code for run in runs} == {0}
+    assert runs[0].config["optimizer"] == {"lr": 0.1}
+    assert values(merged(runs), "own") == [0.0, 0.0]
+    assert (len(values(merged(runs), "loss")), len(values(merged(runs), "test_loss"))) == (2, 1)
+
+    run, client = run_of(tmp_path)
+    assert (run.info.run_id, run.info.status) == (result.stdout.split()[1], "FINISHED")
+    assert run.data.params == {"optimizer/lr": "0.1"}
+    histories = {
+        name: client.get_metric_history(run.info.run_id, name) for name in ("own", "loss", "test_loss")
+    }
+    assert {name: len(history) for name, history in histories.items()} == {
+        "own": 2,
+        "loss": 2,
+        "test_loss": 1,
+    }
+    assert [metric.value for metric in histories["own"]] == [0.0, 0.0]
+
+
+@pytest.mark.usefixtures("_variables")
+def test_a_failing_rank(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """What rank zero has logged before another rank failed is in every logger, as a failed run."""
+    result = run_script(PROGRAM, str(tmp_path), "fork", "1", env=with_tests(), timeout=200)
+    assert "rank 1 fails" in result.stderr, result
+
+    assert lines(tmp_path)[0]["own"] == "0.0"
+    assert (0, 0.0) in scalars(tmp_path / "tensorboard" / "rankwise_logs" / "version_0")["own"]
+    (run,) = offline_runs(tmp_path / "wandb")
+    assert (values(run.history, "own")[0], run.exit_code) == (0.0, 1)
+    mlflow_run, _ = run_of(tmp_path)
+    assert (mlflow_run.info.status, mlflow_run.data.metrics["own"]) == ("FAILED", 0.0)

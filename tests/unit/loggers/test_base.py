@@ -1,0 +1,178 @@
+"""What all loggers have in common: one rank writes, all are finalized, missing packages are named."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.errors import MissingExtraError
+from rankwise.loggers import (
+    CSVLogger,
+    Logger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    rank_zero_experiment,
+)
+from rankwise.loggers.base import NoExperiment, finalize_all
+from rankwise.ranks import rank_zero_only
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+
+class Recording(Logger):
+    """A logger of the user's own, with an experiment."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[Any] = []
+        self.error = error
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The list of calls."""
+        return self.calls
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.experiment.append((dict(metrics), step))
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        self.experiment.append(dict(params))
+
+    def finalize(self, status: str) -> None:
+        self.calls.append(status)
+        if self.error is not None:
+            raise self.error
+
+
+class Failing(Line):
+    """Raises in its second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx:
+            raise ValueError("step")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_logger_of_the_users(tmp_path: Path) -> None:
+    """It gets hyper parameters, metrics with their step, and the end; the module can use its experiment."""
+    logger, model = Recording(), Line()
+    model.hparams = {"lr": 0.1}
+    trainer(tmp_path, logger=logger, log_every_n_steps=4).fit(model, loader(8, 2))
+    params, (metrics, step), end = logger.calls
+    assert (params, step, end) == ({"lr": 0.1}, 4, "success")
+    assert set(metrics) == {"epoch", "loss"}
+
+
+def test_defaults_of_the_base_class() -> None:
+    """A logger that only logs has no experiment, name, version or folder."""
+
+    class Minimal(Logger):
+        def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None: ...
+
+    logger = Minimal()
+    assert [logger.experiment, logger.name, logger.version, logger.save_dir, logger.log_dir] == [None] * 5
+    assert (logger.log_dirs, logger.state_dict()) == ([], {})
+
+
+@pytest.mark.usefixtures("on_rank_one")
+def test_experiment_on_other_ranks() -> None:
+    """There every attribute, item and call of it does nothing, whatever the library's object has."""
+    logger = Recording()
+    experiment = logger.experiment
+    assert isinstance(experiment, NoExperiment)
+    experiment.config.update({"a": 1})
+    experiment.summary["best"] = experiment["best"] = 1
+    experiment.name = "run"
+    experiment.log_artifact("file").wait()
+    with experiment.span() as span:
+        assert list(span) == []
+    assert isinstance(pickle.loads(pickle.dumps(copy.deepcopy(experiment))), NoExperiment)
+    logger.log_metrics({"loss": 1.0})
+    assert logger.calls == []
+
+
+@pytest.mark.usefixtures("on_rank_one")
+def test_other_ranks_write_no_files(tmp_path: Path) -> None:
+    """What a module calls on every rank writes on one."""
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 1.0})
+    logger.log_hyperparams({"lr": 1.0})
+    logger.finalize("success")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_stage(tmp_path: Path) -> None:
+    """Every logger is finalized as failed, and what was logged before is written."""
+    csv, own = CSVLogger(tmp_path, version=0), Recording()
+    with pytest.raises(ValueError, match="step"):
+        trainer(tmp_path, logger=[csv, own], log_every_n_steps=1).fit(Failing(), loader(8, 2))
+    assert own.calls[-1] == "failed"
+    assert (Path(csv.log_dir) / "metrics.csv").read_text().count("\n") == 2
+
+
+def test_a_failed_teardown(tmp_path: Path) -> None:
+    """A hook that fails at the very end makes the stage a failed one, and the loggers are finalized."""
+
+    class Last(Line):
+        def teardown(self, stage: str) -> None:
+            raise ValueError("teardown")
+
+    logger = Recording()
+    with pytest.raises(ValueError, match="teardown"):
+        trainer(tmp_path, logger=logger).fit(Last(), loader(8, 2))
+    assert logger.calls[-1] == "failed"
+
+
+def test_a_logger_that_cannot_be_finalized() -> None:
+    """The others are finalized all the same; after a success its error is raised."""
+    first, second = Recording(OSError("disk full")), Recording()
+    with pytest.raises(OSError, match="disk full"):
+        finalize_all([first, second, second], "success")
+    assert second.calls == ["success"]
+
+
+def test_a_logger_that_cannot_be_finalized_after_a_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stage's own error is raised, and the logger's is reported."""
+    logger = Recording(OSError("disk full"))
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="step"):
+        trainer(tmp_path, logger=logger).fit(Failing(), loader(8, 2))
+    assert "disk full" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("package", "make"),
+    [
+        ("tensorboard", lambda: TensorBoardLogger("logs")),
+        ("wandb", WandbLogger),
+        ("mlflow", MLFlowLogger),
+    ],
+)
+def test_missing_packages(
+    package: str, make: Callable[[], Logger], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its package a logger names the extra at once; a folder of that name is no package."""
+    (tmp_path / package).mkdir()
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(MissingExtraError, match=rf'pip install "rankwise\[{package}\]"'):
+        make()
+
+
+def test_packages_are_imported_when_used() -> None:
+    """`rankwise.loggers` alone needs none of the packages."""
+    source = "import sys, rankwise.loggers; print(*{name.partition('.')[0] for name in sys.modules})"
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert {"wandb", "mlflow", "tensorboard"} & {*result.stdout.split()} == set()

@@ -1,0 +1,57 @@
+"""Hyper parameters as loggers write them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rankwise.loggers.hyper_parameters import flat_parameters, nested_parameters
+
+
+@dataclass
+class Data:
+    """A dataclass among the parameters."""
+
+    path: Path
+    size: int = 8
+
+
+PARAMS = Namespace(
+    optimizer={"lr": torch.tensor(0.5), 1: None},
+    data=Data(Path("here")),
+    layers=[8, np.int64(4)],
+    empty={},
+    act=None,
+    on=True,
+)
+
+
+def test_flat() -> None:
+    """Names are joined by "/"; numbers stay numbers, all else becomes a string."""
+    assert flat_parameters(PARAMS) == {
+        "optimizer/lr": 0.5,
+        "optimizer/1": None,
+        "data/path": "here",
+        "data/size": 8,
+        "layers": str(PARAMS.layers),
+        "empty": "{}",
+        "act": None,
+        "on": True,
+    }
+    assert flat_parameters({}) == {}
+
+
+def test_nested() -> None:
+    """Dictionaries and lists stay as they are."""
+    assert nested_parameters(PARAMS) == {
+        "optimizer": {"lr": 0.5, "1": None},
+        "data": {"path": "here", "size": 8},
+        "layers": [8, 4],
+        "empty": {},
+        "act": None,
+        "on": True,
+    }

@@ -1,0 +1,119 @@
+"""Event files, read by TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rankwise.loggers import TensorBoardLogger
+from rankwise.loggers.base import NoExperiment
+from tests.helpers.logger_files import event_files, events, scalars
+from tests.helpers.needs import need_package
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+need_package("tensorboard")
+
+
+def test_metrics(tmp_path: Path) -> None:
+    """Metrics have their step and prefix, and are in the file at once; tensors and mappings work, too."""
+    logger = TensorBoardLogger(tmp_path, "runs", version="a", prefix="my", sub_dir="sub")
+    logger.log_metrics({"loss": 0.5, "x": torch.tensor(2.0)}, step=3)
+    logger.log_metrics({"loss": 0.25, "both": {"train": 1.0}}, step=4)
+    folder = tmp_path / "runs" / "a" / "sub"
+    assert (logger.name, logger.version, logger.save_dir) == ("runs", "a", str(tmp_path))
+    assert (logger.log_dir, logger.root_dir) == (str(folder), str(tmp_path / "runs"))
+    assert scalars(folder) == {"my-loss": [(3, 0.5), (4, 0.25)], "my-x": [(3, 2.0)]}
+    assert scalars(folder / "my-both_train") == {"my-both": [(4, 1.0)]}
+    logger.finalize("success")
+
+
+def test_hyper_parameters(tmp_path: Path) -> None:
+    """They are flat, come with a metric, and are found by TensorBoard's plugin."""
+    logger = TensorBoardLogger(tmp_path, name=None, version=0, prefix="my")
+    logger.log_hyperparams({"opt": {"lr": 0.1, "name": None}})
+    assert scalars(logger.log_dir) == {"my-hp_metric": [(0, -1.0)]}
+    metadata = events(logger.log_dir).summary_metadata
+    assert b"opt/lr" in metadata["_hparams_/session_start_info"].plugin_data.content
+    logger.finalize("success")
+
+
+def test_hyper_parameters_with_metrics(tmp_path: Path) -> None:
+    """Metrics that come with them are logged at step 0."""
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_hyperparams({"lr": 0.1}, {"best": torch.tensor(3.0)})
+    assert scalars(logger.log_dir) == {"best": [(0, 3.0)]}
+    logger.finalize("success")
+
+
+def test_no_default_metric(tmp_path: Path) -> None:
+    """`default_hp_metric=False` writes none."""
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+    logger.log_hyperparams({"lr": 0.1})
+    assert scalars(logger.log_dir) == {}
+    logger.finalize("success")
+
+
+def test_images(tmp_path: Path) -> None:
+    """Tensors of images become images."""
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_image("digits", [torch.rand(3, 4, 5), torch.rand(4, 5)], step=2)
+    logger.save()
+    images = events(logger.log_dir).Images("digits/0")
+    assert [(image.step, image.width, image.height) for image in images] == [(2, 5, 4)]
+    assert len(events(logger.log_dir).Images("digits/1")) == 1
+    logger.finalize("success")
+
+
+def test_later_stages(tmp_path: Path) -> None:
+    """What is logged after the end goes into a second file of the same run; so does a copy's."""
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finalize("success")
+    logger.log_metrics({"loss": 2.0}, 2)
+    copied = pickle.loads(pickle.dumps(logger))
+    copied.log_metrics({"loss": 3.0}, 3)
+    logger.finalize("failed")
+    copied.finalize("success")
+    assert len(event_files(logger.log_dir)) == 3
+    assert sorted(scalars(logger.log_dir)["loss"]) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+@pytest.mark.usefixtures("on_rank_one")
+def test_other_ranks(tmp_path: Path) -> None:
+    """Nothing is written there."""
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    assert isinstance(logger.experiment, NoExperiment)
+    logger.log_metrics({"loss": 1.0})
+    logger.log_hyperparams({})
+    logger.log_image("digits", [torch.rand(4, 4)])
+    logger.log_graph(Line())
+    logger.finalize("success")
+    assert list(tmp_path.iterdir()) == []
+
+
+class WithGraph(Line):
+    """Has a forward method and example arguments."""
+
+    example_input_array = torch.zeros(1, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+def test_graph(tmp_path: Path) -> None:
+    """`log_graph=True` writes the graph when a fit begins."""
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    trainer(tmp_path, logger=logger).fit(WithGraph(), loader(8, 2))
+    assert events(logger.log_dir).Tags()["graph"]
+
+
+def test_no_graph(tmp_path: Path) -> None:
+    """A module without example arguments gets a warning, once it is asked for a graph."""
+    TensorBoardLogger(tmp_path).log_graph(Line())
+    with pytest.warns(UserWarning, match="Line has no example_input_array"):
+        TensorBoardLogger(tmp_path, log_graph=True).log_graph(Line())
