@@ -25,6 +25,7 @@ def test_alone(run_script: ScriptRunner) -> None:
     assert all(one["is_right"] and one["seconds"] > 0 for one in measured)
     tried = {method: result["works"] for method, result in report["start_methods"].items()}
     assert tried == dict.fromkeys(("popen", "spawn", "fork", "forkserver"), True)
+    assert all(f"doctor: starting two processes by {method!r}" in result.stderr for method in tried)
 
 
 def test_a_rank_that_does_not_come(run_script: ScriptRunner) -> None:
@@ -38,6 +39,7 @@ def test_a_rank_that_does_not_come(run_script: ScriptRunner) -> None:
     }
     result = run_script.command([*DOCTOR, "--timeout", "2"], env=variables, timeout=60)
     assert result.returncode == 1, result
+    assert "doctor: connecting 2 ranks (at most 2 s)" in result.stderr
     advice = result.stdout[result.stdout.index("What to fix") :]
     assert "WRONG: " in advice, result
     assert "Fix: " in advice, result

@@ -11,9 +11,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankwise.doctor.examination import examine
-from rankwise.doctor.report import table
-from rankwise.registry import StrategyRegistry
+from rankwise.doctor.report import ReportPrinter, table
+from rankwise.ranks import rank_zero_only
 
 _DESCRIPTION = """
 Report who started this process, and which ranks, devices, back ends, start methods and addresses there are;
@@ -52,6 +51,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
+    printer = ReportPrinter(as_json=chosen.json)
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        printer.announce("importing torch")
+    from rankwise.doctor.examination import examine
+
     report, is_printed = examine(
         os.environ,
         devices=chosen.devices,
@@ -59,9 +63,10 @@ def _doctor(chosen: argparse.Namespace) -> int:
         timeout_s=chosen.timeout,
         runs_collectives=not chosen.no_collectives,
         tries_start_methods=not chosen.no_start_methods,
+        printer=printer,
     )
     if is_printed:
-        sys.stdout.write(f"{report.to_json() if chosen.json else report.to_text()}\n")
+        printer.finish(report)
     elif not report.is_healthy:
         # Rank 0 prints the report; if rank 0 is missing, this is the only output.
         sys.stderr.write("".join(f"{finding.what}\n" for finding in report.findings if finding.is_error))
@@ -74,6 +79,8 @@ _USE = (
 
 
 def _strategies() -> dict[str, dict[str, Any]]:
+    from rankwise.registry import StrategyRegistry
+
     content = {}
     for name in StrategyRegistry:
         entry = StrategyRegistry.entry(name)

@@ -23,7 +23,7 @@ from rankwise.doctor.machine import (
     lookup_seconds,
     versions,
 )
-from rankwise.doctor.report import Finding, Report, Section, table
+from rankwise.doctor.report import Finding, Report, ReportPrinter, Section, table
 from rankwise.environments import Detection, NodesEnvironment
 from rankwise.errors import RankwiseError
 from rankwise.ranks import RankInfo, rank_zero_only
@@ -58,35 +58,49 @@ def examine(
     timeout_s: float = 60.0,
     runs_collectives: bool = True,
     tries_start_methods: bool = True,
+    printer: ReportPrinter | None = None,
 ) -> tuple[Report, bool]:
     """Return the report, and whether this process prints it (rank 0, as far as ranks are known).
+
+    That process gives each section to `printer` as soon as it is known.
 
     Collective: if an outer launcher has started ranks, every rank must call this, unless
     `runs_collectives=False`.
     """
     environment, detection = examine_environment(environ)
     report = Report([examine_versions(), environment])
-    machine = [examine_devices(environ), examine_backends(environ)]
     if detection is None:
-        report.sections += machine
-        return report, getattr(rank_zero_only, "rank", 0) == 0
+        is_printed = getattr(rank_zero_only, "rank", 0) == 0
+        report.print_to(printer if is_printed else None)
+        _add_machine(report, environ)
+        return report, is_printed
     try:
         strategy = _bind(detection, devices, num_nodes, timeout_s)
     except RankwiseError as error:
-        report.sections += [_unknown_ranks(Finding(error.summary(), error.fix())), *machine]
-        return report, detection.environment.global_rank == 0
-    facts, problem = _run(strategy) if runs_collectives else (None, None)
+        is_printed = detection.environment.global_rank == 0
+        report.print_to(printer if is_printed else None)
+        report.add(_unknown_ranks(Finding(error.summary(), error.fix())))
+        _add_machine(report, environ)
+        return report, is_printed
+    report.print_to(printer if strategy.is_global_zero else None)
+    facts, problem = _run(strategy, report, timeout_s) if runs_collectives else (None, None)
     if not strategy.is_global_zero:
         report.sections += [_unknown_ranks(problem)] if problem else []
         return report, False
-    report.sections += _examine_job(strategy, facts, problem, environ)
+    report.add(*_examine_job(strategy, facts, problem, environ))
     is_external = strategy.environment.creates_processes_externally
     is_local = strategy.ranks.is_one_node and not is_external
     if runs_collectives and tries_start_methods and is_local:
-        report.sections.append(examine_start_methods(timeout_s))
-    report.sections += machine
+        report.add(examine_start_methods(timeout_s, report.announce))
+    _add_machine(report, environ)
     report.next_step = _next_step(strategy.world_size, is_local)
     return report, True
+
+
+def _add_machine(report: Report, environ: Mapping[str, str]) -> None:
+    """Add what this machine has; last, as the names of GPUs initialise CUDA, after which no rank can fork."""
+    report.add(examine_devices(environ))
+    report.add(examine_backends(environ))
 
 
 def _bind(detection: Detection, devices: str, num_nodes: int | None, timeout_s: float) -> DDPStrategy:
@@ -108,8 +122,12 @@ def _bind(detection: Detection, devices: str, num_nodes: int | None, timeout_s: 
     return strategy
 
 
-def _run(strategy: DDPStrategy) -> tuple[JobFacts | None, Finding | None]:
+def _run(strategy: DDPStrategy, report: Report, timeout_s: float) -> tuple[JobFacts | None, Finding | None]:
     """Connect the ranks and measure; an error becomes a finding."""
+    report.announce(
+        f"connecting {strategy.world_size} ranks (at most {timeout_s:g} s), looking up host names, measuring "
+        f"all-reduces of up to {_bytes(_SIZES[-1])}"
+    )
     try:
         return strategy.launch(measure), None
     except RankwiseError as error:

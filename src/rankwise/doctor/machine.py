@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -280,9 +280,12 @@ _SCRIPT = f"from {__name__} import try_start_method; try_start_method('popen', {
 _NAMES = {"popen": "ddp", "spawn": "ddp_spawn", "fork": "ddp_fork", "forkserver": "ddp_forkserver"}
 
 
-def examine_start_methods(timeout_s: float) -> Section:
-    """Try each start method."""
-    results = {method: _result_of(method, timeout_s) for method in _NAMES}
+def examine_start_methods(timeout_s: float, announce: Callable[[str], None]) -> Section:
+    """Try each start method; `announce` is told which one."""
+    results = {}
+    for method in _NAMES:
+        announce(f"starting two processes by {method!r} (at most {timeout_s:g} s)")
+        results[method] = _result_of(method, timeout_s)
     rows = [
         (_NAMES[method], method, f"{result['seconds']:.1f} s" if result["works"] else "failed: see below")
         for method, result in results.items()

@@ -1,8 +1,9 @@
-"""A report: sections of facts, and what to fix; as text or as JSON."""
+"""A report: sections of facts, and what to fix; as text, section by section, or as JSON."""
 
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,12 +35,57 @@ class Section:
 
 
 @final
+@dataclass(frozen=True)
+class ReportPrinter:
+    """Print a report while it is made: text or, when it is complete, JSON to stdout; progress to stderr."""
+
+    as_json: bool = False
+
+    def announce(self, activity: str) -> None:
+        """Say what is being done, as it may take a while."""
+        sys.stderr.write(f"doctor: {activity} ...\n")
+        sys.stderr.flush()
+
+    def print_section(self, section: Section) -> None:
+        """Print a section that is known."""
+        if not self.as_json:
+            sys.stdout.write(f"{_block(section.title, section.lines)}\n\n")
+            sys.stdout.flush()
+
+    def finish(self, report: Report) -> None:
+        """Print what is known only at the end: what to fix, or all of the JSON."""
+        sys.stdout.write(f"{report.to_json() if self.as_json else report.advice()}\n")
+        sys.stdout.flush()
+
+
+@final
 @dataclass
 class Report:
     """All sections in order, and the next step if there is no error."""
 
     sections: list[Section] = field(default_factory=list)
     next_step: str = ""
+    _printer: ReportPrinter | None = field(default=None, init=False)
+
+    def print_to(self, printer: ReportPrinter | None) -> None:
+        """Print the sections that are known, and from here on each that is added."""
+        self._printer = printer
+        self._print(self.sections)
+
+    def add(self, *sections: Section) -> None:
+        """Append sections."""
+        self.sections += sections
+        self._print(sections)
+
+    def announce(self, activity: str) -> None:
+        """Say what is being done, if this report is printed."""
+        if self._printer is not None:
+            self._printer.announce(activity)
+
+    def _print(self, sections: Sequence[Section]) -> None:
+        if self._printer is not None:
+            for section in sections:
+                self._printer.print_section(section)
 
     @property
     def findings(self) -> list[Finding]:
@@ -66,7 +112,11 @@ class Report:
     def to_text(self) -> str:
         """Return the report as text."""
         blocks = [_block(section.title, section.lines) for section in self.sections]
-        return "\n\n".join([*blocks, _block("What to fix", self._advice())])
+        return "\n\n".join([*blocks, self.advice()])
+
+    def advice(self) -> str:
+        """Return the last part of the text: what to fix, and the next step."""
+        return _block("What to fix", self._advice())
 
     def _advice(self) -> list[str]:
         lines: list[str] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stderr, redirect_stdout
 
 from rankwise.doctor import Finding, Report, Section
-from rankwise.doctor.report import table
+from rankwise.doctor.report import ReportPrinter, table
 
 NOTE = Finding("A thing is odd.", "look at it.", is_error=False)
 ERROR = Finding("A thing is broken.", "mend it.")
@@ -54,6 +56,43 @@ def test_json_has_all() -> None:
         ],
         "next_step": "go on.",
     }
+
+
+def printed(printer: ReportPrinter | None) -> list[str]:
+    """Return what is on the screen after each step of a report that is made section by section."""
+    shown, screen = list[str](), io.StringIO()
+    made = Report([Section("first", "First", {}, ["one"])])
+    with redirect_stdout(screen), redirect_stderr(screen):
+        made.print_to(printer)
+        shown.append(screen.getvalue())
+        made.announce("measuring")
+        shown.append(screen.getvalue())
+        made.add(Section("second", "Second", {}, ["two"], [ERROR]))
+        shown.append(screen.getvalue())
+        if printer is not None:
+            printer.finish(made)
+    return [*shown, screen.getvalue(), made.to_text(), made.to_json()]
+
+
+def test_sections_are_printed_as_they_come() -> None:
+    """Each section is on the screen before the next is measured; what is measured is said before."""
+    first, measuring, second, complete, text, _ = printed(ReportPrinter())
+    assert first == "First\n  one\n\n"
+    assert measuring == f"{first}doctor: measuring ...\n"
+    assert second == f"{measuring}Second\n  two\n\n"
+    assert complete.replace("doctor: measuring ...\n", "") == f"{text}\n"
+
+
+def test_json_is_printed_at_once() -> None:
+    """With JSON there is nothing but progress before the report is complete."""
+    first, measuring, second, complete, _, as_json = printed(ReportPrinter(as_json=True))
+    assert [first, measuring, second] == ["", "doctor: measuring ...\n", measuring]
+    assert complete == f"{measuring}{as_json}\n"
+
+
+def test_other_ranks_print_nothing() -> None:
+    """A report without a printer, as of rank 1, says nothing."""
+    assert printed(None)[:4] == [""] * 4
 
 
 def test_tables_are_aligned() -> None:
