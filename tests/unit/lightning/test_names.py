@@ -36,6 +36,8 @@ PACKAGE = "rankwise.lightning"
         (".fabric", "seed_everything", rankwise.seed_everything),
         (".fabric.utilities.seed", "seed_everything", rankwise.seed_everything),
         (".fabric.strategies", "DDPStrategy", rankwise.DDPStrategy),
+        (".loggers", "WandbLogger", rankwise.loggers.WandbLogger),
+        (".loggers.tensorboard", "TensorBoardLogger", rankwise.loggers.TensorBoardLogger),
         (".plugins.environments", "ClusterEnvironment", rankwise.ClusterEnvironment),
     ],
 )
