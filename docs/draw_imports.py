@@ -25,6 +25,7 @@ SUBJECTS = {
     "callbacks": "called during training",
     "loggers": "record metrics",
     "data": "split data over ranks",
+    "plugins": "strategy and plug-ins given",
     "registry": "the table of strategy names",
     "strategies": "how training is distributed",
     "checkpoint": "read and write checkpoints",
@@ -170,7 +171,7 @@ def arrow(points: list[tuple[float, float]]) -> str:
 
 def box(part: str, x: float, y: float) -> str:
     """Return a folder's rectangle with its name and subject."""
-    title = f"{part}.py" if part == "registry" else f"{part}/"
+    title = f"{part}.py" if part in ("plugins", "registry") else f"{part}/"
     return (
         f'<rect x="{x - BOX_WIDTH / 2:g}" y="{y:g}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6"/>'
         f'<text x="{x:g}" y="{y + 18:g}" {TEXT} font-weight="bold">{title}</text>'

@@ -33,8 +33,10 @@ ORDER = (
     "data",
     "strategies",
     "registry",
+    "plugins",
     "callbacks",
     "loggers",
+    "fabric",
     "trainer",
     "",  # rankwise/__init__.py
     "doctor",
@@ -46,6 +48,7 @@ ORDER = (
 INDEPENDENT = (
     {"gradient_sync", "precision", "checkpoint", "data"},
     {"callbacks", "loggers"},
+    {"fabric", "trainer"},
 )
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {

@@ -12,16 +12,12 @@ from typing import Any, ParamSpec, final
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.callbacks import Callback, ModelCheckpoint, ProgressBar, Timer, TQDMProgressBar
-from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.loggers import CSVLogger, Logger
 from rankwise.named_options import check_is_a
 from rankwise.paths import absolute_path
-from rankwise.precision import Precision, create_precision
-from rankwise.registry import StrategyRegistry
-from rankwise.strategies import DDPStrategy, Strategy
-from rankwise.strategies.config import agreed_value
+from rankwise.plugins import as_list
+from rankwise.strategies import DDPStrategy
 
 P = ParamSpec("P")
 _Limit = int | float
@@ -32,13 +28,6 @@ _LIMITS = {
     "validate": "limit_val_batches",
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
-}
-_DEFAULT_PARTS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": TorchCheckpointIO}
-_PLUGINS: Mapping[str, Any] = {
-    "cluster environment": (ClusterEnvironment, str),
-    "precision": Precision,
-    "checkpoint IO": CheckpointIO,
-    "strategy": Strategy,
 }
 
 
@@ -149,60 +138,6 @@ class TrainerOptions:
         return self.max_epochs
 
 
-def collect_plugins(given: Any) -> dict[str, Any]:
-    """Return the content of `plugins=[...]` by kind: at most one of each, None for the others."""
-    classes = (str, ClusterEnvironment, Precision, CheckpointIO, Strategy)
-    expected = "a ClusterEnvironment or its name, a Precision, a CheckpointIO or a Strategy"
-    plugins = _as_list("plugins", given, classes, expected)
-    found = {}
-    for name, kind in _PLUGINS.items():
-        own = [plugin for plugin in plugins if isinstance(plugin, kind)]
-        if len(own) > 1:
-            raise ConfigurationError(
-                message=f"plugins holds {len(own)} of one kind ({name}).",
-                facts=", ".join(map(repr, own)),
-                remedy="keep one of them.",
-            )
-        found[name] = own[0] if own else None
-    return found
-
-
-def collect_strategy(
-    strategy: Any, precision: Any, plugins: dict[str, Any], *, sync_batchnorm: bool = False
-) -> Strategy:
-    """Return the strategy, or one derived from it if it is bound already or gets other plug-ins."""
-    check_is_a("strategy", strategy, (str, Strategy), "a name, or an instance of Strategy")
-    for name, value, default in (("strategy", strategy, "auto"), ("precision", precision, None)):
-        if plugins[name] is not None and value != default:
-            raise ConfigurationError(
-                message=f"{name}={value!r} and a {name} among the plug-ins contradict each other.",
-                facts=f"plugins holds {plugins[name]!r}.",
-                remedy="keep one of them.",
-            )
-    if precision is not None:
-        check_is_a("precision", precision, (str, int), 'a name such as "32-true"')
-        precision = create_precision(precision)
-    strategy = plugins["strategy"] or strategy
-    given: Strategy = StrategyRegistry.create(strategy) if isinstance(strategy, str) else strategy
-    if precision is not None and precision.name == given.precision.name:
-        precision = None  # the strategy's may have more options
-    parts = {"precision": plugins["precision"] or precision, "checkpoint_io": plugins["checkpoint IO"]}
-    changes: dict[str, Any] = {name: value for name, value in parts.items() if value is not None}
-    for name, value in changes.items():
-        own = getattr(given, name)
-        is_default = name in given.default_parts and type(own) is _DEFAULT_PARTS[name]
-        agreed_value(name, None if is_default else own, value)
-    if sync_batchnorm:
-        changes["sync_batchnorm"] = True
-    return given.with_(**changes) if changes or given.is_bound else given
-
-
-def agreed_placement(strategy: Strategy, **given: Any) -> dict[str, Any]:
-    """Return the arguments of `bind`: those given, where the strategy's own do not contradict them."""
-    own = strategy.process_config
-    return {name: agreed_value(name, getattr(own, name), value) for name, value in given.items()}
-
-
 def collect_callbacks(
     callbacks: Any,
     *,
@@ -214,7 +149,7 @@ def collect_callbacks(
     check_choice("enable_checkpointing", enable_checkpointing, (True, False, None))
     check_choice("enable_progress_bar", enable_progress_bar, (True, False, None))
     enable_checkpointing = enable_checkpointing is not False
-    given: list[Callback] = _as_list("callbacks", callbacks, Callback)
+    given: list[Callback] = as_list("callbacks", callbacks, Callback)
     if max_time is not None:
         given.append(Timer(max_time))
     saving = [callback for callback in given if isinstance(callback, ModelCheckpoint)]
@@ -235,7 +170,7 @@ def collect_callbacks(
 
 def with_module_callbacks(callbacks: list[Callback], returned: Any) -> list[Callback]:
     """Return the trainer's callbacks and those of `configure_callbacks`, which replace some; see there."""
-    own: list[Callback] = _as_list("configure_callbacks()", returned, Callback)
+    own: list[Callback] = as_list("configure_callbacks()", returned, Callback)
     if not own:
         return callbacks
     kept = [
@@ -267,14 +202,7 @@ def collect_loggers(logger: Any, default_root_dir: str) -> list[Logger]:
     """Return the user's loggers, a `CSVLogger` for None and True, none for False."""
     if logger is None or logger is True:
         return [CSVLogger(default_root_dir)]
-    return [] if logger is False else _as_list("logger", logger, Logger)
-
-
-def _as_list(name: str, given: Any, kinds: Any, expected: str = "") -> list[Any]:
-    items = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-    for item in items:
-        check_is_a(name, item, kinds, expected or f"an instance of {kinds.__name__}, or a list of them")
-    return items
+    return [] if logger is False else as_list("logger", logger, Logger)
 
 
 _ELSEWHERE: Mapping[str, str] = {

@@ -17,9 +17,8 @@ from rankwise.data.sharding import (
     check_interleaved_by_batches,
     check_shardable,
     in_dataset_order,
-    is_in_dataset_order,
     is_shardable,
-    is_split,
+    is_split_for_one_rank,
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
@@ -27,6 +26,7 @@ from rankwise.data.sharding import (
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.process_group.collectives import ALONE
 from rankwise.seed import isolated_random_state, mixed_seed
+from rankwise.strategies.data_split import replica_of
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
@@ -126,13 +126,13 @@ def shard_for_phase(
 ) -> LoaderShard:
     """Return this rank's batches of `loader` in a phase: `train`, `validate`, `test` or `predict`."""
     limit = options.limit(phase)
-    replica = _replica_of(strategy)
+    replica = replica_of(strategy)
     if options.use_distributed_sampler and phase == "predict":
         loader = in_dataset_order(loader)
     if strategy.job_group is ALONE and getattr(getattr(loader, "dataset", None), "shards_itself", False):
         loader = shard_for_evaluation(loader, 1, 0)  # in each phase: else it reads its part of an outer job
     is_split_here = options.use_distributed_sampler and (
-        strategy.world_size > 1 or _is_split_for_one_rank(phase, loader)
+        strategy.world_size > 1 or is_split_for_one_rank(loader, keeps_order=phase != "train")
     )
     keeps_uneven = phase == "train" and options.uneven_inputs == "join"
     uneven: dict[str, Any] = {"uneven": "keep"} if keeps_uneven else {}
@@ -143,25 +143,6 @@ def shard_for_phase(
     whole = limited(length_of(batches_before_split(loader)), limit)
     own = whole if math.isinf(whole) else len(range(replica["rank"], int(whole), replica["num_replicas"]))
     return LoaderShard(shard, own)
-
-
-def _replica_of(strategy: Strategy) -> dict[str, int]:
-    replica = strategy.distributed_sampler_kwargs
-    if set(replica) != {"num_replicas", "rank"}:
-        raise ConfigurationError(
-            message=f"{type(strategy).__name__}.distributed_sampler_kwargs has the keys {sorted(replica)}.",
-            facts="it says how many parts the data have, and which one is this rank's.",
-            remedy='return {"num_replicas": ..., "rank": ...}. Give shuffle and drop_last to the DataLoader.',
-        )
-    return replica
-
-
-def _is_split_for_one_rank(phase: str, loader: Any) -> bool:
-    """Return whether a loader is split even for one rank: to check it, or for the order of several ranks."""
-    if not is_shardable(loader):
-        return False
-    is_in_order = phase != "train" and is_in_dataset_order(loader)
-    return is_split(loader) or not (is_in_order or math.isinf(length_of(loader)))
 
 
 def check_limit(strategy: Strategy, phase: str, shards: list[LoaderShard], options: TrainerOptions) -> None:

@@ -14,17 +14,13 @@ from rankwise.errors import InvalidTypeError
 from rankwise.loggers.base import finalize_all
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.seed import drawn_seed, get_random_state, given_seed, seed_process, set_random_state
+from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model
+from rankwise.strategies.data_split import agreed_order_seeds, fingerprint_of_loaders
 from rankwise.strategies.shared_errors import errors_shared
 from rankwise.trainer.checkpointing import CheckpointFiles, check_contents, restore_module, restore_training
-from rankwise.trainer.consistency import (
-    agreed_order_seeds,
-    check_ranks_agree,
-    fingerprint_of,
-    fingerprint_of_checkpoint,
-    fingerprint_of_loaders,
-    share_model,
-)
+from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from rankwise.trainer.data_loaders import (
+    PHASE_NAMES,
     LoaderShard,
     TrainDataShard,
     as_list,
@@ -298,7 +294,7 @@ class Stage:
         given, state, strategy = self.loaders[phase], context.state, context.strategy
         loaders = as_list(getattr(context.module, _LOADER_HOOKS[phase])() if given is None else given)
         is_split_here = context.options.use_distributed_sampler
-        check_ranks_agree(strategy, fingerprint_of_loaders(phase, loaders, is_split_here))
+        check_ranks_agree(strategy, fingerprint_of_loaders(PHASE_NAMES[phase], loaders, is_split_here))
         seeds = agreed_order_seeds(strategy, loaders, default=state.seed, is_split_here=is_split_here)
         check_number(self.name, phase, loaders)
         if phase == "train":

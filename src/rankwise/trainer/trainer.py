@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import InvalidTypeError, LifecycleError
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.plugins import agreed_placement, collect_plugins, collect_strategy
 from rankwise.processes.shared_memory import read_by_name
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
@@ -161,9 +162,9 @@ class Trainer(TrainerProperties):
         self.loggers = arguments.collect_loggers(logger, self.default_root_dir)
         if self.fast_dev_run:
             self.callbacks, self.loggers = _for_dev_run(self.callbacks), []
-        found = arguments.collect_plugins(plugins)
-        self.strategy = arguments.collect_strategy(strategy, precision, found, sync_batchnorm=sync_batchnorm)
-        placement = arguments.agreed_placement(
+        found = collect_plugins(plugins)
+        self.strategy = collect_strategy(strategy, precision, found, sync_batchnorm=sync_batchnorm)
+        placement = agreed_placement(
             self.strategy,
             accelerator=accelerator,
             devices=devices,

@@ -14,13 +14,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from rankwise.data.sharding import order_seed
 from rankwise.errors import RankMismatchError
 from rankwise.process_group.rank_facts import differences
-from rankwise.trainer.consistency import (
-    agreed_order_seeds,
-    check_ranks_agree,
-    fingerprint_of,
-    fingerprint_of_checkpoint,
-    fingerprint_of_loaders,
-)
+from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of
+from rankwise.strategies.data_split import agreed_order_seeds, fingerprint_of_loaders
+from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from tests.unit.trainer.helpers import Line, WithSecondRank, loader, samples, trainer, with_second_rank
 
 
@@ -94,7 +90,7 @@ class Unsized(DataLoader[Any]):
 def test_rank_zeros_generator_decides_the_order(tmp_path: Path) -> None:
     """Ranks may seed their generators differently, rank 0's is used; without one the run's seed is."""
     own = DataLoader(samples(), shuffle=True, generator=torch.Generator().manual_seed(5))
-    fact = fingerprint_of_loaders("train", [own], True)["the training loader"]
+    fact = fingerprint_of_loaders("training", [own], True)["the training loader"]
     assert fact == "8 samples, 8 batches, in the order of its own generator"
     strategy = trainer(tmp_path).strategy
     loaders = [own, loader()]
@@ -133,16 +129,16 @@ def test_loaders_that_are_dealt_out_have_one_length() -> None:
     data: Any = list(range(10))
     loader: DataLoader[Any] = DataLoader(data, batch_size=4)
     split: DataLoader[Any] = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    assert fingerprint_of_loaders("train", [loader], True) == {
+    assert fingerprint_of_loaders("training", [loader], True) == {
         "the number of training loaders": "1",
         "the training loader": "10 samples, 3 batches",
     }
-    assert fingerprint_of_loaders("validate", [split, loader, DataLoader(Endless())], True) == {
+    assert fingerprint_of_loaders("validation", [split, loader, DataLoader(Endless())], True) == {
         "the number of validation loaders": "3",
         "validation loader 1": "10 samples, 3 batches",
     }
     assert fingerprint_of_loaders("test", [loader], False) == {"the number of test loaders": "1"}
-    assert fingerprint_of_loaders("predict", [Unsized(data)], True)["the prediction loader"] == (
+    assert fingerprint_of_loaders("prediction", [Unsized(data)], True)["the prediction loader"] == (
         "10 samples, inf batches"
     )
 
@@ -150,6 +146,6 @@ def test_loaders_that_are_dealt_out_have_one_length() -> None:
 def test_long_loaders_are_compared_exactly() -> None:
     """Lengths of over a million batches count to the last one."""
     loaders: list[DataLoader[Any]] = [DataLoader(range(length)) for length in (1_000_001, 1_000_002)]  # type: ignore[arg-type]
-    first, second = (fingerprint_of_loaders("train", [loader], True) for loader in loaders)
+    first, second = (fingerprint_of_loaders("training", [loader], True) for loader in loaders)
     assert first != second
     assert first["the training loader"] == "1000001 samples, 1000001 batches"

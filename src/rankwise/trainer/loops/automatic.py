@@ -13,8 +13,9 @@ from torch import Tensor
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.strategies.agreement import mean_loss
 from rankwise.trainer.hooks import num_step_arguments
-from rankwise.trainer.loops.closures import mean_loss, takes_closures
+from rankwise.trainer.loops.closures import takes_closures
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.uneven_inputs import PaddingGradients
 from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients

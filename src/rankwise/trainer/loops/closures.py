@@ -5,9 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from rankwise.errors import ConfigurationError
 from rankwise.precision import MasterWeightsPrecision
 
@@ -16,7 +13,6 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from rankwise.strategies import Strategy
     from rankwise.trainer.state import LoopContext
 
 
@@ -69,24 +65,3 @@ def _check_options(context: LoopContext) -> None:
                 facts=f"{name}.step() needs a closure.",
                 remedy=f"leave it out, or use {remedy} instead.",
             )
-
-
-def mean_loss(strategy: Strategy, loss: Tensor | float, weight: Tensor | float) -> Tensor:
-    """Return the weighted average of the ranks' losses: an optimizer decides by it what to do next.
-
-    Collective: every rank must call this.
-
-    Args:
-        strategy: the ranks.
-        loss: a number, or a tensor with one element.
-        weight: 0 leaves out the loss of this rank, even if it is NaN.
-    """
-    own = torch.as_tensor(loss).detach().reshape(())
-    if strategy.world_size == 1:
-        return own
-    share = float(weight)
-    pair = torch.tensor([0.0, share], dtype=torch.double, device=strategy.root_device)
-    if share:
-        pair[0] = own.to(pair) * share
-    total = strategy.all_reduce(pair, reduce_op="sum")
-    return total[0] / total[1] if total[1] else total[0]

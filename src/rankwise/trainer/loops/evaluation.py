@@ -15,7 +15,8 @@ from torch import nn
 
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.nested import to_device
-from rankwise.trainer.consistency import check_same_order
+from rankwise.strategies.data_split import check_same_order
+from rankwise.trainer.data_loaders import PHASE_NAMES
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.batch_transfer import BatchTransfer
 from rankwise.trainer.metrics.results import Results
@@ -118,7 +119,9 @@ class EvaluationLoop:
         """Yield the number of the loader, the number of the batch in it, and the batch."""
         for share in self.shares if self.stage != "predict" else []:  # which keeps the order of the data set
             share.set_epoch(self.context.state.progress.current_epoch)
-        check_same_order(self.context.strategy, self.stage, [share.loader for share in self.shares])
+        check_same_order(
+            self.context.strategy, PHASE_NAMES[self.stage], [share.loader for share in self.shares]
+        )
         for dataloader_idx, share in enumerate(self.shares):
             results.suffix = self._suffixes[dataloader_idx]
             for batch_idx, batch in enumerate(share):

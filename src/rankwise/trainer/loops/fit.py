@@ -12,7 +12,9 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.stores.waiting import StoreCounter
-from rankwise.trainer.consistency import check_same_order, check_values
+from rankwise.strategies.data_split import check_same_order
+from rankwise.trainer.consistency import check_values
+from rankwise.trainer.data_loaders import PHASE_NAMES
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.batch_transfer import BatchTransfer
 from rankwise.trainer.loops.bucket_order import record_gradient_order
@@ -113,7 +115,7 @@ class FitLoop:
             self._results = Results(self._context.module, is_evaluation=False)
         self._stage.results = self._stage.epoch_results = self._results
         self._hooks.call("on_train_epoch_start")  # may change a sampler
-        check_same_order(self._strategy, "train", [self._share.loader])
+        check_same_order(self._strategy, PHASE_NAMES["train"], [self._share.loader])
         self._optimization.begin_epoch()
         report_phase("data loading", step=progress.global_step)
         for batch_idx, (batch, is_last) in self._remaining_batches():

@@ -13,8 +13,8 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
 from rankwise.gradient_sync.comm_hook import hook_of
 from rankwise.gradient_sync.parameters import check_dense, share_buffers_next
+from rankwise.strategies.agreement import mean_loss
 from rankwise.trainer.hooks import num_step_arguments
-from rankwise.trainer.loops.closures import mean_loss
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.uneven_inputs import discard_new_gradients
 from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients

@@ -1,0 +1,93 @@
+"""Make the ranks have the same versions, module, weights and loss, or raise."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.errors import RankMismatchError
+from rankwise.gradient_sync.parameters import share_tensors
+from rankwise.process_group.digests import digests_of
+from rankwise.process_group.rank_facts import differences, facts_of_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rankwise.strategies.base import Strategy
+
+
+def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
+    """Make sure that all ranks have the same `facts`, descriptions by name. Collective."""
+    if strategy.world_size == 1:
+        return
+    if not _are_same(strategy, facts):
+        raise RankMismatchError(differences(strategy.all_gather_object(facts)))
+
+
+def _are_same(strategy: Strategy, facts: dict[str, str]) -> bool:
+    fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+    return len(set(strategy.all_gather_object(fingerprint))) == 1
+
+
+def share_model(strategy: Strategy, module: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, unless all ranks have the same ones. Collective.
+
+    Those that DDP is configured to ignore are left alone.
+    """
+    if strategy.world_size == 1:
+        return
+    values = values_of(module, with_buffers=True)
+    if not _are_same(strategy, digests_of(values)):
+        share_tensors(values.values(), strategy.data_parallel_group)
+        check_ranks_agree(strategy, digests_of(values))
+
+
+def values_of(module: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:
+    """Return the parameters and buffers that ranks share, by what a message calls them."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    kinds: dict[str, Iterable[tuple[str, Tensor]]] = {"parameter": module.named_parameters()}
+    if with_buffers:
+        kinds["buffer"] = module.named_buffers()
+    return {
+        f"the values of {kind} {name!r}": value
+        for kind, named in kinds.items()
+        for name, value in named
+        if name not in ignored
+    }
+
+
+def fingerprint_of(module: nn.Module, seed: int | None = None) -> dict[str, str]:
+    """Return what must be the same on every rank that trains a module; `seed` is `seed_everything`'s."""
+    return {
+        "the version of rankwise": sys.modules["rankwise"].__version__,
+        "the version of torch": str(torch.__version__),
+        "the version of Python": platform.python_version(),
+        "the seed": "none" if seed is None else str(seed),
+        **facts_of_parameters(dict(module.named_parameters())),
+    }
+
+
+def mean_loss(strategy: Strategy, loss: Tensor | float, weight: Tensor | float) -> Tensor:
+    """Return the weighted average of the ranks' losses: an optimizer decides by it what to do next.
+
+    Collective: every rank must call this.
+
+    Args:
+        strategy: the ranks.
+        loss: a number, or a tensor with one element.
+        weight: 0 leaves out the loss of this rank, even if it is NaN.
+    """
+    own = torch.as_tensor(loss).detach().reshape(())
+    if strategy.world_size == 1:
+        return own
+    share = float(weight)
+    pair = torch.tensor([0.0, share], dtype=torch.double, device=strategy.root_device)
+    if share:
+        pair[0] = own.to(pair) * share
+    total = strategy.all_reduce(pair, reduce_op="sum")
+    return total[0] / total[1] if total[1] else total[0]
