@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
@@ -78,8 +78,9 @@ def agreed_placement(strategy: Strategy, **given: Any) -> dict[str, Any]:
 
 
 def as_list(name: str, given: Any, kinds: Any, expected: str = "") -> list[Any]:
-    """Return the items of an argument that is one object or a list of them; None for none of them."""
-    items = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    """Return the items of an argument that is one object or a sequence of them; None for none of them."""
+    is_several = isinstance(given, Sequence) and not isinstance(given, str)
+    items = [] if given is None else list(given) if is_several else [given]
     for item in items:
         check_is_a(name, item, kinds, expected or f"an instance of {kinds.__name__}, or a list of them")
     return items

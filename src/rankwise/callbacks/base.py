@@ -55,6 +55,11 @@ class Callback:
     def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
         """Called when model, optimizers and loaders are ready."""
 
+    def on_sanity_check_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Called before the validation that `num_sanity_val_steps` runs before training, and after it."""
+
+    on_sanity_check_end = on_sanity_check_start
+
     def on_fit_end(self, trainer: Trainer, module: TrainingModule) -> None:
         """Called at the end of `fit`."""
 
@@ -157,7 +162,7 @@ class MonitoringCallback(Callback):
         """Act on the metric; subclasses override it. Runs on every rank."""
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        is_due = trainer.is_fitting and not trainer.progress.is_epoch_done
+        is_due = trainer.is_fitting and not trainer.sanity_checking and not trainer.progress.is_epoch_done
         if is_due and self._at_epoch_end is not True:
             self.on_metrics_ready(trainer, module)
 

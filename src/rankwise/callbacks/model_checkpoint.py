@@ -203,7 +203,7 @@ class ModelCheckpoint(MonitoringCallback):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        if trainer.is_fitting:
+        if trainer.is_fitting and not trainer.sanity_checking:
             self._has_validated = True
             if self._waits_for_validation:
                 self._save(trainer)
@@ -247,7 +247,7 @@ class ModelCheckpoint(MonitoringCallback):
         if self.monitor is None or not trainer.has_validation:
             return False
         is_validated_next = trainer.progress.is_epoch_done and trainer.val_check_interval == 1.0
-        if is_validated_next and (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch == 0:
+        if is_validated_next and (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0:
             return True
         is_missing: bool = trainer.strategy.broadcast(self.monitored_value(trainer) is None)
         return is_missing and not self._has_validated

@@ -66,7 +66,8 @@ class ProgressBar(Callback):
         _close(self._training)
 
     def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        self._evaluation = self._bar(trainer, "Validation", sum(trainer.num_val_batches), leave=False)
+        title = "Sanity check" if trainer.sanity_checking else "Validation"
+        self._evaluation = self._bar(trainer, title, sum(trainer.num_val_batches), leave=False)
 
     def on_test_start(self, trainer: Trainer, module: TrainingModule) -> None:
         self._evaluation = self._bar(trainer, "Test", sum(trainer.num_test_batches), self.leave)

@@ -28,6 +28,7 @@ class LightningState:
     Attributes:
         epoch: the epoch to begin next.
         global_step: the number of optimizer steps so far.
+        total_batches: the number of batches in the epochs before that.
         optimizers: their states, as torch's.
         schedulers: their states, as torch's.
         scaler: the state of the loss scaling; {} for none.
@@ -57,6 +58,7 @@ class LightningState:
             is_within_epoch = ended < begun and not batches["is_last_batch"]
             self.epoch = begun - is_within_epoch
             done = _count(batches["current"]["ready"])
+            self.total_batches = _count(batches["total"]["ready"]) - done * is_within_epoch
         self.left_out = [f"the state of {name}" for name in map(str, checkpoint.get("callbacks", {}))]
         if is_within_epoch:
             self.left_out.append(f"the position after batch {done} of epoch {self.epoch}, which begins again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,14 @@ from typing import Any, ParamSpec, final
 
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.callbacks import Callback, ModelCheckpoint, ProgressBar, Timer, TQDMProgressBar
+from rankwise.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+    TQDMProgressBar,
+)
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.loggers import CSVLogger, Logger
 from rankwise.named_options import check_is_a
@@ -55,9 +63,14 @@ def _check_limit(name: str, value: Any, *, is_zero_allowed: bool = True) -> None
         raise InvalidArgumentError(argument=name, value=value, expected=expected)
 
 
-def _check_no_sanity_steps(name: str, value: Any) -> None:
-    if value != 0:
-        raise InvalidArgumentError(argument=name, value=value, expected="0: there are none")
+def _check_flag(name: str, value: Any) -> None:
+    check_choice(name, value, (True, False))
+
+
+def _check_is(name: str, value: Any, *, only: Any, reason: str) -> None:
+    """Refuse every value but one: the argument is Lightning's, and others have no effect here."""
+    if value != only:
+        raise InvalidArgumentError(argument=name, value=value, expected=f"{only!r}: {reason}")
 
 
 def _by(
@@ -78,42 +91,83 @@ class TrainerOptions:
     max_epochs: int | None = field(metadata=_by(_check_number, minimum=0, is_endless=True, is_optional=True))
     max_steps: int = field(metadata=_by(_check_number, minimum=0, is_endless=True))
     min_epochs: int = field(metadata=_by(_check_number, minimum=0, is_optional=True))
+    min_steps: int = field(metadata=_by(_check_number, minimum=0, is_optional=True))
     limit_train_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
     limit_val_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
     limit_test_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
     limit_predict_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
     val_check_interval: _Limit = field(metadata=_by(_check_limit, is_zero_allowed=False, default=1.0))
-    check_val_every_n_epoch: int = field(metadata=_by(_check_number, minimum=1))
-    num_sanity_val_steps: int = field(metadata=_by(_check_no_sanity_steps))
+    check_val_every_n_epoch: int | None = field(metadata=_by(_check_number, minimum=1, is_optional=True))
+    overfit_batches: _Limit = field(metadata=_by(_check_limit))
+    num_sanity_val_steps: int = field(metadata=_by(_check_number, minimum=0, is_endless=True, default=2))
     accumulate_grad_batches: int = field(metadata=_by(_check_number, minimum=1))
     gradient_clip_val: float = field(metadata=_by(_check_number, minimum=0, kinds=_NUMBER, is_optional=True))
     gradient_clip_algorithm: str = field(
         metadata=_by(check_choice, choices=("norm", "value"), default="norm")
     )
     on_nonfinite: str | None = field(metadata=_by(check_choice, choices=("raise", "skip"), is_optional=True))
-    sync_batchnorm: bool = field(metadata=_by(check_choice, choices=(True, False)))
-    deterministic: bool | str = field(metadata=_by(check_choice, choices=(True, False, "warn")))
-    benchmark: bool | None = field(metadata=_by(check_choice, choices=(True, False), is_optional=True))
-    use_distributed_sampler: bool = field(metadata=_by(check_choice, choices=(True, False)))
+    sync_batchnorm: bool = field(metadata=_by(_check_flag))
+    deterministic: bool | str = field(
+        metadata=_by(check_choice, choices=(True, False, "warn"), default=False)
+    )
+    benchmark: bool | None = field(metadata=_by(_check_flag, is_optional=True))
+    detect_anomaly: bool = field(metadata=_by(_check_flag))
+    inference_mode: bool = field(metadata=_by(_check_flag))
+    use_distributed_sampler: bool = field(metadata=_by(_check_flag))
+    reload_dataloaders_every_n_epochs: int = field(
+        metadata=_by(_check_is, only=0, reason="loaders are asked for once in a stage")
+    )
     uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
     log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1, default=50))
     check_ranks_every_n_steps: int | None = field(metadata=_by(_check_number, minimum=1, is_optional=True))
     default_root_dir: str
+    profiler: None = field(
+        metadata=_by(_check_is, only=None, reason="torch.profiler.profile() around fit() measures it")
+    )
+    enable_autolog_hparams: bool = field(metadata=_by(_check_flag))
+    model_registry: None = field(
+        metadata=_by(_check_is, only=None, reason="models are in files, as ModelCheckpoint writes them")
+    )
     fast_dev_run: int = field(metadata=_by(_check_number, minimum=0))
+    barebones: bool = field(metadata=_by(_check_flag))
 
     def __post_init__(self) -> None:
-        self.min_epochs = self.min_epochs or 0
+        self.min_epochs, self.min_steps = self.min_epochs or 0, self.min_steps or 0
         self.gradient_clip_val = float(self.gradient_clip_val or 0.0)
-        if self.min_epochs > self.epoch_limit >= 0:
+        for kind, least, most in (
+            ("epochs", self.min_epochs, self.epoch_limit),
+            ("steps", self.min_steps, self.max_steps),
+        ):
+            if least > most >= 0:
+                raise ConfigurationError(
+                    message=f"min_{kind}={least} is more than max_{kind}={most}.",
+                    remedy=f"more max_{kind}, or fewer min_{kind}.",
+                )
+        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
             raise ConfigurationError(
-                message=f"min_epochs={self.min_epochs} is more than max_epochs={self.epoch_limit}.",
-                remedy="more max_epochs, or fewer min_epochs.",
+                message="check_val_every_n_epoch=None counts batches over epochs, and needs how many.",
+                facts=f"val_check_interval={self.val_check_interval} is a fraction of an epoch.",
+                remedy="val_check_interval=1000, a number of batches; or check_val_every_n_epoch=1.",
             )
+        self._limit_to_overfit()
         if self.fast_dev_run:
             self.max_epochs, self.max_steps = 1, self.fast_dev_run
+            self.min_epochs = self.min_steps = self.num_sanity_val_steps = 0
             self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
             for name in _LIMITS.values():
                 setattr(self, name, self.fast_dev_run)
+
+    def _limit_to_overfit(self) -> None:
+        if not self.overfit_batches:
+            return
+        for name, default in (("limit_train_batches", 1.0), ("limit_val_batches", 1.0), ("fast_dev_run", 0)):
+            if (value := getattr(self, name)) != default or type(value) is not type(default):
+                raise ConfigurationError(
+                    message=f"overfit_batches and {name} contradict each other.",
+                    facts=f"overfit_batches={self.overfit_batches}, {name}={value}.",
+                    remedy="keep one of them.",
+                )
+        self.limit_train_batches = self.limit_val_batches = self.overfit_batches
 
     def __setattr__(self, name: str, value: Any) -> None:
         metadata = self.__dataclass_fields__[name].metadata
@@ -138,16 +192,45 @@ class TrainerOptions:
         return self.max_epochs
 
 
+_BAREBONES: Mapping[str, tuple[Any, ...]] = {
+    "logger": (None, False),
+    "enable_checkpointing": (None, False),
+    "enable_progress_bar": (None, False),
+    "enable_model_summary": (None, False),
+    "num_sanity_val_steps": (None, 0),
+    "log_every_n_steps": (None, 0),
+    "fast_dev_run": (False, 0),
+    "detect_anomaly": (False,),
+}
+"""The arguments that `barebones` switches off, and the values that agree with it."""
+
+
+def barebones_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a Trainer with `barebones=True`; refuse those that it switches off."""
+    for name, accepted in _BAREBONES.items():
+        if not any(given[name] is value for value in accepted):
+            raise ConfigurationError(
+                message=f"{name}={given[name]!r} and barebones=True contradict each other.",
+                facts="barebones measures the training loop alone, without what is logged, saved or shown.",
+                remedy="keep one of them.",
+            )
+    warnings.warn("barebones=True: self.log() has no effect, and nothing is saved or shown.", stacklevel=4)
+    off = {name: accepted[-1] for name, accepted in _BAREBONES.items()}
+    return {**given, **off, "log_every_n_steps": None}
+
+
 def collect_callbacks(
     callbacks: Any,
     *,
     enable_checkpointing: bool | None,
     enable_progress_bar: bool | None,
+    enable_model_summary: bool | None = False,
     max_time: Any = None,
 ) -> list[Callback]:
     """Return the user's callbacks and the default ones; those that save checkpoints come last."""
     check_choice("enable_checkpointing", enable_checkpointing, (True, False, None))
     check_choice("enable_progress_bar", enable_progress_bar, (True, False, None))
+    check_choice("enable_model_summary", enable_model_summary, (True, False, None))
     enable_checkpointing = enable_checkpointing is not False
     given: list[Callback] = as_list("callbacks", callbacks, Callback)
     if max_time is not None:
@@ -163,7 +246,9 @@ def collect_callbacks(
         saving = [ModelCheckpoint()]
     wants_bar = TQDMProgressBar.is_available() if enable_progress_bar is None else enable_progress_bar
     bars = [TQDMProgressBar()] if wants_bar and not given_bars else []
-    collected = [*others, *bars, *saving]
+    has_summary = any(isinstance(callback, ModelSummary) for callback in given)
+    summaries = [ModelSummary()] if enable_model_summary is not False and not has_summary else []
+    collected = [*others, *bars, *summaries, *saving]
     _check_state_keys(collected)
     return collected
 
@@ -220,12 +305,10 @@ _ELSEWHERE: Mapping[str, str] = {
     "max_restarts": "Trainer(strategy=DDPElasticStrategy(max_restarts={value!r})).",
     # data
     "replace_sampler_ddp": "Trainer(use_distributed_sampler={value!r}).",
-    "overfit_batches": "Trainer(limit_train_batches={value!r}), over a loader that does not shuffle.",
     "train_percent_check": "Trainer(limit_train_batches={value!r}).",
     "val_percent_check": "Trainer(limit_val_batches={value!r}).",
     "test_percent_check": "Trainer(limit_test_batches={value!r}).",
     "prepare_data_per_node": "leave it out: prepare_data() runs once on each node.",
-    "reload_dataloaders_every_n_epochs": "an iterable data set with set_epoch(epoch), called each epoch.",
     "multiple_trainloader_mode": "give fit() one loader, over a data set that reads several.",
     # precision
     "amp_backend": 'Trainer(precision="16-mixed"); for Apex O2: "16-master".',
@@ -234,16 +317,12 @@ _ELSEWHERE: Mapping[str, str] = {
     # the run
     "resume_from_checkpoint": "trainer.fit(model, ckpt_path={value!r}).",
     "max_duration": "Trainer(max_epochs=...), max_steps=... or max_time=...",
-    "min_steps": "Trainer(min_epochs=...).",
     "terminate_on_nan": 'Trainer(on_nonfinite="raise").',
-    "detect_anomaly": 'Trainer(on_nonfinite="raise"), and torch.autograd.set_detect_anomaly(True).',
     "gradient_accumulation_steps": "Trainer(accumulate_grad_batches={value!r}).",
     "auto_lr_find": "leave it out: rankwise does not look for a learning rate.",
     "auto_scale_batch_size": "leave it out: rankwise does not look for a batch size.",
-    "inference_mode": "leave it out: evaluation runs under torch.no_grad().",
     "track_grad_norm": "log it in on_before_optimizer_step of the module.",
     "stochastic_weight_avg": "Trainer(callbacks=[StochasticWeightAveraging(swa_lrs=...)]).",
-    "profiler": "torch.profiler.profile() around fit().",
     "ddp_sync_strategy": "Trainer(strategy=DDPStrategy(sync_mode=...)).",
     # files and what is shown
     "checkpoint_callback": "Trainer(enable_checkpointing=True), or callbacks=[ModelCheckpoint(...)].",
@@ -255,9 +334,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "row_log_interval": "Trainer(log_every_n_steps={value!r}).",
     "progress_bar": "Trainer(enable_progress_bar={value!r}).",
     "progress_bar_refresh_rate": "Trainer(callbacks=[TQDMProgressBar(refresh_rate={value!r})]).",
-    "enable_model_summary": "leave it out, or Trainer(callbacks=[ModelSummary()]).",
     "weights_summary": "leave it out, or Trainer(callbacks=[ModelSummary()]).",
-    "barebones": "Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False).",
 }
 """Arguments of Lightning (1.x and 2.x), Composer and torchrun, and what to write here instead."""
 

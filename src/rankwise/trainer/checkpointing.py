@@ -365,7 +365,9 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
 
 def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None:
     """Restore what Lightning's checkpoints have in common with those of this library; warn of the rest."""
-    context.state.progress = Progress(current_epoch=saved.epoch, global_step=saved.global_step)
+    context.state.progress = Progress(
+        current_epoch=saved.epoch, global_step=saved.global_step, total_batches=saved.total_batches
+    )
     precision = context.strategy.precision
     with restored_from(saved.path, "optimizers"):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +18,7 @@ from rankwise.data.sharding import (
     check_interleaved_by_batches,
     check_shardable,
     in_dataset_order,
+    is_in_dataset_order,
     is_shardable,
     is_split_for_one_rank,
     shard_for_evaluation,
@@ -127,6 +129,8 @@ def shard_for_phase(
     """Return this rank's batches of `loader` in a phase: `train`, `validate`, `test` or `predict`."""
     limit = options.limit(phase)
     replica = replica_of(strategy)
+    if options.overfit_batches and phase in ("train", "validate"):
+        loader = _without_shuffling(loader, phase, strategy)
     if options.use_distributed_sampler and phase == "predict":
         loader = in_dataset_order(loader)
     if strategy.job_group is ALONE and getattr(getattr(loader, "dataset", None), "shards_itself", False):
@@ -143,6 +147,23 @@ def shard_for_phase(
     whole = limited(length_of(batches_before_split(loader)), limit)
     own = whole if math.isinf(whole) else len(range(replica["rank"], int(whole), replica["num_replicas"]))
     return LoaderShard(shard, own)
+
+
+def _without_shuffling(loader: Any, phase: str, strategy: Strategy) -> Any:
+    """Return a loader that has the same batches in every epoch; warn on rank 0 of what that changes."""
+    ordered = in_dataset_order(loader)
+    sampler = getattr(ordered, "sampler", None)
+    problem = ""
+    if ordered is not loader:
+        problem = f"overfit_batches reads the {PHASE_NAMES[phase]} data in their order, without shuffling."
+    elif is_shardable(loader) and not is_in_dataset_order(loader):
+        problem = (
+            f"overfit_batches keeps {type(sampler).__name__} of the {PHASE_NAMES[phase]} loader: the batches "
+            "of two epochs may differ."
+        )
+    if problem and strategy.is_global_zero:
+        warnings.warn(problem, stacklevel=2)
+    return ordered
 
 
 def check_limit(strategy: Strategy, phase: str, shards: list[LoaderShard], options: TrainerOptions) -> None:

@@ -84,6 +84,8 @@ HOOKS: Sequence[Hook] = (
         for name in ("train", "val", "test", "predict")
     ),
     Hook("on_fit_start", "", "When model, optimizers and loaders are ready."),
+    Hook("on_sanity_check_start", "", "Before the check of `num_sanity_val_steps`.", ("callback",)),
+    Hook("on_sanity_check_end", "", "After it; its metrics are thrown away.", ("callback",)),
     Hook("on_train_start", "", "Before the first epoch."),
     Hook("on_train_epoch_start", "", "Before an epoch's first batch."),
     _of_module(
@@ -172,6 +174,14 @@ _REFUSED: Mapping[str, str] = {
     "on_test_model_zero_grad": "on_test_start.",
     "on_predict_model_zero_grad": "on_predict_start.",
 }
+_REFUSED_IN_MODULES: Mapping[str, str] = {
+    **_REFUSED,
+    **{
+        hook.name: "on_validation_start, where self.trainer.sanity_checking tells; or a callback."
+        for hook in HOOKS
+        if hook.name.startswith("on_sanity_check")
+    },
+}
 _REFUSED_IN_CALLBACKS: Mapping[str, str] = {
     **{name: remedy for name, remedy in _REFUSED.items() if name.startswith("on_")},
     **{
@@ -179,8 +189,6 @@ _REFUSED_IN_CALLBACKS: Mapping[str, str] = {
         for hook in HOOKS
         if "callback" not in hook.owners and hook.name.startswith("on_")
     },
-    "on_sanity_check_start": "leave it out: no validation runs before training.",
-    "on_sanity_check_end": "leave it out: no validation runs before training.",
     "on_init_start": "setup(trainer, module, stage).",
     "on_init_end": "setup(trainer, module, stage).",
     "on_keyboard_interrupt": "on_exception.",
@@ -192,7 +200,7 @@ _REFUSED_IN_CALLBACKS: Mapping[str, str] = {
 
 def check_hooks(module: TrainingModule, callbacks: Iterable[Callback]) -> None:
     """Raise ConfigurationError for a hook that would never be called, or not with the arguments it takes."""
-    _refuse(module, _REFUSED)
+    _refuse(module, _REFUSED_IN_MODULES)
     _check_submodules(module)
     for hook in HOOKS:
         if "module" not in hook.owners or not is_defined(module, hook.name):
@@ -352,7 +360,8 @@ class Hooks:
     def _search(self, hook: Hook) -> _Calls:
         name, callbacks = hook.name, self._callbacks if "callback" in hook.owners else []
         methods = [(each, method) for each in callbacks if (method := _own_method(each, name)) is not None]
-        own = getattr(self.module, name) if is_defined(self.module, name) else None
+        is_own = "module" in hook.owners and is_defined(self.module, name)
+        own = getattr(self.module, name) if is_own else None
         return _Calls(
             tuple(method for each, method in methods if not isinstance(each, MonitoringCallback)),
             own if callable(own) else None,

@@ -315,6 +315,8 @@ class TrainingModule(HyperparametersMixin, nn.Module):
                 batches).
             LifecycleError: outside of the loops of a trainer, in prediction, and after the epoch's end.
         """
+        if self.trainer.barebones:
+            return
         self.trainer.results.log(
             name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size
         )

@@ -72,30 +72,38 @@ class TrainerProperties:
     max_epochs: int | None = _forwarded("options.max_epochs")
     max_steps: int = _forwarded("options.max_steps")
     min_epochs: int = _forwarded("options.min_epochs")
+    min_steps: int = _forwarded("options.min_steps")
     limit_train_batches: int | float = _forwarded("options.limit_train_batches")
     limit_val_batches: int | float = _forwarded("options.limit_val_batches")
     limit_test_batches: int | float = _forwarded("options.limit_test_batches")
     limit_predict_batches: int | float = _forwarded("options.limit_predict_batches")
     num_sanity_val_steps: int = _forwarded("options.num_sanity_val_steps")
     val_check_interval: int | float = _forwarded("options.val_check_interval")
-    check_val_every_n_epoch: int = _forwarded("options.check_val_every_n_epoch")
+    check_val_every_n_epoch: int | None = _forwarded("options.check_val_every_n_epoch")
+    overfit_batches: int | float = _read_only("options.overfit_batches")
     accumulate_grad_batches: int = _forwarded("options.accumulate_grad_batches")
     gradient_clip_val: float = _forwarded("options.gradient_clip_val")
     gradient_clip_algorithm: str = _forwarded("options.gradient_clip_algorithm")
     on_nonfinite: str | None = _forwarded("options.on_nonfinite")
     deterministic: bool | str = _forwarded("options.deterministic")
     benchmark: bool | None = _forwarded("options.benchmark")
+    detect_anomaly: bool = _forwarded("options.detect_anomaly")
+    inference_mode: bool = _forwarded("options.inference_mode")
     use_distributed_sampler: bool = _forwarded("options.use_distributed_sampler")
+    reload_dataloaders_every_n_epochs: int = _forwarded("options.reload_dataloaders_every_n_epochs")
     uneven_inputs: str = _forwarded("options.uneven_inputs")
     log_every_n_steps: int = _forwarded("options.log_every_n_steps")
     check_ranks_every_n_steps: int | None = _forwarded("options.check_ranks_every_n_steps")
     default_root_dir: str = _forwarded("options.default_root_dir")
+    enable_autolog_hparams: bool = _forwarded("options.enable_autolog_hparams")
     fast_dev_run: int = _read_only("options.fast_dev_run")
+    barebones: bool = _read_only("options.barebones")
     sync_batchnorm: bool = _read_only("strategy.sync_batchnorm")
     num_nodes: int = _read_only("strategy.num_nodes")
     accelerator, devices, precision = _argument_only(), _argument_only(), _argument_only()
     plugins, max_time = _argument_only(), _argument_only()
     enable_progress_bar, enable_checkpointing = _argument_only(), _argument_only()
+    enable_model_summary, model_registry, profiler = _argument_only(), _argument_only(), _argument_only()
 
     progress: Progress = _forwarded("state.progress")
     seed: int = _forwarded("state.seed")
@@ -119,7 +127,7 @@ class TrainerProperties:
     epoch_results: Results | None = _forwarded("_stage.epoch_results")
     running_manual_optimization: ManualOptimization | None = _forwarded("_stage.manual_optimization")
     training: bool = _in_phase("train")
-    validating: bool = _in_phase("validate")
+    sanity_checking: bool = _read_only("_stage.is_sanity_check")
     testing: bool = _in_phase("test")
     predicting: bool = _in_phase("predict")
 
@@ -130,6 +138,17 @@ class TrainerProperties:
 
     checkpoint_callback: ModelCheckpoint | None = _first(ModelCheckpoint)
     early_stopping_callback: EarlyStopping | None = _first(EarlyStopping)
+
+    @property
+    def validating(self) -> bool:
+        """Whether batches of a validation run that is no sanity check."""
+        return self._stage.phase == "validate" and not self.sanity_checking
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """How many batches of each validation loader this rank runs in the sanity check."""
+        steps = self.options.num_sanity_val_steps
+        return [number if steps == -1 else min(steps, number) for number in self.num_val_batches]
 
     @property
     def module(self) -> TrainingModule:

@@ -32,10 +32,12 @@ from rankwise.trainer.data_loaders import (
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
 from rankwise.trainer.loops.fit import FitLoop
+from rankwise.trainer.loops.sanity_check import run_sanity_check
 from rankwise.trainer.module import is_defined, undefined
 from rankwise.trainer.state_transfer import RankState, seed_rank
 
 if TYPE_CHECKING:
+    from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.state import LoopContext, StageName
 
@@ -50,12 +52,15 @@ _LOADER_HOOKS = {
 
 
 @contextmanager
-def _torch_flags(deterministic: bool | str, benchmark: bool | None) -> Iterator[None]:
-    """Set torch's flags as the Trainer's options of the same names say, for the block.
+def _torch_flags(options: TrainerOptions) -> Iterator[None]:
+    """Set torch's flags as `deterministic`, `benchmark` and `detect_anomaly` say, for the block.
 
     Mutates: torch's flags and, with `deterministic`, cuBLAS's environment variable; both until the end.
     """
+    deterministic, benchmark = options.deterministic, options.benchmark
     with ExitStack() as stack:
+        if options.detect_anomaly:
+            stack.enter_context(torch.autograd.set_detect_anomaly(True))
         if deterministic:
             was_on = torch.are_deterministic_algorithms_enabled()
             was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -125,7 +130,7 @@ class Stage:
         status, loggers = "failed", list(context.loggers)
         try:
             with (
-                _torch_flags(context.options.deterministic, context.options.benchmark),
+                _torch_flags(context.options),
                 self._random_state_kept(context),
             ):
                 value = self._run(context)
@@ -238,13 +243,15 @@ class Stage:
         rank_state = self._restore_fit(context)
         with errors_shared(strategy):
             for logger in context.loggers if strategy.is_global_zero else ():
-                if module.logged_hparams:
+                if module.logged_hparams and context.options.enable_autolog_hparams:
                     logger.log_hyperparams(module.logged_hparams)
                 logger.log_graph(module)
         data = self._train_data(context)
         validation = self._validation(context)
         context.state.has_validation = validation is not None
         context.hooks.call("on_fit_start")
+        if validation is not None and context.options.num_sanity_val_steps and self.checkpoint is None:
+            run_sanity_check(context, validation.shares)
         FitLoop(context, data, validation, rank_state).run()
         strategy.restore_module(module)
         context.wrapped = module  # nothing may keep the wrapper when the process group is destroyed

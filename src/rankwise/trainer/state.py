@@ -35,6 +35,7 @@ class Progress:
         batches_done: batches of the current epoch that this rank has trained on.
         samples_done: items of the epoch's index stream that all ranks together have used; a run with another
             number of ranks continues from the same item.
+        total_batches: batches of all epochs that this rank has trained on.
         window_batches: how many of `batches_done` are in an unfinished accumulation window: their gradients
             are not in the weights yet.
         window_samples: the samples of those batches.
@@ -48,6 +49,7 @@ class Progress:
     global_step: int = 0
     batches_done: int = 0
     samples_done: int = 0
+    total_batches: int = 0
     window_batches: int = 0
     window_samples: int = 0
     is_epoch_done: bool = False
@@ -62,6 +64,7 @@ class Progress:
     def end_batch(self, is_last: bool, samples: int = 0, is_window_end: bool = True) -> None:
         """Count a batch of the current epoch, for which the ranks together used `samples` items."""
         self.batches_done += 1
+        self.total_batches += 1
         self.samples_done += samples
         self.window_batches = 0 if is_window_end else self.window_batches + 1
         self.window_samples = 0 if is_window_end else self.window_samples + samples
@@ -77,6 +80,7 @@ class Progress:
         """Go back to the first batch of an unfinished window, whose gradients are lost."""
         if self.window_batches:
             self.batches_done -= self.window_batches
+            self.total_batches -= self.window_batches
             self.samples_done -= self.window_samples
             self.window_batches = self.window_samples = 0
             self.is_validated = True  # a validation due before that batch has run
@@ -148,6 +152,7 @@ class StageState:
     phase: str | None = None  # "train", "validate", "test" or "predict"; None outside of the loops
     results: Results | None = None  # where the module logs to; None outside of the loops, and in prediction
     epoch_results: Results | None = None  # what was logged in the current training epoch so far
+    is_sanity_check: bool = False
     before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation
     manual_optimization: Any = None
     shards: dict[str, list[Any]] = field(
@@ -230,9 +235,10 @@ class LoopContext:
 
     @property
     def wants_to_stop(self) -> bool:
-        """Whether `should_stop` is set on this rank, and `min_epochs` are done."""
-        progress, min_epochs = self.state.progress, self.options.min_epochs
-        return self.state.should_stop and progress.current_epoch + progress.is_epoch_done >= min_epochs
+        """Whether `should_stop` is set on this rank, and `min_epochs` and `min_steps` are done."""
+        progress, options = self.state.progress, self.options
+        has_min_epochs = progress.current_epoch + progress.is_epoch_done >= options.min_epochs
+        return self.state.should_stop and has_min_epochs and progress.global_step >= options.min_steps
 
     def warn_if_done(self) -> bool:
         """Warn if there is nothing left to train, and return whether that is so."""

@@ -50,27 +50,37 @@ class Trainer(TrainerProperties):
         max_epochs: after how many epochs to stop, -1 for never; 1000 if `max_steps` is not given either.
         min_epochs: how many epochs to train even if a callback wants to stop.
         max_steps: after how many optimizer steps to stop; -1 for never.
+        min_steps: how many optimizer steps to train even if a callback wants to stop.
         max_time: how long to train, all fits together: a `timedelta`, `"DD:HH:MM:SS"` or `{"hours": 3}`.
         limit_train_batches: how many batches of an epoch (int), or which fraction (float), each rank runs.
         limit_val_batches: the same for validation.
         limit_test_batches: the same for test.
         limit_predict_batches: the same for prediction, but of the whole loader, for all ranks together; with
             `use_distributed_sampler=False` of each rank's.
+        overfit_batches: train and validate in every epoch on that many batches, or that fraction of them,
+            which are the first of the data: without shuffling. 0.0 for all.
         fast_dev_run: run that many batches (True: one) of each loader once, save and log nothing.
         val_check_interval: validate after that many batches (int), at most the epoch's, or that fraction of
             an epoch (float), where their accumulation window ends.
-        check_val_every_n_epoch: validate only in every n-th epoch.
-        num_sanity_val_steps: only 0 is accepted: no validation runs before training.
+        check_val_every_n_epoch: validate only in every n-th epoch. With None, `val_check_interval` (int)
+            counts the batches of all epochs.
+        num_sanity_val_steps: how many batches of each validation loader run before training, to find errors
+            early; -1 for all, None for 2. Their metrics are thrown away. A fit that continues from a
+            checkpoint has no check.
         accumulate_grad_batches: how many batches there are in an optimizer step.
         gradient_clip_val: the limit of gradients; None or 0 for no clipping.
         gradient_clip_algorithm: `"norm"` or `"value"`.
         on_nonfinite: what all ranks do when a loss is infinite or NaN on any: `"raise"`, `"skip"` the step,
             or None for no check.
+        detect_anomaly: whether autograd looks for NaN in gradients, and names the operation; it is slow.
         deterministic: whether torch uses deterministic algorithms in this trainer's stages; `"warn"` only
             warns of operations that have no such algorithm.
         benchmark: whether cuDNN measures which algorithm is fastest; None does not change the setting.
         sync_batchnorm: whether batch normalisation uses all ranks' batches in training; on CUDA only.
+        inference_mode: whether `validate`, `test` and `predict` run under `torch.inference_mode` instead of
+            `torch.no_grad`, as a validation within `fit` always does.
         use_distributed_sampler: whether loaders are split over the ranks; without it they are used as given.
+        reload_dataloaders_every_n_epochs: only 0 is accepted: loaders are asked for once in a stage.
         uneven_inputs: what happens when ranks have different numbers of training batches: `"error"`,
             `"truncate"` (all stop with the shortest) or `"join"` (a rank without batches repeats its last one
             with weight 0 and steps like the others; shards are then uneven instead of padded).
@@ -79,6 +89,12 @@ class Trainer(TrainerProperties):
             digests of their parameters and optimizer states; a difference is an error on all of them. None
             for no comparison.
         enable_progress_bar: whether there is a progress bar; None for one if tqdm is installed.
+        enable_model_summary: whether to add a `ModelSummary` if `callbacks` has none; None means True.
+        enable_autolog_hparams: whether loggers get the module's hyperparameters when `fit` starts.
+        profiler: only None is accepted.
+        model_registry: only None is accepted.
+        barebones: whether nothing is logged, saved or shown, to measure the training loop; `self.log` has no
+            effect then.
         enable_checkpointing: whether to add a `ModelCheckpoint` if `callbacks` has none; None means True.
         default_root_dir: where logs and checkpoints go; the working directory by default.
 
@@ -124,42 +140,53 @@ class Trainer(TrainerProperties):
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,
+        min_steps: int | None = None,
         max_time: Any = None,
-        limit_train_batches: int | float = 1.0,
-        limit_val_batches: int | float = 1.0,
-        limit_test_batches: int | float = 1.0,
-        limit_predict_batches: int | float = 1.0,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
         fast_dev_run: bool | int = False,
-        val_check_interval: int | float = 1.0,
-        check_val_every_n_epoch: int = 1,
-        num_sanity_val_steps: int = 0,
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = 0,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str = "norm",
+        gradient_clip_algorithm: str | None = None,
         on_nonfinite: str | None = None,
+        detect_anomaly: bool = False,
         sync_batchnorm: bool = False,
-        deterministic: bool | str = False,
+        deterministic: bool | str | None = None,
         benchmark: bool | None = None,
+        inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        reload_dataloaders_every_n_epochs: int = 0,
         uneven_inputs: str = "error",
-        log_every_n_steps: int = 50,
+        log_every_n_steps: int | None = None,
         check_ranks_every_n_steps: int | None = None,
         enable_progress_bar: bool | None = None,
-        enable_checkpointing: bool | None = True,
+        enable_checkpointing: bool | None = None,
+        enable_model_summary: bool | None = False,
+        profiler: None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
+        barebones: bool = False,
         default_root_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        fast_dev_run = int(fast_dev_run)
-        keywords = locals()
+        keywords = arguments.barebones_options(locals()) if barebones else dict(locals())
+        keywords["fast_dev_run"] = int(fast_dev_run)
         self.options = TrainerOptions(
             **{name: keywords[name] for name in TrainerOptions.__dataclass_fields__}
         )
         self.callbacks = arguments.collect_callbacks(
             callbacks,
-            enable_checkpointing=enable_checkpointing,
-            enable_progress_bar=enable_progress_bar,
+            enable_checkpointing=keywords["enable_checkpointing"],
+            enable_progress_bar=keywords["enable_progress_bar"],
+            enable_model_summary=keywords["enable_model_summary"],
             max_time=max_time,
         )
-        self.loggers = arguments.collect_loggers(logger, self.default_root_dir)
+        self.loggers = arguments.collect_loggers(keywords["logger"], self.default_root_dir)
         if self.fast_dev_run:
             self.callbacks, self.loggers = _for_dev_run(self.callbacks), []
         found = collect_plugins(plugins)

@@ -45,7 +45,6 @@ NODES = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "localhost", "MASTER_PO
         {"fast_dev_run": -1},
         {"val_check_interval": 0},
         {"check_val_every_n_epoch": 0},
-        {"num_sanity_val_steps": 2},
         {"accumulate_grad_batches": 0},
         {"gradient_clip_val": -1},
         {"gradient_clip_algorithm": "size"},
@@ -64,12 +63,6 @@ def test_impossible_values(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         trainer(tmp_path, **options)
     assert caught.value.argument in options
-
-
-def test_why_there_are_no_sanity_steps(tmp_path: Path) -> None:
-    """The error says that there are none, whatever the number."""
-    with pytest.raises(InvalidArgumentError, match="expected 0: there are none"):
-        trainer(tmp_path, num_sanity_val_steps=2)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,8 @@ class ThroughputMonitor(Callback):
             self._add("validate", batch)
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        if trainer.sanity_checking:
+            return
         if trainer.is_global_zero and len(self._counts["validate"]) > 1:
             self._log(trainer, module, "validate")
         if trainer.is_fitting:

@@ -74,7 +74,7 @@ class EvaluationLoop:
             results.suffix = ""
             self._hook("epoch_end")
             values = results.epoch_values(context.strategy)
-            context.publish(values, is_logged=True)
+            context.publish(values, is_logged=not context.stage.is_sanity_check)
             if stopping is not None:
                 context.state.progress.is_validated = True
         return self._by_loader({value.base_name: value.value.item() for value in values})
@@ -103,7 +103,7 @@ class EvaluationLoop:
         module, hooks, name = self.context.module, self.context.hooks, _NAMES[self.stage][1]
         with (
             self.context.stage.in_phase(self.stage, results),
-            torch.no_grad(),
+            self._without_gradients(),
             _modes_kept(module) as kept,
         ):
             getattr(module, f"on_{name}_model_eval")()
@@ -114,6 +114,12 @@ class EvaluationLoop:
             if name != "predict" and (set_mode := hooks.own(f"on_{name}_model_train")) is not None:
                 kept.pop_all()
                 set_mode()
+
+    def _without_gradients(self) -> contextlib.AbstractContextManager[object]:
+        """Return torch's inference mode, or within a fit `no_grad`: training may use what a step keeps."""
+        context = self.context
+        is_inference = context.options.inference_mode and context.stage.name != "fit"
+        return torch.inference_mode() if is_inference else torch.no_grad()
 
     def _batches(self, results: Results) -> Iterator[tuple[int, int, Any]]:
         """Yield the number of the loader, the number of the batch in it, and the batch."""

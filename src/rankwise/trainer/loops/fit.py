@@ -101,7 +101,8 @@ class FitLoop:
             length = length_of(self._share.loader)
             raise no_batch_error(f"its length is {length}, and limit_train_batches={self._share.limit!r}.")
         if self._validation is not None and number and not self._has_begun:
-            _check_interval(self._settings.val_check_interval, number)
+            if self._settings.check_val_every_n_epoch is not None:
+                _check_interval(self._settings.val_check_interval, number)
             _warn_of_late_validation(self._context)
         self._has_begun = True
         return number
@@ -129,7 +130,8 @@ class FitLoop:
         if not progress.is_epoch_done:
             self._results.stop()
         self._hooks.call("on_train_epoch_end", before_monitoring=self._end_metrics)
-        if self._validation is not None and progress.is_epoch_done and math.isinf(self._schedule.num_batches):
+        is_unsized = math.isinf(self._schedule.num_batches)
+        if self._validation is not None and progress.is_epoch_done and is_unsized:
             _warn_of_no_validation(self._context)
         progress.end_epoch()
 
@@ -211,12 +213,14 @@ class FitLoop:
         Within a window the weights do not change, and a checkpoint that validation triggers could not be
         continued from there.
         """
-        settings = self._settings
-        if self._validation is None or (self._progress.current_epoch + 1) % settings.check_val_every_n_epoch:
+        settings, progress = self._settings, self._progress
+        every = settings.check_val_every_n_epoch
+        if self._validation is None or (every is not None and (progress.current_epoch + 1) % every):
             return
         interval = self._validation_interval()
-        first = batch_idx - batch_idx % settings.accumulate_grad_batches
-        is_due = is_last if math.isinf(interval) else (batch_idx + 1) // interval > first // interval
+        before = 0 if every is not None else progress.total_batches - progress.batches_done
+        first = before + batch_idx - batch_idx % settings.accumulate_grad_batches
+        is_due = is_last if math.isinf(interval) else (before + batch_idx + 1) // interval > first // interval
         if is_due:
             self._strategy.gradients.average_models()  # validate one model
             share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
@@ -282,7 +286,7 @@ def _check_interval(interval: float, num_batches: float) -> None:
 def _warn_of_late_validation(context: LoopContext) -> None:
     """Warn on rank 0 if no epoch will be validated; a later fit, with a higher limit, may reach one."""
     interval, limit = context.options.check_val_every_n_epoch, context.options.epoch_limit
-    if 0 <= limit < interval and context.strategy.is_global_zero:
+    if interval is not None and 0 <= limit < interval and context.strategy.is_global_zero:
         warnings.warn(
             f"Validation never runs: check_val_every_n_epoch={interval} is more than max_epochs={limit}. "
             "Choose fewer epochs; for no validation limit_val_batches=0.",
@@ -293,7 +297,9 @@ def _warn_of_late_validation(context: LoopContext) -> None:
 def _warn_of_no_validation(context: LoopContext) -> None:
     """Warn on rank 0 of an epoch, of unknown length until now, in which no validation fell due."""
     interval, batches = context.options.val_check_interval, context.state.progress.batches_done
-    if isinstance(interval, int) and batches < interval and context.strategy.is_global_zero:
+    is_per_epoch = context.options.check_val_every_n_epoch is not None
+    is_late = is_per_epoch and isinstance(interval, int) and batches < interval
+    if is_late and context.strategy.is_global_zero:
         warnings.warn(
             f"An epoch has ended without validation: it had {batches} batches, and val_check_interval="
             f"{interval}. Choose fewer, or 1.0 for the end of each epoch.",

@@ -1,0 +1,68 @@
+"""Arguments of the Trainer on two ranks: they do there what they do on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rankwise.callbacks import Callback
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+
+class Stops(Callback):
+    """Wants to stop after each step."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = True
+
+
+class Draws(Regression):
+    """Draws random numbers in each step; counts the checks, and notes in which modes it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+        self.checked = 0
+        self.modes: list[bool] = []
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        torch.rand(2)
+        self.checked += self.trainer.sanity_checking
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.modes.append(torch.is_inference_mode_enabled())
+        super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.modes.append(torch.is_inference_mode_enabled())
+        return super().predict_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:overfit_batches reads the training data in their order")
+def test_arguments_of_fit() -> None:
+    """Training on the first batches of the data, until `min_steps` are done, is one process's."""
+    results = []
+    for strategy, size in (("single_device", 1), ("ddp_fork", 2)):
+        model, batch_size = Draws(), 8 // size
+        options = {"max_epochs": 4, "overfit_batches": 2, "num_sanity_val_steps": 1, "min_steps": 5}
+        trainer = quiet_trainer(strategy, size, callbacks=Stops(), **options)
+        trainer.fit(model, loader(32, batch_size, shuffle=True), loader(16, batch_size))
+        assert (trainer.global_step, model.checked) == (5, 1)
+        results.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_inference_mode(is_on: bool) -> None:
+    """Evaluation in inference mode gathers metrics and predictions on gloo."""
+    model, alone = Draws(), Draws()
+    trainer = quiet_trainer("ddp_fork", 2, inference_mode=is_on)
+    expected = quiet_trainer("single_device", 1, inference_mode=is_on)
+    (metrics,), (others,) = trainer.test(model, loader(14, 4)), expected.test(alone, loader(14, 4))
+    assert metrics == pytest.approx(others)
+    predictions, ours = trainer.predict(model, loader(14, 4)), expected.predict(alone, loader(14, 4))
+    torch.testing.assert_close(torch.cat(predictions), torch.cat(ours))
+    assert set(model.modes) == set(alone.modes) == {is_on}

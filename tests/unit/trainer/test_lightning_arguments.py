@@ -1,0 +1,354 @@
+"""The Trainer's arguments that Lightning has: its defaults are accepted, and others have their effect."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import WeightedRandomSampler
+from typing_extensions import override
+
+from rankwise.callbacks import Callback, ModelCheckpoint, ModelSummary
+from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.loggers import CSVLogger, Logger
+from rankwise.trainer import Trainer
+from tests.unit.trainer.helpers import Line, loader, samples, trainer
+
+# The parameters of lightning.pytorch.Trainer.__init__ of version 2.6, and their defaults.
+LIGHTNING_DEFAULTS: dict[str, Any] = {
+    "accelerator": "auto",
+    "strategy": "auto",
+    "devices": "auto",
+    "num_nodes": 1,
+    "precision": None,
+    "logger": None,
+    "callbacks": None,
+    "fast_dev_run": False,
+    "max_epochs": None,
+    "min_epochs": None,
+    "max_steps": -1,
+    "min_steps": None,
+    "max_time": None,
+    "limit_train_batches": None,
+    "limit_val_batches": None,
+    "limit_test_batches": None,
+    "limit_predict_batches": None,
+    "overfit_batches": 0.0,
+    "val_check_interval": None,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": None,
+    "log_every_n_steps": None,
+    "enable_checkpointing": None,
+    "enable_progress_bar": None,
+    "enable_model_summary": None,
+    "accumulate_grad_batches": 1,
+    "gradient_clip_val": None,
+    "gradient_clip_algorithm": None,
+    "deterministic": None,
+    "benchmark": None,
+    "inference_mode": True,
+    "use_distributed_sampler": True,
+    "profiler": None,
+    "detect_anomaly": False,
+    "barebones": False,
+    "plugins": None,
+    "sync_batchnorm": False,
+    "reload_dataloaders_every_n_epochs": 0,
+    "default_root_dir": None,
+    "enable_autolog_hparams": True,
+    "model_registry": None,
+}
+
+
+class Items(Sequence[Any]):
+    """A sequence that is no list, as a configuration library's lists are."""
+
+    def __init__(self, *items: Any) -> None:
+        self._items = items
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[index]
+
+    @override
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+@pytest.mark.parametrize("name", LIGHTNING_DEFAULTS)
+def test_a_default_of_lightnings(tmp_path: Path, name: str) -> None:
+    """Each parameter of Lightning's Trainer exists, and accepts the value that is its default there."""
+    trainer(tmp_path, **{name: LIGHTNING_DEFAULTS[name]})
+
+
+def test_all_defaults_of_lightnings_together() -> None:
+    """They do not contradict each other."""
+    train = Trainer(**LIGHTNING_DEFAULTS)
+    assert (train.limit_train_batches, train.log_every_n_steps, train.deterministic) == (1.0, 50, False)
+
+
+def test_the_defaults_are_lightnings() -> None:
+    """Ours are the same, but for those whose difference is documented."""
+    own = inspect.signature(Trainer).parameters
+    others = {name for name, default in LIGHTNING_DEFAULTS.items() if own[name].default != default}
+    assert others == {"num_nodes", "num_sanity_val_steps", "enable_model_summary"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("model_registry", "name"), ("min_steps", -1), ("overfit_batches", 1.5), ("inference_mode", None)],
+)
+def test_a_value_without_effect_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    """The error names the argument."""
+    with pytest.raises(InvalidArgumentError, match=name):
+        trainer(tmp_path, **{name: value})
+
+
+def test_sequences_that_are_no_lists(tmp_path: Path) -> None:
+    """Callbacks, loggers, plugins and devices may be in any sequence."""
+    callback, logger = Callback(), CSVLogger(tmp_path)
+    train = trainer(
+        tmp_path, callbacks=Items(callback), logger=Items(logger), plugins=Items("local"), devices=Items(0)
+    )
+    assert (train.callbacks, train.loggers) == ([callback], [logger])
+    assert train.strategy.environment.name == "local"
+
+
+@pytest.mark.parametrize(("given", "is_there"), [(None, True), (True, True), (False, False)])
+def test_the_model_summary(tmp_path: Path, given: bool | None, is_there: bool) -> None:
+    """`enable_model_summary` adds a `ModelSummary`, unless there is one."""
+    assert [type(each) for each in trainer(tmp_path, enable_model_summary=given).callbacks] == (
+        [ModelSummary] if is_there else []
+    )
+    own = ModelSummary(max_depth=2)
+    assert trainer(tmp_path, callbacks=own, enable_model_summary=given).callbacks == [own]
+
+
+class StopsAtOnce(Callback):
+    """Wants to stop after the first batch."""
+
+    @override
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({}, 1), ({"min_steps": 6}, 6), ({"min_steps": 2, "min_epochs": 2}, 8)]
+)
+def test_min_steps(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
+    """Training goes on until `min_steps` and `min_epochs` are done."""
+    train = trainer(tmp_path, callbacks=StopsAtOnce(), max_epochs=3, **options)
+    train.fit(Line(), loader())
+    assert train.global_step == steps
+
+
+def test_more_min_steps_than_max_steps(tmp_path: Path) -> None:
+    """That is a contradiction."""
+    with pytest.raises(ConfigurationError, match="min_steps=3 is more than max_steps=2"):
+        trainer(tmp_path, min_steps=3, max_steps=2)
+
+
+class SeesSamples(Line):
+    """Notes the numbers of the samples, and whether tensors belong to inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[list[int]] = []
+        self.modes: list[tuple[str, bool]] = []
+
+    def note(self, step: str, batch: list[Tensor], total: int = 8) -> None:
+        self.samples.append([round(float(each) * total) for each in batch[0][:, 0]])
+        self.modes.append((step, torch.is_inference_mode_enabled()))
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("train", batch)
+        return self.loss(batch)
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("validate", batch)
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("test", batch)
+
+
+def test_overfit_batches(tmp_path: Path) -> None:
+    """Each epoch has the first batches of the data, in their order; a warning says so."""
+    model, train = SeesSamples(), trainer(tmp_path, overfit_batches=2, max_epochs=2)
+    with pytest.warns(UserWarning, match="training data in their order, without shuffling"):
+        train.fit(model, loader(shuffle=True), loader())
+    assert model.samples == [[0, 1], [2, 3], [0, 1], [2, 3]] * 2
+    assert train.num_training_batches == 2
+
+
+def test_overfit_batches_as_a_fraction(tmp_path: Path) -> None:
+    """A fraction is one of each loader; nothing is said where nothing changes."""
+    model = SeesSamples()
+    trainer(tmp_path, overfit_batches=0.25).fit(model, loader(), loader())
+    assert model.samples == [[0, 1]] * 2
+
+
+def test_overfit_batches_with_a_sampler(tmp_path: Path) -> None:
+    """A sampler that selects samples stays, and a warning says that its batches may differ."""
+    sampler = WeightedRandomSampler([1.0] * 8, 8)
+    with pytest.warns(UserWarning, match="overfit_batches keeps WeightedRandomSampler"):
+        trainer(tmp_path, overfit_batches=1).fit(Line(), loader(sampler=sampler))
+
+
+@pytest.mark.parametrize(
+    "option", [{"limit_train_batches": 3}, {"limit_val_batches": 1}, {"fast_dev_run": True}]
+)
+def test_overfit_batches_and_other_limits(tmp_path: Path, option: dict[str, Any]) -> None:
+    """Two limits of the same batches contradict each other."""
+    with pytest.raises(ConfigurationError, match="contradict each other"):
+        trainer(tmp_path, overfit_batches=2, **option)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_inference_mode(tmp_path: Path, is_on: bool) -> None:
+    """Evaluation runs in inference mode; within a fit it does not, since training may use its tensors."""
+    model, train = SeesSamples(), trainer(tmp_path, inference_mode=is_on, limit_train_batches=1)
+    train.fit(model, loader(), loader(count=2))
+    train.validate(model, loader(count=2))
+    train.test(model, loader(count=2))
+    assert model.modes == [("train", False), ("validate", False), ("validate", is_on), ("test", is_on)]
+
+
+class DividesByZero(Line):
+    """Has a gradient that is NaN."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        zero = self.layer.weight.sum() * 0
+        return (zero / zero.detach() * 0).sqrt()
+
+
+def test_detect_anomaly(tmp_path: Path) -> None:
+    """A gradient that is NaN is an error, which names the operation; torch's flag is restored."""
+    with (
+        pytest.raises(RuntimeError, match="returned nan values"),
+        pytest.warns(UserWarning, match="Error detected in"),
+    ):
+        trainer(tmp_path, detect_anomaly=True).fit(DividesByZero(), loader())
+    assert not torch.is_anomaly_enabled()
+    trainer(tmp_path).fit(DividesByZero(), loader())
+
+
+class Logs(Logger):
+    """Notes hyperparameters."""
+
+    def __init__(self) -> None:
+        self.hyperparameters: list[Any] = []
+
+    @override
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Needs none."""
+
+    @override
+    def log_hyperparams(self, params: Any) -> None:
+        self.hyperparameters.append(params)
+
+
+class WithHyperparameters(Line):
+    """Saves one."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_enable_autolog_hparams(tmp_path: Path, is_on: bool) -> None:
+    """Without it loggers do not get the hyperparameters."""
+    logger = Logs()
+    trainer(tmp_path, logger=logger, enable_autolog_hparams=is_on).fit(WithHyperparameters(), loader())
+    assert logger.hyperparameters == [{"lr": 0.1}] * is_on
+
+
+def barebones(folder: Path, **options: Any) -> Trainer:
+    """Return a trainer with `barebones`."""
+    with pytest.warns(UserWarning, match=r"self\.log\(\) has no effect"):
+        return Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder, barebones=True)
+
+
+def test_barebones(tmp_path: Path) -> None:
+    """Nothing is logged, saved or shown; training is the same."""
+    train, plain = barebones(tmp_path), trainer(tmp_path)
+    assert (train.barebones, train.callbacks, train.loggers) == (True, [], [])
+    model, expected = Line(), Line()
+    train.fit(model, loader())
+    plain.fit(expected, loader())
+    assert torch.equal(model.layer.weight, expected.layer.weight)
+    assert (train.callback_metrics, "loss" in plain.callback_metrics) == ({}, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"logger": True},
+        {"enable_checkpointing": True},
+        {"enable_progress_bar": True},
+        {"enable_model_summary": True},
+        {"log_every_n_steps": 1},
+        {"fast_dev_run": True},
+        {"detect_anomaly": True},
+        {"callbacks": ModelCheckpoint()},
+    ],
+)
+def test_barebones_with_what_it_switches_off(option: dict[str, Any]) -> None:
+    """That is a contradiction."""
+    with warnings.catch_warnings(), pytest.raises(ConfigurationError):
+        warnings.simplefilter("ignore")
+        Trainer(barebones=True, accelerator="cpu", devices=1, **option)
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        (3, ["t0", "t1", "t2", "V", "t3", "t0", "t1", "V", "t2", "t3", "t0", "V", "t1", "t2", "t3", "V"]),
+        (10, [*["t0", "t1", "t2", "t3"] * 2, "t0", "t1", "V", "t2", "t3"]),
+    ],
+)
+def test_validation_counted_over_epochs(tmp_path: Path, interval: int, expected: list[str]) -> None:
+    """With `check_val_every_n_epoch=None` the batches of all epochs count, also more than an epoch has."""
+    model = Line()
+    train = trainer(tmp_path, max_epochs=3, check_val_every_n_epoch=None, val_check_interval=interval)
+    train.fit(model, loader(), loader(count=2))
+    names = [f"t{name[-1]}" if name.startswith("train") else "V" for name in model.seen]
+    assert names == expected
+
+
+def test_validation_counted_over_epochs_continues(tmp_path: Path) -> None:
+    """A second fit goes on counting, from a checkpoint too."""
+    options = {"check_val_every_n_epoch": None, "val_check_interval": 6}
+    first, path = trainer(tmp_path, **options), tmp_path / "first.ckpt"
+    first.fit(Line(), loader(), loader(count=2))
+    first.save_checkpoint(path)
+    model = Line()
+    trainer(tmp_path, max_epochs=2, **options).fit(model, loader(), loader(count=2), ckpt_path=path)
+    assert model.seen == ["train 0", "train 1", "validate 0", "train 2", "train 3"]
+
+
+def test_validation_counted_over_epochs_needs_a_number(tmp_path: Path) -> None:
+    """A fraction of an epoch cannot be counted over epochs."""
+    with pytest.raises(ConfigurationError, match="check_val_every_n_epoch=None counts batches over epochs"):
+        trainer(tmp_path, check_val_every_n_epoch=None, val_check_interval=0.5)
+
+
+def test_no_samples_are_missing() -> None:
+    """The helper's numbers of samples are those that `SeesSamples` notes."""
+    data = samples()
+    assert [round(float(data[number][0][0]) * 8) for number in range(8)] == list(range(8))
