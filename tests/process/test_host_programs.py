@@ -160,6 +160,32 @@ def test_a_killed_rank_of_a_host_that_blocks_signals(method: str, run_script: Sc
     assert "WorkerKilledError 1 " in result.stdout, result
 
 
+HEARS_SIGTERM = (
+    SIGNALS_BLOCKED
+    + """
+    import sys
+
+    from rankwise.strategies import DDPElasticStrategy
+
+    def blocked(strategy):
+        return {signal.SIGTERM, signal.SIGUSR1} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    if __name__ == "__main__":
+        strategy = DDPElasticStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1])
+        print(strategy.launch(blocked))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(each, marks=pytest.mark.soak) for each in ("spawn", "forkserver"))]
+)
+def test_elastic_ranks_of_a_host_that_blocks_signals(method: str, run_script: ScriptRunner) -> None:
+    """They hear SIGTERM, by which torch's agent ends them, and no other signal that was blocked."""
+    result = run_script(HEARS_SIGTERM, method)
+    assert result.stdout == "{<Signals.SIGUSR1: 10>}\n", result
+
+
 ASYNCIO = """
     import asyncio
 

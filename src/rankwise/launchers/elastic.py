@@ -294,6 +294,7 @@ def _work(job: _Job) -> None:
     """Be one rank: the function that every started process runs, under torchrun's variables."""
     for number in _AGENT_SIGNALS:  # a fork inherits torch's handlers, which raise
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the agent's, whose program may block it
     end_with_writer(job.parent_pipe.number)
     bind_to_main_process()
     own = {name: value for name, value in os.environ.items() if name.startswith(_AGENT_VARIABLES)}
