@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         SingleDeviceStrategy,
         Strategy,
     )
-    from rankwise.trainer import Trainer, TrainingModule
+    from rankwise.trainer import DataModule, Trainer, TrainingModule
 
 __version__ = "0.1.0"
 
@@ -44,6 +44,7 @@ _HOMES = {
     "DDPForkStrategy": "rankwise.strategies",
     "DDPSpawnStrategy": "rankwise.strategies",
     "DDPStrategy": "rankwise.strategies",
+    "DataModule": "rankwise.trainer",
     "GradientSyncMode": "rankwise.gradient_sync",
     "Launcher": "rankwise.launchers",
     "RankInfo": "rankwise.ranks",
@@ -68,6 +69,7 @@ __all__ = [
     "DDPForkStrategy",
     "DDPSpawnStrategy",
     "DDPStrategy",
+    "DataModule",
     "GradientSyncMode",
     "Launcher",
     "RankInfo",

@@ -17,7 +17,19 @@ from torch import Tensor
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
 
-__all__ = ["AttributeDict", "HyperparametersMixin", "checkpointed_parts", "left_out_of_checkpoints"]
+__all__ = [
+    "DATA_MODULE_KEYS",
+    "MODULE_KEYS",
+    "AttributeDict",
+    "HyperparametersMixin",
+    "checkpointed_parts",
+    "left_out_of_checkpoints",
+]
+
+MODULE_KEYS = ("hyper_parameters", "hparams_name")
+"""Lightning's keys of a module's hyperparameters in a checkpoint, and of the name of their container."""
+DATA_MODULE_KEYS = ("datamodule_hyper_parameters", "datamodule_hparams_name")
+"""The same keys for a data module."""
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -184,8 +196,8 @@ def _snapshot(values: Mapping[str, Any]) -> AttributeDict:
     )
 
 
-def checkpointed_parts(owner: HyperparametersMixin) -> dict[str, Any]:
-    """Return the parts of a checkpoint with the hyperparameters, by Lightning's keys; none for none.
+def checkpointed_parts(owner: HyperparametersMixin, keys: tuple[str, str] = MODULE_KEYS) -> dict[str, Any]:
+    """Return the parts of a checkpoint with the hyperparameters, by Lightning's `keys`; none for none.
 
     Namespaces and other mappings become dictionaries, other lists become lists.
     """
@@ -193,7 +205,7 @@ def checkpointed_parts(owner: HyperparametersMixin) -> dict[str, Any]:
     values = {name: _stored(value) for name, value in record.values.items() if name not in left_out}
     if not values:
         return {}
-    return {"hyper_parameters": values, "hparams_name": record.container or "kwargs"}
+    return dict(zip(keys, (values, record.container or "kwargs"), strict=True))
 
 
 def left_out_of_checkpoints(owner: HyperparametersMixin) -> dict[str, Any]:

@@ -60,7 +60,14 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 }
 """What each part of the package (a folder or file right under it) may import, beside itself."""
 
-HAVE_HOOKS = ("callbacks", "loggers", "trainer.hooks", "trainer.module")
+HAVE_HOOKS = (
+    "callbacks",
+    "loggers",
+    "trainer.data.data_hooks",
+    "trainer.data.data_module",
+    "trainer.hooks",
+    "trainer.module",
+)
 """Parts and modules with hooks that are called with the Trainer and its module."""
 
 HOOK_TYPES = ("trainer.Trainer", "trainer.trainer.Trainer", "trainer.TrainingModule")

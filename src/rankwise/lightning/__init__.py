@@ -15,19 +15,20 @@ from rankwise.lightning._modules import add_missing_modules, add_other_names, mi
 
 if TYPE_CHECKING:
     from rankwise.lightning.callbacks import Callback
-    from rankwise.lightning.core import LightningModule
+    from rankwise.lightning.core import LightningDataModule, LightningModule
     from rankwise.lightning.trainer import Trainer
     from rankwise.lightning.utilities import seed_everything
 
 _HOMES = {
     "Callback": "rankwise.lightning.callbacks",
+    "LightningDataModule": "rankwise.lightning.core",
     "LightningModule": "rankwise.lightning.core",
     "Trainer": "rankwise.lightning.trainer",
     "seed_everything": "rankwise.lightning.utilities",
 }
 _MODULES = ("callbacks", "core", "fabric", "loggers", "plugins", "strategies", "trainer", "utilities")
 
-__all__ = ["Callback", "LightningModule", "Trainer", "seed_everything"]
+__all__ = ["Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"]
 
 add_other_names(__name__, "pytorch")
 add_missing_modules(__name__)

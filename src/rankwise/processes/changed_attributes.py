@@ -1,4 +1,4 @@
-"""The attributes of a module that a stage has changed: what of them goes back to the calling process."""
+"""The attributes of an object that a stage has changed: what of them goes back to the calling process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, to
 _STAY_THERE = (Dataset, DataLoader, Sampler, Optimizer, LRScheduler, RemovableHandle)
 
 
-def changed_attributes(module: nn.Module, before: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a module's plain attributes that may have changed, and the names of those that cannot be sent.
+def changed_attributes(owner: object, before: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return an object's plain attributes that may have changed, and the names of those that cannot be sent.
 
     Neither has data, optimizers, schedulers and handles of hooks, nor what `__getstate__` leaves out.
     """
-    state = _state_of(module)
+    state = _state_of(owner)
     changed, lost = {}, []
-    for name, value in vars(module).items():
+    for name, value in vars(owner).items():
         is_kept = name in _OF_TORCH or state.get(name) is not value
         is_same = value is before.get(name, _OF_TORCH)
         if is_kept or (is_same and isinstance(value, _CONSTANTS)) or _holds(value, _STAY_THERE):
@@ -40,12 +40,12 @@ def changed_attributes(module: nn.Module, before: dict[str, Any]) -> tuple[dict[
     return changed, lost
 
 
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes with which a module is pickled; none if that fails."""
-    if parametrize.is_parametrized(module):  # whose method only raises
-        return vars(module)
+def _state_of(owner: Any) -> dict[str, Any]:
+    """Return the attributes with which an object is pickled; none if that fails."""
+    if isinstance(owner, nn.Module) and parametrize.is_parametrized(owner):  # whose method only raises
+        return vars(owner)
     try:
-        state = module.__getstate__()
+        state = owner.__getstate__()
     except Exception:  # noqa: BLE001  pickling runs anybody's code
         return {}
     return state if isinstance(state, dict) else {}

@@ -1,6 +1,7 @@
-"""The Trainer, and the module that it trains."""
+"""The Trainer, the module that it trains, and its data module."""
 
+from rankwise.trainer.data import DataModule
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.trainer import Trainer
 
-__all__ = ["Trainer", "TrainingModule"]
+__all__ = ["DataModule", "Trainer", "TrainingModule"]

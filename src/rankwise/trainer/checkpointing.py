@@ -17,7 +17,13 @@ from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.checkpoint.base import as_checkpoint_error, restored_from
 from rankwise.checkpoint.lightning_format import LIGHTNING_VERSION, LightningState, is_of_lightning
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.hyperparameters import checkpointed_parts, left_out_of_checkpoints
+from rankwise.hyperparameters import (
+    DATA_MODULE_KEYS,
+    MODULE_KEYS,
+    HyperparametersMixin,
+    checkpointed_parts,
+    left_out_of_checkpoints,
+)
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 from rankwise.ranks import rank_zero_only
 from rankwise.stores.restart import current_restart
@@ -35,7 +41,8 @@ _HIGHEST = 2**53  # numbers of steps and samples up to here are exact as scores,
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
 _FOR_EVALUATION = (
     *("version", "pytorch-lightning_version", "epoch", "global_step", "state_dict", "callbacks"),
-    *("hyper_parameters", "hparams_name"),
+    *MODULE_KEYS,
+    *DATA_MODULE_KEYS,
 )
 _TYPES = {
     "loops": dict,
@@ -188,21 +195,21 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(changed_at, key=lambda path: (changed_at[path], path), reverse=True)
 
 
-def check_hyper_parameters(context: LoopContext) -> None:
+def check_hyper_parameters(context: LoopContext, datamodule: HyperparametersMixin | None = None) -> None:
     """Refuse hyper parameters that checkpoints, if any, cannot hold, unless a hook may change them."""
     saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
     saving = [callback for callback in saving if callback.save_top_k or callback.save_last]
     changes_checkpoints = is_defined(context.module, "on_save_checkpoint") or any(
         type(callback).on_save_checkpoint is not Callback.on_save_checkpoint for callback in context.callbacks
     )
-    if not saving or not context.module.hparams or changes_checkpoints:
-        return
-    if left_out := left_out_of_checkpoints(context.module):
-        _warn_of_left_out(type(context.module).__name__, left_out)
-    folder = saving[0].dirpath or context.options.default_root_dir
-    with as_checkpoint_error(folder):
-        part = _plain(checkpointed_parts(context.module))
-    context.strategy.checkpoint_io.check_checkpoint(part, folder)
+    owners: list[HyperparametersMixin] = [each for each in (context.module, datamodule) if each]
+    for owner in owners if saving and not changes_checkpoints else ():
+        if left_out := left_out_of_checkpoints(owner):
+            _warn_of_left_out(type(owner).__name__, left_out)
+        folder = saving[0].dirpath or context.options.default_root_dir
+        with as_checkpoint_error(folder):
+            part = _plain(checkpointed_parts(owner))
+        context.strategy.checkpoint_io.check_checkpoint(part, folder)
 
 
 @rank_zero_only
@@ -228,10 +235,11 @@ def save_checkpoint(
     checkpoint = _checkpoint(context)
     if weights_only:
         own = {callback.state_key for callback in context.callbacks if isinstance(callback, ModelCheckpoint)}
-        checkpoint = {name: value for name, value in checkpoint.items() if name in _FOR_EVALUATION}
+        kept = (*_FOR_EVALUATION, type(context.datamodule).__qualname__)
+        checkpoint = {name: value for name, value in checkpoint.items() if name in kept}
         states = checkpoint["callbacks"].items()
         checkpoint["callbacks"] = {key: saved for key, saved in states if key in own}
-    context.hooks.call_checkpoint_hooks("on_save_checkpoint", checkpoint)
+    context.hooks.call_saving_hooks(checkpoint)
     with as_checkpoint_error(path):
         plain: dict[str, Any] = _plain(checkpoint)
     context.strategy.save_checkpoint(plain, path)
@@ -270,7 +278,18 @@ def _checkpoint(context: LoopContext) -> dict[str, Any]:
         checkpoint["gradients"] = gradients
     if comm_hooks := strategy.comm_hook_states():
         checkpoint["comm_hooks"] = comm_hooks
-    return checkpoint | checkpointed_parts(module)
+    return checkpoint | checkpointed_parts(module) | _of_data_module(context)
+
+
+def _of_data_module(context: LoopContext) -> dict[str, Any]:
+    """Return a data module's parts of a checkpoint, by Lightning's keys: its state by its class's name."""
+    datamodule = context.datamodule
+    if datamodule is None:
+        return {}
+    state = datamodule.state_dict()
+    return checkpointed_parts(datamodule, DATA_MODULE_KEYS) | (
+        {type(datamodule).__qualname__: state} if state else {}
+    )
 
 
 def check_contents(checkpoint: dict[str, Any], path: str) -> None:
@@ -308,7 +327,7 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
     """Load the weights of a checkpoint into the module."""
     path = context.state.ckpt_path or ""
     weights_in(checkpoint, path)
-    context.hooks.call_checkpoint_hooks("on_load_checkpoint", checkpoint)
+    context.hooks.call_loading_hooks(checkpoint, path)
     context.strategy.precision.prepare_to_load(context.module)
     with restored_from(path, "state_dict"):
         try:

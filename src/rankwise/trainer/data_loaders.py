@@ -96,9 +96,7 @@ def as_list(given: Any) -> list[Any]:
         if not isinstance(loader, Iterable) and not callable(getattr(loader, "__getitem__", None)):
             expected = "a DataLoader, an iterable over batches, or a list of DataLoaders"
             is_datamodule = callable(getattr(loader, "train_dataloader", None))
-            remedy = (
-                "call prepare_data() and setup(stage) of it, and pass its loaders" if is_datamodule else ""
-            )
+            remedy = "derive it from rankwise.DataModule" if is_datamodule else ""
             raise InvalidTypeError(argument="dataloaders", value=loader, expected=expected, remedy=remedy)
     return loaders
 

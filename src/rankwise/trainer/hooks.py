@@ -1,4 +1,4 @@
-"""The hooks of modules and callbacks: their table, their calls, and Lightning's hooks that are refused."""
+"""The hooks of modules, callbacks and data modules: table, calls, and Lightning's hooks that are refused."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from rankwise.callbacks import Callback, MonitoringCallback
 from rankwise.errors import ConfigurationError
+from rankwise.trainer.data import DataModule
+from rankwise.trainer.data.data_hooks import is_own
 from rankwise.trainer.module import TrainingModule, is_defined
+from rankwise.trainer.module_loading import load_data_module_state
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer
 
-Owner = Literal["module", "callback"]
+Owner = Literal["module", "callback", "datamodule"]
 _BOTH: tuple[Owner, ...] = ("callback", "module")
+_ALL: tuple[Owner, ...] = ("datamodule", "callback", "module")
+_OF_DATA: tuple[Owner, ...] = ("datamodule", "module")
 
 
 @final
@@ -28,7 +33,8 @@ class Hook:
         arguments: what it gets, in callbacks after `trainer, module`; those with a `?` only where they apply,
             or if the method takes them.
         moment: when it is called, and what the method of the base class does if it does something.
-        owners: who may define it; where both do, callbacks come first.
+        owners: who may define it, in the order in which they are called. Of a data module and a module that
+            define a hook which returns something, only the data module's is called.
         is_automatic: whether it is called in automatic optimisation only.
     """
 
@@ -74,30 +80,37 @@ def _of_evaluation(kind: str) -> Iterator[Hook]:
 
 HOOKS: Sequence[Hook] = (
     _of_module("configure_callbacks", "", "Before the first stage of this module; returns callbacks to add."),
-    _of_module("prepare_data", "", "In one process of each node, while the others wait."),
-    Hook("setup", "stage", "When a stage begins; layers may still be added."),
+    Hook("prepare_data", "", "In one process of each node, while the others wait.", _OF_DATA),
+    Hook("setup", "stage", "When a stage begins; layers may still be added.", _ALL),
     _of_module("configure_model", "", "After `setup`, in every stage; layers may still be added."),
     Hook("on_load_checkpoint", "checkpoint", "After a checkpoint was read; may change it."),
     _of_module("configure_optimizers", "", "Once for each run; returns optimizers and schedulers."),
+    Hook("on_fit_start", "", "When model and optimizers are ready."),
     *(
-        _of_module(f"{name}_dataloader", "", "Returns the loaders, if the stage was given none.")
+        Hook(f"{name}_dataloader", "", "Returns the loaders, if the stage was given none.", _OF_DATA)
         for name in ("train", "val", "test", "predict")
     ),
-    Hook("on_fit_start", "", "When model, optimizers and loaders are ready."),
     Hook("on_sanity_check_start", "", "Before the check of `num_sanity_val_steps`.", ("callback",)),
     Hook("on_sanity_check_end", "", "After it; its metrics are thrown away.", ("callback",)),
     Hook("on_train_start", "", "Before the first epoch."),
     Hook("on_train_epoch_start", "", "Before an epoch's first batch."),
-    _of_module(
-        "on_before_batch_transfer", "batch, dataloader_idx", "Before a batch is moved; returns the batch."
+    Hook(
+        "on_before_batch_transfer",
+        "batch, dataloader_idx",
+        "Before a batch is moved; returns the batch.",
+        _OF_DATA,
     ),
-    _of_module(
+    Hook(
         "transfer_batch_to_device",
         "batch, device, dataloader_idx",
         "Returns the batch on the device; by default as `batch_to_device` of the strategy.",
+        _OF_DATA,
     ),
-    _of_module(
-        "on_after_batch_transfer", "batch, dataloader_idx", "After a batch was moved; returns the batch."
+    Hook(
+        "on_after_batch_transfer",
+        "batch, dataloader_idx",
+        "After a batch was moved; returns the batch.",
+        _OF_DATA,
     ),
     Hook(
         "on_train_batch_start",
@@ -145,8 +158,8 @@ HOOKS: Sequence[Hook] = (
     *_of_evaluation("test"),
     *_of_evaluation("predict"),
     Hook("on_save_checkpoint", "checkpoint", "Before a checkpoint is written; may change it."),
-    Hook("on_exception", "exception", "When a stage raises on this rank.", ("callback",)),
-    Hook("teardown", "stage", "When a stage ends, also after an exception."),
+    Hook("on_exception", "exception", "When a stage raises on this rank.", ("callback", "datamodule")),
+    Hook("teardown", "stage", "When a stage ends, also after an exception.", _ALL),
 )
 """All hooks, in the order in which a stage calls them first."""
 
@@ -193,12 +206,24 @@ _REFUSED_IN_CALLBACKS: Mapping[str, str] = {
     "on_init_end": "setup(trainer, module, stage).",
     "on_keyboard_interrupt": "on_exception.",
 }
+_REFUSED_IN_DATA_MODULES: Mapping[str, str] = {
+    **{name: remedy for name, remedy in _REFUSED.items() if name.startswith("on_")},
+    **{
+        hook.name: "define it in the module, or in a callback; data modules do not have it."
+        for hook in HOOKS
+        if "datamodule" not in hook.owners and hook.name.startswith("on_")
+    },
+    "on_save_checkpoint": "state_dict().",
+    "on_load_checkpoint": "load_state_dict(state_dict).",
+}
 
 
 # ------------------------------------------------------------------ checks before a stage
 
 
-def check_hooks(module: TrainingModule, callbacks: Iterable[Callback]) -> None:
+def check_hooks(
+    module: TrainingModule, callbacks: Iterable[Callback], datamodule: DataModule | None = None
+) -> None:
     """Raise ConfigurationError for a hook that would never be called, or not with the arguments it takes."""
     _refuse(module, _REFUSED_IN_MODULES)
     _check_submodules(module)
@@ -218,6 +243,11 @@ def check_hooks(module: TrainingModule, callbacks: Iterable[Callback]) -> None:
         for hook in HOOKS:
             if "callback" in hook.owners and _own_method(callback, hook.name) is not None:
                 _check_arguments(callback, hook)
+    if datamodule is not None:
+        _refuse(datamodule, _REFUSED_IN_DATA_MODULES)
+        for hook in HOOKS:
+            if "datamodule" in hook.owners and is_own(datamodule, DataModule, hook.name):
+                _check_arguments(datamodule, hook)
 
 
 def _refuse(owner: object, refused: Mapping[str, str]) -> None:
@@ -298,8 +328,9 @@ def _own_method(callback: Callback, name: str) -> Callable[..., Any] | None:
 @final
 @dataclass(frozen=True)
 class _Calls:
-    """The methods that define one hook: of callbacks, of the module, of the monitoring callbacks."""
+    """The methods that define one hook: of the data module, callbacks, the module, monitoring callbacks."""
 
+    of_data: Callable[..., Any] | None
     first: tuple[Callable[..., Any], ...]
     own: Callable[..., Any] | None
     last: tuple[Callable[..., Any], ...]
@@ -311,7 +342,7 @@ _BY_NAME = {hook.name: hook for hook in HOOKS}
 @final
 @dataclass(frozen=True)
 class Hooks:
-    """Call the hooks of a trainer's callbacks and of the module of a stage.
+    """Call the hooks of a trainer's data module and callbacks, and of the module of a stage.
 
     Which of them define a hook is decided at its first call, and again when the list of callbacks changes; a
     hook that nobody defines costs a look-up.
@@ -323,12 +354,14 @@ class Hooks:
     _callbacks: list[Callback] = field(default_factory=list)  # those that `_calls` was made for
 
     def call(self, name: str, *args: Any, before_monitoring: Callable[[], None] | None = None) -> object:
-        """Call a hook of the callbacks, then of the module, then of the monitoring callbacks.
+        """Call a hook of the data module, the callbacks, the module, and then of the monitoring callbacks.
 
         `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
         Return what the module's hook has returned.
         """
         trainer, module, calls = self.trainer, self.module, self._find(name)
+        if calls.of_data is not None:
+            calls.of_data(*args)
         for method in calls.first:
             method(trainer, module, *args)
         returned: object = None if calls.own is None else calls.own(*args)
@@ -343,9 +376,9 @@ class Hooks:
         return self._find(name).own
 
     def is_defined(self, name: str) -> bool:
-        """Return whether the module or a callback defines a hook."""
+        """Return whether the data module, the module or a callback defines a hook."""
         calls = self._find(name)
-        return bool(calls.first or calls.own or calls.last)
+        return bool(calls.of_data or calls.first or calls.own or calls.last)
 
     def _find(self, name: str) -> _Calls:
         callbacks = self.trainer.callbacks
@@ -360,21 +393,35 @@ class Hooks:
     def _search(self, hook: Hook) -> _Calls:
         name, callbacks = hook.name, self._callbacks if "callback" in hook.owners else []
         methods = [(each, method) for each in callbacks if (method := _own_method(each, name)) is not None]
-        is_own = "module" in hook.owners and is_defined(self.module, name)
-        own = getattr(self.module, name) if is_own else None
+        has_own = "module" in hook.owners and is_defined(self.module, name)
+        own = getattr(self.module, name) if has_own else None
+        datamodule = self.trainer.datamodule if "datamodule" in hook.owners else None
         return _Calls(
+            None
+            if datamodule is None or not is_own(datamodule, DataModule, name)
+            else getattr(datamodule, name),
             tuple(method for each, method in methods if not isinstance(each, MonitoringCallback)),
             own if callable(own) else None,
             tuple(method for each, method in methods if isinstance(each, MonitoringCallback)),
         )
 
-    def call_checkpoint_hooks(self, name: str, checkpoint: dict[str, Any]) -> None:
-        """Call a hook of all callbacks in their order, the monitoring ones too, then of the module."""
+    def call_saving_hooks(self, checkpoint: dict[str, Any]) -> None:
+        """Call `on_save_checkpoint` of all callbacks in their order, then of the module."""
         for callback in self.trainer.callbacks:
-            getattr(callback, name)(self.trainer, self.module, checkpoint)
-        getattr(self.module, name)(checkpoint)
+            callback.on_save_checkpoint(self.trainer, self.module, checkpoint)
+        self.module.on_save_checkpoint(checkpoint)
+
+    def call_loading_hooks(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Call `on_load_checkpoint` of the module, load the data module's state, then call the callbacks'."""
+        self.module.on_load_checkpoint(checkpoint)
+        if self.trainer.datamodule is not None:
+            load_data_module_state(self.trainer.datamodule, checkpoint, path)
+        for callback in self.trainer.callbacks:
+            callback.on_load_checkpoint(self.trainer, self.module, checkpoint)
 
     def call_exception_hooks(self, error: BaseException) -> None:
-        """Call `on_exception` of the callbacks, which modules do not have."""
+        """Call `on_exception` of the callbacks, then of the data module; modules do not have it."""
         for callback in self.trainer.callbacks:
             callback.on_exception(self.trainer, self.module, error)
+        if self.trainer.datamodule is not None:
+            self.trainer.datamodule.on_exception(error)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankwise.errors import ConfigurationError, LifecycleError
+from rankwise.errors import LifecycleError
 from rankwise.hyperparameters import HyperparametersMixin
-from rankwise.nested import to_device
 from rankwise.ranks import rank_zero_only
 from rankwise.trainer.arguments import check_choice
+from rankwise.trainer.data.data_hooks import DataHooks, is_own, undefined
 from rankwise.trainer.metrics.metric_objects import items_of
-from rankwise.trainer.module_loading import LoadFromCheckpoint
+from rankwise.trainer.module_loading import LoadFromCheckpoint, load_from_checkpoint
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
@@ -31,7 +31,7 @@ def _of_trainer(name: str, default: Any = 0) -> Any:
     return property(lambda module: default if module._trainer is None else read(module._trainer))
 
 
-class TrainingModule(HyperparametersMixin, nn.Module):
+class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
     """What a `Trainer` trains; subclass it and define `training_step` and `configure_optimizers`.
 
     A hook that callbacks have too runs after theirs; `Callback` describes when. Stages are `"fit"`,
@@ -73,7 +73,7 @@ class TrainingModule(HyperparametersMixin, nn.Module):
 
     automatic_optimization: bool = True
     example_input_array: Any = None
-    load_from_checkpoint = LoadFromCheckpoint()
+    load_from_checkpoint = LoadFromCheckpoint(load_from_checkpoint)
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,31 +128,6 @@ class TrainingModule(HyperparametersMixin, nn.Module):
         """
         return None
 
-    def train_dataloader(self) -> Any:
-        """Return the loader of training batches; used if `fit` is given none."""
-        raise undefined(self, "train_dataloader")
-
-    def val_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, of validation batches."""
-        raise undefined(self, "val_dataloader")
-
-    def test_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, of test batches."""
-        raise undefined(self, "test_dataloader")
-
-    def predict_dataloader(self) -> Any:
-        """Return the loader, or a list of loaders, of batches to predict."""
-        raise undefined(self, "predict_dataloader")
-
-    def prepare_data(self) -> None:
-        """Download or unpack data; called in one process of each node, while the others wait."""
-
-    def setup(self, stage: str) -> None:
-        """Prepare this rank for a stage; layers may still be added."""
-
-    def teardown(self, stage: str) -> None:
-        """Called at the end of a stage, with or without an exception."""
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written, or after one was read; may change it."""
 
@@ -167,21 +142,6 @@ class TrainingModule(HyperparametersMixin, nn.Module):
     on_validation_epoch_start = on_validation_epoch_end = on_fit_start
     on_test_start = on_test_end = on_test_epoch_start = on_test_epoch_end = on_fit_start
     on_predict_start = on_predict_end = on_predict_epoch_start = on_predict_epoch_end = on_fit_start
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to move to the device; in every stage."""
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on `device`: every tensor of it, also in nested containers."""
-        strategy = None if self._trainer is None else self._trainer.strategy
-        if strategy is None or device != strategy.root_device:
-            return to_device(batch, device)
-        return strategy.batch_to_device(batch)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch for the step, on the device; in every stage."""
-        return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Called before a training batch; -1, on any rank, ends the epoch on all without this batch.
@@ -541,15 +501,4 @@ def _one_or_all(items: list[Any]) -> Any:
 
 def is_defined(module: TrainingModule, method: str) -> bool:
     """Return whether a module has a method of its own in place of `TrainingModule`'s; None is none."""
-    found = getattr(module, method)
-    return found is not None and getattr(found, "__func__", found) is not getattr(TrainingModule, method)
-
-
-def undefined(module: TrainingModule, method: str) -> ConfigurationError:
-    """Return the error for a missing method."""
-    name, is_loader = type(module).__name__, method.endswith("dataloader")
-    remedy = f"pass a loader, or define {name}.{method}(self)."
-    return ConfigurationError(
-        message=f"{name} does not define {method}().",
-        remedy=remedy if is_loader else f"define {name}.{method}(self, batch, batch_idx).",
-    )
+    return is_own(module, TrainingModule, method)

@@ -1,4 +1,4 @@
-"""Build a module from a checkpoint: its constructor gets the hyperparameters."""
+"""Build a module or a data module from a checkpoint: its constructor gets the hyperparameters."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from rankwise.errors import (
     RankwiseError,
     UnknownArgumentError,
 )
-from rankwise.hyperparameters import AttributeDict
+from rankwise.hyperparameters import DATA_MODULE_KEYS, MODULE_KEYS, AttributeDict
 from rankwise.paths import expanded_path
 from rankwise.ranks import rank_zero_only
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 _OF_COMMAND_LINE = ("_instantiator", "_class_path")  # LightningCLI saves these beside the arguments
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -42,11 +43,14 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class LoadFromCheckpoint:
     """`load_from_checkpoint` of a class; to call it on an instance, which would not change, is an error."""
 
-    def __get__(self, instance: object, owner: type[M]) -> Callable[..., M]:
-        return MethodType(load_from_checkpoint, owner) if instance is None else partial(_refuse, owner)
+    def __init__(self, load: Callable[..., Any]) -> None:
+        self._load = load
+
+    def __get__(self, instance: object, owner: type[T]) -> Callable[..., T]:
+        return MethodType(self._load, owner) if instance is None else partial(_refuse, owner)
 
 
-def _refuse(kind: type[nn.Module], *args: object, **kwargs: object) -> NoReturn:
+def _refuse(kind: type, *args: object, **kwargs: object) -> NoReturn:
     raise ConfigurationError(
         message=f"load_from_checkpoint() was called on an instance of {kind.__name__}, which stays as it is.",
         remedy=f"module = {kind.__name__}.load_from_checkpoint(path).",
@@ -83,26 +87,71 @@ def load_from_checkpoint(
         UnknownArgumentError: for one that it does not take.
         MissingExtraError: for YAML without PyYAML.
     """
-    if not isinstance(checkpoint_path, (str, os.PathLike)):
-        raise InvalidTypeError(argument="checkpoint_path", value=checkpoint_path, expected="a path")
+    path, checkpoint = _read(checkpoint_path, map_location, weights_only)
+    module: Any = _built(kind, checkpoint, path, hparams_file, MODULE_KEYS, kwargs)
+    module.configure_model()
+    module.on_load_checkpoint(checkpoint)
+    _load_weights(module, checkpoint, path, strict is not False)
+    loaded: M = module
+    return loaded
+
+
+def load_data_module_from_checkpoint(
+    kind: type[T],
+    checkpoint_path: str | os.PathLike[str],
+    map_location: Any = None,
+    hparams_file: str | os.PathLike[str] | None = None,
+    weights_only: bool | None = True,
+    **kwargs: Any,
+) -> T:
+    """Build a data module from a checkpoint of this library, or from Lightning's, and load its state.
+
+    Arguments and errors are those of `TrainingModule.load_from_checkpoint`, without `strict`.
+    """
+    path, checkpoint = _read(checkpoint_path, map_location, weights_only)
+    datamodule: Any = _built(kind, checkpoint, path, hparams_file, DATA_MODULE_KEYS, kwargs)
+    load_data_module_state(datamodule, checkpoint, path)
+    loaded: T = datamodule
+    return loaded
+
+
+def load_data_module_state(datamodule: Any, checkpoint: Mapping[str, Any], path: str) -> None:
+    """Load a data module's state from a checkpoint, if that has one, under the key that Lightning uses."""
+    key = type(datamodule).__qualname__
+    if key in checkpoint:
+        with restored_from(path, f"state of {key}"):
+            datamodule.load_state_dict(checkpoint[key])
+
+
+def _read(path: Any, map_location: Any, weights_only: bool | None) -> tuple[str, dict[str, Any]]:
+    """Return the path, and the checkpoint there."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidTypeError(argument="checkpoint_path", value=path, expected="a path")
     if weights_only is False:
         raise InvalidArgumentError(
             argument="weights_only",
             value=weights_only,
             expected="True; a class that you trust loads after torch.serialization.add_safe_globals([...])",
         )
-    path, where = os.fspath(checkpoint_path), _where_saved if map_location is None else map_location
-    checkpoint = TorchCheckpointIO().load_checkpoint(path, map_location=where)
-    saved = checkpoint.get("hyper_parameters", {}) if hparams_file is None else read_file(hparams_file)
+    found, where = os.fspath(path), _where_saved if map_location is None else map_location
+    return found, TorchCheckpointIO().load_checkpoint(found, map_location=where)
+
+
+def _built(
+    kind: type[T],
+    checkpoint: Mapping[str, Any],
+    path: str,
+    hparams_file: str | os.PathLike[str] | None,
+    keys: tuple[str, str],
+    given: Mapping[str, Any],
+) -> T:
+    """Call the constructor with the hyperparameters of a checkpoint, or of a file, and the given ones."""
+    values, container = keys
+    saved = checkpoint.get(values, {}) if hparams_file is None else read_file(hparams_file)
     with restored_from(path, "hyperparameters"):
         saved = dict(vars(saved) if isinstance(saved, Namespace) else saved)
-        arguments = _arguments(kind, saved, checkpoint.get("hparams_name"), kwargs)
-    module: Any = kind(**arguments)
-    module.configure_model()
-    module.on_load_checkpoint(checkpoint)
-    _load_weights(module, checkpoint, path, strict is not False)
-    loaded: M = module
-    return loaded
+        arguments = _arguments(kind, saved, checkpoint.get(container), given)
+    return kind(**arguments)
 
 
 def _where_saved(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
@@ -116,7 +165,7 @@ def _where_saved(storage: torch.UntypedStorage, location: str) -> torch.UntypedS
 
 
 def _arguments(
-    kind: type[M], saved: Mapping[str, Any], container: str | None, given: Mapping[str, Any]
+    kind: Any, saved: Mapping[str, Any], container: str | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the constructor's arguments: those that were saved, or one that contains them, and the given."""
     _, *parameters = inspect.signature(kind.__init__).parameters.values()
@@ -143,7 +192,7 @@ def _arguments(
     return arguments
 
 
-def _check_not_nested(kind: type[M], saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _check_not_nested(kind: type, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Refuse what a command line of Lightning's has saved in place of objects."""
     nested = [name for name, value in saved.items() if isinstance(value, Mapping) and "class_path" in value]
     if "_instantiator" in saved and (left := [name for name in nested if name not in given]):
@@ -154,7 +203,7 @@ def _check_not_nested(kind: type[M], saved: Mapping[str, Any], given: Mapping[st
         )
 
 
-def _call(kind: type[M], names: list[str]) -> str:
+def _call(kind: type, names: list[str]) -> str:
     return f"{kind.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in names)})"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,15 +11,18 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from rankwise.errors import InvalidTypeError
+from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.loggers.base import finalize_all
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
+from rankwise.named_options import check_is_a
 from rankwise.seed import drawn_seed, get_random_state, given_seed, seed_process, set_random_state
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model
 from rankwise.strategies.data_split import agreed_order_seeds, fingerprint_of_loaders
 from rankwise.strategies.shared_errors import errors_shared
 from rankwise.trainer.checkpointing import CheckpointFiles, check_contents, restore_module, restore_training
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
+from rankwise.trainer.data import DataModule
+from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, is_own, undefined
 from rankwise.trainer.data_loaders import (
     PHASE_NAMES,
     LoaderShard,
@@ -33,12 +37,11 @@ from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
 from rankwise.trainer.loops.fit import FitLoop
 from rankwise.trainer.loops.sanity_check import run_sanity_check
-from rankwise.trainer.module import is_defined, undefined
+from rankwise.trainer.module import TrainingModule, is_defined
 from rankwise.trainer.state_transfer import RankState, seed_rank
 
 if TYPE_CHECKING:
     from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.module import TrainingModule
     from rankwise.trainer.state import LoopContext, StageName
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -81,7 +84,8 @@ class Stage:
     """A stage: its arguments, and what each rank does.
 
     Attributes:
-        loaders: the user's loaders by phase; None for the module's own.
+        loaders: the user's loaders by phase; None for the data module's, or else the module's own. A data
+            module in place of the first becomes `datamodule`.
         gather: which ranks get the predictions.
         seed: this process's; the trainer's is rank 0's, or that of the run that continues.
         stream: seed of the random numbers that are drawn in the stage; rank 0's counts.
@@ -96,24 +100,42 @@ class Stage:
     stream: int = field(default_factory=drawn_seed)
     ckpt_path: str | os.PathLike[str] | None = None
     checkpoint: dict[str, Any] | None = None
+    datamodule: DataModule | None = None
+
+    def __post_init__(self) -> None:
+        first = next(iter(self.loaders))
+        if isinstance(self.loaders[first], DataModule) and self.datamodule is None:
+            self.datamodule, self.loaders[first] = self.loaders[first], None
+        check_is_a("datamodule", self.datamodule, (DataModule, type(None)), "a DataModule")
+        if self.datamodule is not None and any(given is not None for given in self.loaders.values()):
+            raise ConfigurationError(
+                message=f"{self.name}() was given loaders and a data module, which has loaders too.",
+                remedy="pass one of them.",
+            )
 
     def check_module(self, module: TrainingModule) -> None:
-        """Raise ConfigurationError unless the module has the step and a loader for this stage."""
+        """Raise ConfigurationError unless the module has the step, and there is a loader for this stage.
+
+        Warn of methods of the module that are not called, because there is a data module.
+        """
         has_loader = {phase: self._has_loader(module, phase) for phase in self.loaders}
         phase, step = "train" if self.name == "fit" else self.name, _STEPS.get(self.name)
         if step is not None and not is_defined(module, step):
             raise undefined(module, step)
         if not has_loader[phase]:
-            raise undefined(module, _LOADER_HOOKS[phase])
+            raise undefined(self.datamodule or module, _LOADER_HOOKS[phase])
+        if self.datamodule is not None:
+            _warn_of_hidden(module, self.datamodule, [_LOADER_HOOKS[phase] for phase in self.loaders])
         if as_list(self.loaders.get("validate")) and not is_defined(module, "validation_step"):
             raise undefined(module, "validation_step")  # of fit: its loaders would be ignored
 
     def _has_loader(self, module: TrainingModule, phase: str) -> bool:
-        """Return whether there are loaders for a phase: arguments, or a method of the module."""
-        hook = _LOADER_HOOKS[phase]
-        if self.loaders[phase] is not None or not is_defined(module, hook):
+        """Return whether there are loaders for a phase: arguments, or a method that returns them."""
+        hook, owner = _LOADER_HOOKS[phase], self.datamodule or module
+        base = TrainingModule if self.datamodule is None else DataModule
+        if self.loaders[phase] is not None or not is_own(owner, base, hook):
             return self.loaders[phase] is not None
-        name, method = f"{type(module).__name__}.{hook}", getattr(module, hook)
+        name, method = f"{type(owner).__name__}.{hook}", getattr(owner, hook)
         if not callable(method):
             expected = "a method that returns loaders, or None"
             raise InvalidTypeError(argument=name, value=method, expected=expected)
@@ -169,9 +191,12 @@ class Stage:
         strategy, module = context.strategy, context.module
         self._agree_on_checkpoint(context)
         self._agree_on_seed_and_loggers(context)
-        if strategy.local_rank == 0:
-            module.prepare_data()
-        strategy.barrier("prepare_data")
+        context.stage.datamodule = self.datamodule
+        owners: list[DataHooks] = [each for each in (context.datamodule, module) if each is not None]
+        for owner in owners:
+            if strategy.local_rank == 0 and (owner.prepare_data_per_node or strategy.node_rank == 0):
+                owner.prepare_data()
+            strategy.barrier("prepare_data")
         context.hooks.call("setup", self.name)
         context.hooks.call("configure_model")
         if self.checkpoint is not None:
@@ -242,16 +267,22 @@ class Stage:
         strategy.on_after_setup_optimizers(context.optimizers)
         rank_state = self._restore_fit(context)
         with errors_shared(strategy):
+            logged = _logged_hparams(context)
             for logger in context.loggers if strategy.is_global_zero else ():
-                if module.logged_hparams and context.options.enable_autolog_hparams:
-                    logger.log_hyperparams(module.logged_hparams)
+                if logged and context.options.enable_autolog_hparams:
+                    logger.log_hyperparams(logged)
                 logger.log_graph(module)
-        data = self._train_data(context)
-        validation = self._validation(context)
-        context.state.has_validation = validation is not None
         context.hooks.call("on_fit_start")
-        if validation is not None and context.options.num_sanity_val_steps and self.checkpoint is None:
+        is_checked = context.options.num_sanity_val_steps and self.checkpoint is None
+        validation = (
+            self._validation(context) if is_checked else None
+        )  # as in Lightning, before training data
+        context.state.has_validation = validation is not None
+        if validation is not None:
             run_sanity_check(context, validation.shares)
+        data = self._train_data(context)
+        validation = validation if is_checked else self._validation(context)
+        context.state.has_validation = validation is not None
         FitLoop(context, data, validation, rank_state).run()
         strategy.restore_module(module)
         context.wrapped = module  # nothing may keep the wrapper when the process group is destroyed
@@ -299,7 +330,8 @@ class Stage:
     def _shards(self, context: LoopContext, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
         """Return this rank's part of each loader of a phase; `order_seed` replaces the training loader's."""
         given, state, strategy = self.loaders[phase], context.state, context.strategy
-        loaders = as_list(getattr(context.module, _LOADER_HOOKS[phase])() if given is None else given)
+        owner: Any = self.datamodule or context.module
+        loaders = as_list(getattr(owner, _LOADER_HOOKS[phase])() if given is None else given)
         is_split_here = context.options.use_distributed_sampler
         check_ranks_agree(strategy, fingerprint_of_loaders(PHASE_NAMES[phase], loaders, is_split_here))
         seeds = agreed_order_seeds(strategy, loaders, default=state.seed, is_split_here=is_split_here)
@@ -314,3 +346,31 @@ class Stage:
         state.num_batches[phase] = [shard.num_batches for shard in shards]
         context.stage.shards[phase] = shards
         return shards
+
+
+def _warn_of_hidden(module: TrainingModule, datamodule: DataModule, loaders: list[str]) -> None:
+    """Warn of a module's methods that are not called, as Lightning does not call them either."""
+    names = [name for name in loaders if is_defined(module, name)]
+    names += [
+        name for name in TRANSFER_HOOKS if is_defined(module, name) and is_own(datamodule, DataModule, name)
+    ]
+    if names:
+        warnings.warn(
+            f"Of {type(module).__name__} these methods are not called, as there is a data module: "
+            f"{', '.join(names)}. Keep them in {type(datamodule).__name__} only.",
+            stacklevel=5,
+        )
+
+
+def _logged_hparams(context: LoopContext) -> dict[str, Any]:
+    """Return the hyperparameters of the data module and the module; raise if they contradict each other."""
+    own = context.module.logged_hparams
+    of_data = {} if context.datamodule is None else context.datamodule.logged_hparams
+    for name in own.keys() & of_data.keys():
+        if own[name] is not of_data[name] and own[name] != of_data[name]:
+            raise ConfigurationError(
+                message=f"Module and data module have different values of the hyperparameter {name!r}.",
+                facts=f"{own[name]!r} and {of_data[name]!r}; loggers take one.",
+                remedy="self.save_hyperparameters(logger=False) in one of them, or another name.",
+            )
+    return {**of_data, **own}

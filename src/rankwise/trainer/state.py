@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
+    from rankwise.trainer.data import DataModule
     from rankwise.trainer.hooks import Hooks
     from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
     from rankwise.trainer.metrics.results import Reported, Results
@@ -155,6 +156,7 @@ class StageState:
     is_sanity_check: bool = False
     before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation
     manual_optimization: Any = None
+    datamodule: DataModule | None = None  # that this stage was given; the Trainer's may be an earlier one
     shards: dict[str, list[Any]] = field(
         default_factory=dict
     )  # `LoaderShard`s: this rank's part of each loader
@@ -208,6 +210,11 @@ class LoopContext:
     def loggers(self) -> list[Logger]:
         """The Trainer's loggers; a callback may replace the list."""
         return self.hooks.trainer.loggers
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The Trainer's data module: the last that a stage was given."""
+        return self.hooks.trainer.datamodule
 
     def publish(self, values: list[Reported], *, is_logged: bool) -> None:
         """Show metrics to callbacks and the progress bar, and with `is_logged` to rank 0's loggers."""

@@ -46,6 +46,7 @@ class CallerState:
 
     values: dict[str, tuple[Tensor, bool] | None]  # of the parameters that the caller has, by `named_parts`
     contents: dict[str, _Contents]  # of the submodules that the caller has; others are in these
+    datamodule: _Attributes | None  # of the data module
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     callbacks: list[dict[str, Any]]
@@ -64,6 +65,7 @@ class KnownToCaller:
     Attributes:
         parts: the `named_parts` of the module.
         attributes: the attributes of its submodules, by the submodule's id.
+        datamodule: the attributes of the data module, if there is one.
     """
 
     def __init__(self, context: LoopContext) -> None:
@@ -71,6 +73,7 @@ class KnownToCaller:
         self.named = named_objects(context)
         self.callbacks, self.loggers = list(context.callbacks), list(context.loggers)
         self.attributes = {id(part): dict(vars(part)) for part in context.module.modules()}
+        self.datamodule = None if context.datamodule is None else dict(vars(context.datamodule))
 
 
 def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
@@ -97,12 +100,14 @@ def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
         for name, part in known.parts.items()
         if isinstance(part, nn.Module) and id(part) in present
     }
-    _warn_of_lost_attributes(context.strategy, contents)
+    datamodule = None if known.datamodule is None else _Attributes(context.datamodule, known.datamodule)
+    _warn_of_lost_attributes(context.strategy, contents, datamodule)
     return CallerState(
         values={
             name: _value_of(part) for name, part in known.parts.items() if isinstance(part, nn.Parameter)
         },
         contents=contents,
+        datamodule=datamodule,
         optimizers=_on_cpu(optimizers),
         schedulers=_on_cpu(schedulers),
         callbacks=_on_cpu([callback.state_dict() for callback in known.callbacks]),
@@ -123,6 +128,8 @@ def restore(context: LoopContext, state: CallerState) -> None:
     """Give the calling process's objects the worker's state; parameters keep their identity."""
     module = context.module
     _restore_module(module, state)
+    if state.datamodule is not None and context.datamodule is not None:
+        state.datamodule.give_to(context.datamodule)
     for field in dataclasses.fields(state.trainer):
         setattr(context.state, field.name, getattr(state.trainer, field.name))
     for callback, saved in zip(context.callbacks, state.callbacks, strict=True):
@@ -158,6 +165,7 @@ def named_objects(context: LoopContext) -> dict[str, object]:
     return {
         **named_parts(context.module),
         "trainer": context.hooks.trainer,
+        **({} if context.datamodule is None else {"datamodule": context.datamodule}),
         "strategy": context.strategy,
         **{f"callback {number}": callback for number, callback in enumerate(context.callbacks)},
         **{f"logger {number}": logger for number, logger in enumerate(context.loggers)},
@@ -192,16 +200,32 @@ def _put(parameter: nn.Parameter, value: Tensor, requires_grad: bool) -> None:
 
 
 @final
-class _Contents:
-    """What one submodule consists of; `before` are its attributes when the stage started.
+class _Attributes:
+    """The attributes of an object that a stage has changed; `before` are those when it started.
 
     Attributes:
         lost: the names of attributes that may have changed, but cannot be sent.
     """
 
+    def __init__(self, owner: object, before: dict[str, Any]) -> None:
+        self._changed, self.lost = changed_attributes(owner, before)
+        self._removed = [name for name in before if name not in vars(owner)]
+
+    def give_to(self, owner: object, *, removes: bool = True) -> None:
+        """Give an object these attributes; with `removes`, take away those that the stage has removed."""
+        attributes = vars(owner)
+        for name in self._removed if removes else ():
+            attributes.pop(name, None)
+        for name, value in self._changed.items():
+            attributes[name] = updated(attributes.get(name), value)
+
+
+@final
+class _Contents:
+    """What one submodule consists of; `before` are its attributes when the stage started."""
+
     def __init__(self, module: nn.Module, before: dict[str, Any]) -> None:
-        self._attributes, self.lost = changed_attributes(module, before)
-        self._removed = [name for name in before if name not in vars(module)]
+        self.attributes = _Attributes(module, before)
         self._kind = kind_of(module)
         self._modules = dict(module._modules.items())
         self._parameters = dict(module._parameters.items())
@@ -213,13 +237,10 @@ class _Contents:
     def give_to(self, module: nn.Module) -> None:
         """Make a module consist of it. Buffers keep their identity, if their shape and dtype allow it."""
         buffers = {name: _kept(module._buffers.get(name), value) for name, value in self._buffers.items()}
-        attributes = vars(module)
-        if not isinstance(module, LazyModuleMixin):  # which changes its class itself when it is called
+        is_lazy_module = isinstance(module, LazyModuleMixin)  # it changes its class itself when it is called
+        if not is_lazy_module:
             set_kind(module, self._kind)
-            for name in self._removed:
-                attributes.pop(name, None)
-        for name, value in self._attributes.items():
-            attributes[name] = updated(attributes.get(name), value)
+        self.attributes.give_to(module, removes=not is_lazy_module)
         _replace(module, module._modules, self._modules)
         _replace(module, module._parameters, self._parameters)
         _replace(module, module._buffers, buffers)
@@ -231,18 +252,21 @@ class _Contents:
             module.register_forward_pre_hook(hook)
 
 
-def _warn_of_lost_attributes(strategy: Strategy, contents: dict[str, _Contents]) -> None:
+def _warn_of_lost_attributes(
+    strategy: Strategy, contents: dict[str, _Contents], datamodule: _Attributes | None
+) -> None:
     """Warn on rank 0 of attributes that cannot be sent."""
     lost = [
         f"{name.removeprefix('module ')}.{attribute}".removeprefix(".")
         for name, each in contents.items()
-        for attribute in each.lost
+        for attribute in each.attributes.lost
     ]
+    lost += [] if datamodule is None else [f"datamodule.{attribute}" for attribute in datamodule.lost]
     if lost and strategy.is_global_zero:
         warnings.warn(
-            f"These attributes of the module were set in a worker process, and cannot be pickled: "
-            f"{', '.join(lost)}. They stay as they are in the calling process. Set what can be pickled, or "
-            "delete the others in teardown().",
+            "These attributes of the module, or of its data module, were set in a worker process, and cannot "
+            f"be pickled: {', '.join(lost)}. They stay as they are in the calling process. Set what can be "
+            "pickled, or delete the others in teardown().",
             stacklevel=2,
         )
 

@@ -14,6 +14,7 @@ from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
 from rankwise.trainer.consistency import check_can_compare
+from rankwise.trainer.data import DataModule
 from rankwise.trainer.data_loaders import check_loaders
 from rankwise.trainer.hooks import Hooks, check_hooks
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
@@ -99,6 +100,7 @@ class Trainer(TrainerProperties):
         default_root_dir: where logs and checkpoints go; the working directory by default.
 
     Attributes:
+        datamodule: the last data module that a stage was given; None without any.
         strategy: the strategy, bound: the given one, or a copy of it if the trainer has a precision, a
             checkpoint IO or `sync_batchnorm` for it, or if the given one is bound already.
         callbacks: all callbacks, those that save checkpoints last. A list that is assigned within a stage
@@ -199,6 +201,7 @@ class Trainer(TrainerProperties):
             cluster_environment=found["cluster environment"],
         )
         self.strategy.bind(environment=placement.pop("cluster_environment"), **placement)
+        self.datamodule: DataModule | None = None
         self._configured: TrainingModule | None = None  # whose `configure_callbacks` was called last
         self._forget_fit()
 
@@ -214,6 +217,7 @@ class Trainer(TrainerProperties):
         model: TrainingModule,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> None:
         """Train a module; with the module of the last fit, continue where that ended.
@@ -226,8 +230,10 @@ class Trainer(TrainerProperties):
 
         Args:
             model: the module.
-            train_dataloaders: the training loader; by default the module's own.
+            train_dataloaders: the training loader, or several; by default the module's own. A data module in
+                its place is `datamodule`.
             val_dataloaders: a validation loader or a list, [] for none; by default the module's own, if any.
+            datamodule: whose loaders to use; also in the other stages, where it replaces `dataloaders`.
             ckpt_path: a checkpoint to continue from: a path, `"best"`, or `"last"` (which may not exist yet).
 
         Raises:
@@ -242,13 +248,14 @@ class Trainer(TrainerProperties):
         if ckpt_path is None and self.context(model).warn_if_done():
             return
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
-        self._launch(Stage("fit", loaders, ckpt_path=ckpt_path), model)
+        self._launch(Stage("fit", loaders, ckpt_path=ckpt_path, datamodule=datamodule), model)
 
     def validate(
         self,
         model: TrainingModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module (that of the last stage, as it is, if none) on validation data; raises as `fit`.
 
@@ -259,7 +266,7 @@ class Trainer(TrainerProperties):
             What was logged, for each loader; each sample counted once, the same on every rank.
         """
         metrics: list[dict[str, float]] = self._launch(
-            Stage("validate", {"validate": dataloaders}, ckpt_path=ckpt_path), model
+            Stage("validate", {"validate": dataloaders}, ckpt_path=ckpt_path, datamodule=datamodule), model
         )
         return metrics
 
@@ -268,10 +275,11 @@ class Trainer(TrainerProperties):
         model: TrainingModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module (by default the one of the last stage) on test data; see `validate`."""
         metrics: list[dict[str, float]] = self._launch(
-            Stage("test", {"test": dataloaders}, ckpt_path=ckpt_path), model
+            Stage("test", {"test": dataloaders}, ckpt_path=ckpt_path, datamodule=datamodule), model
         )
         return metrics
 
@@ -279,6 +287,7 @@ class Trainer(TrainerProperties):
         self,
         model: TrainingModule | None = None,
         dataloaders: Any = None,
+        datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         gather: Gather = "all",
     ) -> list[Any]:
@@ -291,6 +300,7 @@ class Trainer(TrainerProperties):
         Args:
             model: the module.
             dataloaders: a loader or a list of them; by default the module's own.
+            datamodule: whose loaders to use instead.
             ckpt_path: a checkpoint whose weights to use.
             gather: which ranks get the outputs: `"all"`, or `"rank_zero"` alone (others get an empty list);
                 with None each rank gets its own.
@@ -305,7 +315,8 @@ class Trainer(TrainerProperties):
         """
         check_choice("gather", gather, GATHERINGS)
         predictions: list[Any] = self._launch(
-            Stage("predict", {"predict": dataloaders}, gather, ckpt_path=ckpt_path), model
+            Stage("predict", {"predict": dataloaders}, gather, ckpt_path=ckpt_path, datamodule=datamodule),
+            model,
         )
         return predictions
 
@@ -336,6 +347,8 @@ class Trainer(TrainerProperties):
             CheckpointFiles(self.context(model)).warn_of_best(stage.name)
         if not self.strategy.launcher.has_other_ranks:  # which would wait, where this process fails alone
             stage.load_checkpoint(self.context(model))
+        if stage.datamodule is not None:
+            self.datamodule = stage.datamodule
         self._set_module(model, stage.name)
         brings_state_back = not self.strategy.runs_in_caller
         with read_by_name(named_objects(self.context(model)) if brings_state_back else {}):
@@ -358,7 +371,7 @@ class Trainer(TrainerProperties):
             )
         stage.check_module(model)
         self._add_callbacks_of(model)
-        check_hooks(model, self.callbacks)
+        check_hooks(model, self.callbacks, stage.datamodule)
         for callback in self.callbacks:
             callback.check_stage(self, model, stage.name)
         if stage.name == "fit":
@@ -367,7 +380,7 @@ class Trainer(TrainerProperties):
             check_can_compare(self.strategy, self.check_ranks_every_n_steps)
             if self.world_size > 1:
                 self.strategy.gradients.check_module(model)
-            check_hyper_parameters(self.context(model))
+            check_hyper_parameters(self.context(model), stage.datamodule or self.datamodule)
         for phase, given in stage.loaders.items():
             check_loaders(stage.name, phase, given, self.options, self.world_size)
 
@@ -391,6 +404,8 @@ class Trainer(TrainerProperties):
         if stage == "fit":
             self._fitted_module = model
         model.trainer = self
+        if self.datamodule is not None:
+            self.datamodule.trainer = self
 
     def context(self, module: TrainingModule) -> LoopContext:
         """Return what stages, checkpoints and the transfer of state use, for a module."""

@@ -150,13 +150,13 @@ class RecordingLine(Records, Line):
 
 
 def test_order_of_checkpoint_hooks(tmp_path: Path) -> None:
-    """The hooks of all callbacks run in their order, monitoring ones included, and then the module's."""
+    """Callbacks come in their order; the module is last in saving, and first in loading."""
     calls: list[str] = []
     callbacks = [RecordingMonitor("first", calls), RecordingCallback("second", calls)]
     path = saved(tmp_path, RecordingLine(calls), callbacks=callbacks)
     trainer(tmp_path, callbacks=callbacks).test(RecordingLine(calls), loader(), ckpt_path=path)
-    names = ("first", "second", "module")
-    assert calls == [*(f"{name} saves" for name in names), *(f"{name} loads" for name in names)]
+    saves, loads = ("first", "second", "module"), ("module", "first", "second")
+    assert calls == [*(f"{name} saves" for name in saves), *(f"{name} loads" for name in loads)]
 
 
 class HoldsItself(Callback):

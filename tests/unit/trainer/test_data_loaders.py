@@ -183,7 +183,7 @@ def test_a_data_module(tmp_path: Path) -> None:
         def train_dataloader(self) -> Any:
             return loader()
 
-    with pytest.raises(InvalidTypeError, match=r"setup\(stage\) of it, and pass its loaders"):
+    with pytest.raises(InvalidTypeError, match=r"derive it from rankwise\.DataModule"):
         trainer(tmp_path).fit(Line(), Data())
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from rankwise import TrainingModule
+from rankwise import DataModule, TrainingModule
 from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError
 from rankwise.trainer import hooks
@@ -18,7 +18,8 @@ from tests.unit.trainer.helpers import Line, loader, trainer
 
 NAMES = ["configure_sharded_model", "training_step_end", "training_epoch_end", "on_hpc_save"]
 TABLES = [(hooks._REFUSED, TrainingModule), (hooks._REFUSED_IN_CALLBACKS, Callback)]
-OWNERS = {"module": TrainingModule, "callback": Callback}
+TABLES += [(hooks._REFUSED_IN_DATA_MODULES, DataModule)]
+OWNERS = {"module": TrainingModule, "callback": Callback, "datamodule": DataModule}
 
 
 def with_hook(base: type[Any], name: str) -> Any:
@@ -40,7 +41,7 @@ class Evaluated(Line):
 def test_the_table_has_the_arguments_of_the_methods(hook: hooks.Hook) -> None:
     """Every hook is a method of its owners, which takes the arguments of the table."""
     for owner in hook.owners:
-        first = ["self"] if owner == "module" else ["self", "trainer", "module"]
+        first = ["self", "trainer", "module"] if owner == "callback" else ["self"]
         parameters = inspect.signature(getattr(OWNERS[owner], hook.name)).parameters.values()
         names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
         optional = {"dataloader_idx"} if hook.name.endswith("_step") else set()
@@ -56,7 +57,7 @@ def test_the_table_is_complete(owner: hooks.Owner) -> None:
     assert {name for name in dir(OWNERS[owner]) if name.startswith("on_")} <= own
 
 
-@pytest.mark.parametrize(("table", "base"), TABLES, ids=["module", "callback"])
+@pytest.mark.parametrize(("table", "base"), TABLES, ids=["module", "callback", "datamodule"])
 def test_hooks_that_exist_are_not_refused(table: dict[str, str], base: type[Any]) -> None:
     """No name of the tables is one of the base class."""
     assert not [name for name in table if name in dir(base)]

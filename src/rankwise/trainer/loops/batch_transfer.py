@@ -1,22 +1,24 @@
-"""The way of a batch to the step: to the device, into the precision's format, through the module's hooks."""
+"""The way of a batch to the step: through the hooks, to the device, into the precision's format."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
+
+from rankwise.trainer.data import DataModule
+from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own
 
 if TYPE_CHECKING:
     from rankwise.trainer.state import LoopContext
 
-_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
 
 @final
 class BatchTransfer:
-    """Move batches to this rank's device; which hooks the module defines is decided once."""
+    """Move batches to this rank's device; which hooks module and data module define is decided once."""
 
     def __init__(self, context: LoopContext) -> None:
         self._strategy = context.strategy
-        self._before, self._transfer, self._after = (context.hooks.own(name) for name in _HOOKS)
+        self._before, self._transfer, self._after = (_own(context, name) for name in TRANSFER_HOOKS)
         self._has_hooks = any((self._before, self._transfer, self._after))
 
     def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
@@ -32,3 +34,12 @@ class BatchTransfer:
         else:
             batch = self._transfer(batch, strategy.root_device, dataloader_idx)
         return batch if self._after is None else self._after(batch, dataloader_idx)
+
+
+def _own(context: LoopContext, name: str) -> Callable[..., Any] | None:
+    """Return the method that defines a hook: the data module's of this stage, or else the module's."""
+    datamodule = context.stage.datamodule
+    if datamodule is not None and is_own(datamodule, DataModule, name):
+        found: Callable[..., Any] = getattr(datamodule, name)
+        return found
+    return context.hooks.own(name)

@@ -1,0 +1,79 @@
+"""A data module in other processes: prepared once, split over the ranks, its attributes in the caller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from rankwise import DataModule
+from rankwise.errors import NotPicklableError, WorkerRaisedError
+from tests.process.training_tasks import Regression, dataset, quiet_trainer
+
+
+class Prepared(DataModule):
+    """Writes a line for each call of `prepare_data`, and fails there if asked to."""
+
+    def __init__(self, path: Path, batch_size: int, fails: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters("batch_size")
+        self.path, self.fails = path, fails
+        self.stages: list[str] = []
+
+    def prepare_data(self) -> None:
+        if self.fails:
+            raise OSError("no such archive")
+        with self.path.open("a") as file:
+            file.write("prepared\n")
+
+    def setup(self, stage: str) -> None:
+        assert self.path.exists()
+        self.stages.append(stage)
+        self.data = dataset(24)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, self.hparams.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.data, 5)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert self.trainer is not None
+        self.world_size = self.trainer.world_size
+        return batch
+
+
+def fitted(strategy: str, devices: int, folder: Path) -> tuple[Prepared, Regression]:
+    """Train with a data module for two epochs of four global batches of 6."""
+    data, module = Prepared(folder / strategy, 6 // devices), Regression()
+    quiet_trainer(strategy, devices, max_epochs=2).fit(module, data)
+    return data, module
+
+
+def test_two_processes_as_one(tmp_path: Path) -> None:
+    """Under spawn weights are those of one process, and what the hooks have set is in the caller."""
+    _, expected = fitted("single_device", 1, tmp_path)
+    data, module = fitted("ddp_spawn", 2, tmp_path)
+    for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    assert data.path.read_text() == "prepared\n"
+    assert (data.stages, data.world_size, data.hparams.batch_size) == (["fit"], 2, 3)
+
+
+def test_a_failure_of_prepare_data(tmp_path: Path) -> None:
+    """The other rank, which waits, ends too; the caller gets the error."""
+    trainer = quiet_trainer("ddp_fork", 2)
+    with pytest.raises(WorkerRaisedError, match="no such archive") as caught:
+        trainer.fit(Regression(), Prepared(tmp_path / "data", 3, fails=True))
+    assert caught.value.global_rank == 0
+
+
+def test_what_spawn_cannot_send(tmp_path: Path) -> None:
+    """The error names the attribute; no process has started."""
+    data = Prepared(tmp_path / "data", 3)
+    data.transform = lambda sample: sample  # type: ignore[attr-defined]  # no attribute of the class
+    with pytest.raises(NotPicklableError, match=r"datamodule.*transform"):
+        quiet_trainer("ddp_spawn", 2).fit(Regression(), data)

@@ -1,0 +1,322 @@
+"""A data module: its hooks in Lightning's order, its loaders, hyperparameters and state."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from rankwise import DataModule, Trainer
+from rankwise.callbacks import Callback, ModelCheckpoint
+from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
+from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS
+from tests.unit.trainer.helpers import Line, loader, samples, trainer
+
+
+class Numbers(DataModule):
+    """Loaders of 8 samples."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.seen: list[str] = []
+        self.count = 0
+
+    def train_dataloader(self) -> Any:
+        return loader(8, self.hparams.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return loader(8, 4)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"] + 0
+
+
+# What Lightning 2.6 calls: d for the data module, c for the callback, m for the module.
+FIT = """
+d prepare_data, m prepare_data, d setup, c setup, m setup, m configure_optimizers, c on_fit_start,
+m on_fit_start, d train_dataloader, d val_dataloader, c on_train_start, m on_train_start,
+d on_before_batch_transfer, d transfer_batch_to_device, d on_after_batch_transfer, m training_step,
+d on_before_batch_transfer, d transfer_batch_to_device, d on_after_batch_transfer, m training_step,
+d on_before_batch_transfer, d transfer_batch_to_device, d on_after_batch_transfer, m validation_step,
+d on_before_batch_transfer, d transfer_batch_to_device, d on_after_batch_transfer, m validation_step,
+d teardown, c teardown, m teardown
+"""
+TEST = """
+d prepare_data, m prepare_data, d setup, c setup, m setup,
+m on_load_checkpoint, d load_state_dict, c on_load_checkpoint, d test_dataloader,
+d on_before_batch_transfer, d transfer_batch_to_device, d on_after_batch_transfer, m test_step,
+d on_before_batch_transfer, d transfer_batch_to_device, d on_after_batch_transfer, m test_step,
+d teardown, c teardown, m teardown
+"""
+SAVE = "d state_dict, c on_save_checkpoint, m on_save_checkpoint"
+FAILED = "c on_exception, d on_exception, d teardown, c teardown, m teardown"
+
+
+def calls(text: str) -> list[str]:
+    """Return the calls that a text lists."""
+    return [each.strip() for each in text.replace("\n", " ").split(",")]
+
+
+def noting(owner: Any, kind: str, seen: list[str]) -> Any:
+    """Return `owner` with the methods of the lists above noting their calls."""
+    base = type(owner)
+    names = {each[2:] for text in (FIT, TEST, SAVE, FAILED) for each in calls(text) if each[0] == kind}
+
+    def noted(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(f"{kind} {name}")
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return method
+
+    owner.__class__ = type(base.__name__, (base,), {name: noted(name) for name in names})
+    return owner
+
+
+def test_lightnings_order(tmp_path: Path) -> None:
+    """Fit with validation, saving, test of a checkpoint: the calls are Lightning's, in its order."""
+    seen: list[str] = []
+    model, data = noting(Line(), "m", seen), noting(Numbers(), "d", seen)
+    runs = trainer(tmp_path, callbacks=noting(Callback(), "c", seen))
+    runs.fit(model, data)
+    assert seen == calls(FIT)
+    seen.clear()
+    runs.save_checkpoint(tmp_path / "model.ckpt")
+    assert seen == calls(SAVE)
+    seen.clear()
+    runs.test(model, datamodule=data, ckpt_path=tmp_path / "model.ckpt")
+    assert seen == calls(TEST)
+
+
+def test_an_exception(tmp_path: Path) -> None:
+    """`on_exception` gets what a step raises, after the callbacks' one; teardown follows."""
+    seen: list[str] = []
+
+    class Failing(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.clear()
+            raise ValueError("bad batch")
+
+    model, data = noting(Failing(), "m", seen), noting(Numbers(), "d", seen)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer(tmp_path, callbacks=noting(Callback(), "c", seen)).fit(model, data)
+    assert seen[-5:] == calls(FAILED)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_in_every_stage(tmp_path: Path, stage: str) -> None:
+    """By position and by name a data module's loaders are used, as the same loaders would be."""
+    data, runs = Numbers(), trainer(tmp_path)
+    expected = getattr(trainer(tmp_path), stage)(Line(), loader(8, 4))
+    by_position = getattr(runs, stage)(Line(), data)
+    assert str(by_position) == str(expected) == str(getattr(runs, stage)(Line(), datamodule=data))
+    assert runs.datamodule is data
+    assert data.trainer is runs
+
+
+def test_a_later_stage_with_loaders(tmp_path: Path) -> None:
+    """The data module is set up, as in Lightning; the batches do not go through its hooks."""
+    seen: list[str] = []
+    data, runs, model = noting(Numbers(), "d", seen), trainer(tmp_path), Line()
+    runs.fit(model, data)
+    seen.clear()
+    runs.validate(model, loader(8, 4))
+    assert seen == ["d prepare_data", "d setup", "d teardown"]
+
+
+def test_without_a_trainer() -> None:
+    """`trainer` is None then, also in a copy; the transfer works, and missing loaders are named."""
+    data = Numbers()
+    data.trainer = object()  # type: ignore[assignment]  # any trainer
+    copied = pickle.loads(pickle.dumps(data))
+    assert copied.trainer is None
+    assert copied.hparams == {"batch_size": 4}
+    moved = copied.transfer_batch_to_device([torch.ones(1)], torch.device("cpu"), 0)
+    assert moved == [torch.ones(1)]
+    with pytest.raises(ConfigurationError, match=r"DataModule does not define train_dataloader\(\)"):
+        DataModule().train_dataloader()
+
+
+def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
+    """Loaders and a data module; none of the two; another object; a loader that is missing; an attribute."""
+    runs, both = trainer(tmp_path), r"fit\(\) was given loaders and a data module"
+    with pytest.raises(ConfigurationError, match=both):
+        runs.fit(Line(), loader(), datamodule=Numbers())
+    with pytest.raises(ConfigurationError, match=both):
+        runs.fit(Line(), Numbers(), loader())
+    with pytest.raises(InvalidTypeError, match="datamodule"):
+        runs.fit(Line(), datamodule=loader())  # type: ignore[arg-type]  # refused
+    with pytest.raises(ConfigurationError, match=r"DataModule does not define test_dataloader\(\)"):
+        runs.test(Line(), DataModule())
+    data = Numbers()
+    data.train_dataloader = loader()  # type: ignore[method-assign, assignment]  # refused
+    with pytest.raises(InvalidTypeError, match=r"Numbers\.train_dataloader"):
+        runs.fit(Line(), data)
+    assert runs.datamodule is None
+
+
+@pytest.mark.parametrize("name", ["on_train_start", "on_epoch_end", "on_save_checkpoint", "on_batch_start"])
+def test_hooks_that_are_not_called(tmp_path: Path, name: str) -> None:
+    """A data module with a hook that it does not have is refused, by name."""
+    data = type("Odd", (Numbers,), {name: lambda self: None})()
+    with pytest.raises(ConfigurationError, match=rf"Odd\.{name}\(\) would never be called"):
+        trainer(tmp_path).fit(Line(), data)
+
+
+def test_hooks_with_other_arguments(tmp_path: Path) -> None:
+    """`setup(self)` of an old version could not be called."""
+    data = type("Older", (Numbers,), {"setup": lambda self: None})()
+    with pytest.raises(ConfigurationError, match=r"Older\.setup\(\) cannot be called"):
+        trainer(tmp_path).fit(Line(), data)
+
+
+def test_the_modules_methods_that_a_data_module_replaces(tmp_path: Path) -> None:
+    """They are not called, as in Lightning; a warning names them."""
+
+    class Own(Line):
+        def train_dataloader(self) -> Any:
+            raise AssertionError
+
+        on_before_batch_transfer = on_after_batch_transfer = lambda self, batch, dataloader_idx: batch
+
+    class Moving(Numbers):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    expected = r"Of Own these methods are not called.*: train_dataloader, on_before_batch_transfer\."
+    with pytest.warns(UserWarning, match=expected):
+        trainer(tmp_path).fit(Own(), Moving())
+
+
+def test_no_validation_without_loaders_of_its_own(tmp_path: Path) -> None:
+    """A data module without `val_dataloader` means no validation."""
+    model = Line()
+    data = DataModule.from_datasets(train_dataset=samples(4), batch_size=2)
+    trainer(tmp_path).fit(model, data)
+    assert model.seen == ["train 0", "train 1"]
+
+
+def test_from_datasets() -> None:
+    """The loader of training batches shuffles, and the constructor gets what it takes."""
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    data = Numbers.from_datasets({"a": samples(4), "b": Stream()}, [samples(2)], batch_size=2)
+    train, [validation] = data.train_dataloader(), data.val_dataloader()
+    assert data.hparams == {"batch_size": 2}
+    assert isinstance(train["a"].sampler, RandomSampler)
+    assert not isinstance(train["b"].sampler, RandomSampler)
+    assert (train["a"].batch_size, validation.batch_size) == (2, 2)
+    copied = pickle.loads(pickle.dumps(Numbers.from_datasets(samples(4), batch_size=2)))
+    assert len(copied.train_dataloader()) == 2
+    assert len(data.test_dataloader()) == 2  # the class's own
+    with pytest.raises(InvalidTypeError, match="val_dataset"):
+        DataModule.from_datasets(val_dataset=[3])
+
+
+def test_hyperparameters_and_state_of_a_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint has both, under Lightning's keys, and they are restored from it."""
+    data, runs = Numbers(batch_size=2), trainer(tmp_path)
+    data.count = 7
+    runs.fit(Line(), data)
+    for path, weights_only in ((tmp_path / "all.ckpt", False), (tmp_path / "weights.ckpt", True)):
+        runs.save_checkpoint(path, weights_only=weights_only)
+        saved = torch.load(path, weights_only=True)
+        assert saved["datamodule_hyper_parameters"] == {"batch_size": 2}
+        assert saved["Numbers"] == {"count": 7}
+        loaded = Numbers.load_from_checkpoint(path)
+        assert (loaded.count, loaded.hparams) == (7, {"batch_size": 2})
+    assert Numbers.load_from_checkpoint(tmp_path / "all.ckpt", batch_size=8).hparams == {"batch_size": 8}
+    resumed = Numbers()
+    trainer(tmp_path, max_epochs=2).fit(Line(), resumed, ckpt_path=tmp_path / "all.ckpt")
+    assert resumed.count == 7
+
+
+def test_a_state_that_does_not_load(tmp_path: Path) -> None:
+    """The error names the file and the class."""
+
+    class Odd(Numbers):
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": None}
+
+    runs = trainer(tmp_path)
+    runs.fit(Line(), Odd())
+    runs.save_checkpoint(tmp_path / "odd.ckpt")
+    with pytest.raises(CheckpointError, match=r"odd\.ckpt.*Odd"):
+        runs.test(Line(), Odd(), ckpt_path=tmp_path / "odd.ckpt")
+
+
+def test_hyperparameters_that_checkpoints_cannot_hold(tmp_path: Path) -> None:
+    """`fit` warns of them, as of a module's."""
+
+    class Odd(Numbers):
+        def __init__(self, function: Any = None) -> None:
+            super().__init__()
+
+    saving = ModelCheckpoint(dirpath=tmp_path)
+    with pytest.warns(UserWarning, match=r"Checkpoints will not have the hyperparameters function"):
+        trainer(tmp_path, callbacks=saving, enable_checkpointing=True).fit(Line(), Odd(lambda: None))
+
+
+def test_logged_hyperparameters(tmp_path: Path) -> None:
+    """Loggers get those of both; two values of one name are refused, unless they are equal."""
+
+    class Sized(Line):
+        def __init__(self, batch_size: int = 4, width: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    runs = trainer(tmp_path, logger=True)
+    runs.fit(Sized(), Numbers())
+    saved = next(tmp_path.rglob("hparams.*")).read_text()
+    assert "batch_size" in saved
+    assert "width" in saved
+    with pytest.raises(ConfigurationError, match="different values of the hyperparameter 'batch_size'"):
+        trainer(tmp_path, logger=True).fit(Sized(batch_size=3), Numbers())
+
+
+def test_transfer_hooks_get_the_number_of_the_loader(tmp_path: Path) -> None:
+    """Also with several loaders; where the data module has no such hook, the module's is called."""
+    seen: list[Any] = []
+
+    class Two(Numbers):
+        def val_dataloader(self) -> Any:
+            return [loader(2, 2), loader(2, 2)]
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            seen.append(("d", dataloader_idx))
+            return batch
+
+    class Moving(Line):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            pass
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            seen.append(("m", dataloader_idx))
+            return batch
+
+    trainer(tmp_path).validate(Moving(), Two())
+    assert seen == [("d", 0), ("m", 0), ("d", 1), ("m", 1)]
+    assert set(TRANSFER_HOOKS) <= set(dir(DataModule))
+
+
+def test_no_warning_without_reason(tmp_path: Path) -> None:
+    """A fit with a data module warns of nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(tmp_path).fit(Line(), Numbers())
+    assert isinstance(Trainer.fit.__doc__, str)
+    assert isinstance(Numbers().train_dataloader(), DataLoader)
