@@ -291,8 +291,9 @@ class _Exchange:
     def _compare_next(self, gloo: Any) -> None:
         number = self._codes
         self._codes += 1
-        sent = torch.frombuffer(bytearray(self.key.codes_to_peers(number)), dtype=torch.uint8)
-        received = torch.zeros_like(sent)
+        own = bytearray(self.key.codes_to_peers(number))
+        codes = bytearray(len(own))
+        sent, received = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (own, codes))
         options = distributed_c10d.AllToAllOptions()
         options.timeout = self._timeout
         work = gloo.alltoall_base(received, sent, [], [], options)
@@ -301,7 +302,7 @@ class _Exchange:
                 self._raise_for_outcome()
             if time.monotonic() > self._deadline:
                 raise self._timeout_error()
-        if impostors := self.key.impostors(received.numpy().tobytes(), number):
+        if impostors := self.key.impostors(bytes(codes), number):
             self._store.compare_set("outcome", "", self._problem(impostors))
             self._raise_for_outcome()
 

@@ -1,0 +1,163 @@
+"""rankwise without optional packages: only torch, lightning-utilities and typing-extensions are there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.scripts import ScriptRunner
+
+OPTIONAL = ("mlflow", "numpy", "psutil", "rich", "sklearn", "tensorboard", "torchmetrics", "tqdm", "wandb")
+REPOSITORY = Path(__file__).parents[2]
+
+PROGRAM = """
+    import sys, warnings
+    import torch
+    from rankwise import Trainer, TrainingModule, seed_everything
+    from torch.utils.data import DataLoader
+
+    class Line(TrainingModule):
+        def __init__(self):
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch):
+            loss = (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean()
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch):
+            self.log("val_loss", (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean())
+
+        def predict_step(self, batch):
+            return self.layer(batch)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def fit(**where):
+        seed_everything(1)
+        model = Line()
+        data = torch.randn(32, 2, generator=torch.Generator().manual_seed(2))
+        trainer = Trainer(max_epochs=2, accelerator="cpu", **where)
+        trainer.fit(model, DataLoader(data, 8 // trainer.world_size, shuffle=True), DataLoader(data, 8))
+        trainer.validate(model, DataLoader(data, 8))
+        assert len(trainer.predict(model, DataLoader(data, 8))) == 4
+        trainer.fit(Line(), DataLoader(data, 8), ckpt_path=trainer.checkpoint_callback.best_model_path)
+        return model.layer.weight.detach()
+
+    if __name__ == "__main__":
+        alone, together = fit(devices=1), fit(devices=2, strategy=sys.argv[1])
+        torch.testing.assert_close(alone, together)
+        assert "numpy" not in sys.modules
+        print("trained")
+"""
+
+
+ABSENT = f"""
+from importlib.machinery import PathFinder
+
+plain = PathFinder.find_spec
+
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in {OPTIONAL!r} else plain(name, path, target)
+
+PathFinder.find_spec = find_spec
+"""
+
+
+@pytest.fixture
+def without_optional(tmp_path: Path) -> dict[str, str]:
+    """Return variables for a program in whose processes Python finds none of the optional packages."""
+    folder = tmp_path / "startup"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(ABSENT)
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp_fork", *(pytest.param(name, marks=pytest.mark.soak) for name in ("ddp_spawn", "ddp"))]
+)
+def test_training(run_script: ScriptRunner, without_optional: dict[str, str], strategy: str) -> None:
+    """Training on one process and on two gives equal weights without NumPy."""
+    result = run_script(PROGRAM, strategy, env=without_optional)
+    assert result.returncode == 0, result
+    assert "trained" in result.stdout
+
+
+def test_doctor(run_script: ScriptRunner, without_optional: dict[str, str]) -> None:
+    """The doctor finds nothing wrong without NumPy."""
+    command = [sys.executable, "-m", "rankwise", "doctor", "--json"]
+    result = run_script.command(command, env=without_optional, timeout=110)
+    assert result.returncode == 0, result
+    assert json.loads(result.stdout)["ok"] is True
+
+
+# ------------------------------------------------------------------------------------- a wheel, installed
+
+
+def requirements(name: str, found: set[str]) -> set[str]:
+    """Return the names of a distribution and all that it needs, extras aside."""
+    if name not in found:
+        found.add(name)
+        for line in importlib.metadata.requires(name) or []:
+            needed = re.match(r"[\w.-]+", line)
+            if needed and "extra ==" not in line and _is_installed(needed[0]):
+                requirements(re.sub(r"[-_.]+", "-", needed[0]).lower(), found)
+    return found
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def link_distribution(name: str, folder: Path) -> None:
+    """Make an installed distribution importable from `folder`."""
+    distribution = importlib.metadata.distribution(name)
+    for top in {Path(file).parts[0] for file in distribution.files or [] if not str(file).startswith("..")}:
+        source = Path(str(distribution.locate_file(top)))
+        if not (folder / top).exists() and top != "__pycache__":
+            (folder / top).symlink_to(source)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_wheel_alone(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """A built wheel trains with torch and the two declared dependencies, and the doctor passes."""
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=600)
+    [wheel] = tmp_path.glob("*.whl")
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=600)
+    [packages] = environment.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    names: set[str] = set()
+    for name in ("torch", "lightning-utilities", "typing-extensions"):
+        requirements(name, names)
+    assert "numpy" not in names
+    for name in names:
+        link_distribution(name, packages)
+    python, plain = str(environment / "bin" / "python"), {"PYTHONPATH": None}
+    listed = run_script.command([python, "-c", "import rankwise; print(rankwise.__file__)"], env=plain)
+    assert str(packages) in listed.stdout, listed
+    program = run_script.write(PROGRAM)
+    for strategy in ("ddp_fork", "ddp_spawn", "ddp"):
+        result = run_script.command([python, str(program), strategy], env=plain, timeout=300)
+        assert result.returncode == 0, result
+        assert "trained" in result.stdout
+    doctor = run_script.command([python, "-m", "rankwise", "doctor"], env=plain, timeout=300)
+    assert doctor.returncode == 0, doctor
