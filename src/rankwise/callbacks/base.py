@@ -147,9 +147,15 @@ class MonitoringCallback(Callback):
         at_epoch_end: True for a call after every epoch, and at no other time; False for one after every
             validation, and at no other time.
 
+    Attributes:
+        epoch_end_argument: the name of `at_epoch_end` in a subclass, for messages.
+
     Raises:
         InvalidArgumentError: if `mode` is something else.
+        ConfigurationError: in `fit`, for `at_epoch_end=False` without validation.
     """
+
+    epoch_end_argument = "at_epoch_end"
 
     def __init__(self, monitor: str | None, mode: str, at_epoch_end: bool | None = None) -> None:
         if mode not in ("min", "max"):
@@ -157,6 +163,16 @@ class MonitoringCallback(Callback):
         self.monitor = monitor
         self.mode = mode
         self._at_epoch_end = at_epoch_end
+        self._acted_at: tuple[int, int] | None = None  # epoch and batch of a validation within the epoch
+
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        if self._at_epoch_end is False and not trainer.has_validation:
+            name = f"{type(self).__name__}({self.epoch_end_argument}=False)"
+            raise ConfigurationError(
+                message=f"{name} would never act: it waits for validations.",
+                facts="this fit has no validation.",
+                remedy=f"val_dataloaders=... and a validation_step, or leave out {self.epoch_end_argument}.",
+            )
 
     def on_metrics_ready(self, trainer: Trainer, module: TrainingModule) -> None:
         """Act on the metric; subclasses override it. Runs on every rank."""
@@ -164,9 +180,13 @@ class MonitoringCallback(Callback):
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
         is_due = trainer.is_fitting and not trainer.sanity_checking and not trainer.progress.is_epoch_done
         if is_due and self._at_epoch_end is not True:
+            self._acted_at = trainer.current_epoch, trainer.progress.batches_done
             self.on_metrics_ready(trainer, module)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        acted_at, self._acted_at = self._acted_at, None
+        if acted_at == (trainer.current_epoch, trainer.progress.batches_done):
+            return  # training stops right after that validation
         is_due = self._at_epoch_end
         if is_due is None:
             is_due = not trainer.has_validation or self.monitor is None

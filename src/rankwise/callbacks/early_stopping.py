@@ -47,7 +47,10 @@ class EarlyStopping(MonitoringCallback):
 
     Raises:
         InvalidArgumentError: if an argument is out of range.
+        ConfigurationError: in `fit`, for `check_on_train_epoch_end=False` without validation.
     """
+
+    epoch_end_argument = "check_on_train_epoch_end"
 
     def __init__(
         self,
@@ -109,6 +112,7 @@ class EarlyStopping(MonitoringCallback):
         self.stopped_by = None if limits is None else tuple(limits)
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        super().on_train_start(trainer, module)
         if trainer.global_step == 0:  # a new run, perhaps of another module
             self._begin_run()
         if not trainer.should_stop:  # a new fit, not one resumed from a stopped run

@@ -73,8 +73,11 @@ class ModelCheckpoint(MonitoringCallback):
         last_model_path: the path of this run's `last.ckpt`; empty before the first save.
 
     Raises:
-        InvalidArgumentError, ConfigurationError: if arguments are out of range or contradict each other.
+        InvalidArgumentError, ConfigurationError: if arguments are out of range or contradict each other; in
+            `fit`, for `save_on_train_epoch_end=False` without validation.
     """
+
+    epoch_end_argument = "save_on_train_epoch_end"
 
     def __init__(
         self,
@@ -116,6 +119,14 @@ class ModelCheckpoint(MonitoringCallback):
         self.train_time_interval = train_time_interval
         is_by_epoch = every_n_train_steps is None and train_time_interval is None
         self.every_n_epochs = int(is_by_epoch) if every_n_epochs is None else every_n_epochs
+        if save_on_train_epoch_end is not None and not self.every_n_epochs:
+            raise ConfigurationError(
+                message=f"ModelCheckpoint(save_on_train_epoch_end={save_on_train_epoch_end}) has no effect: "
+                "nothing is saved by epochs.",
+                facts=f"every_n_epochs={every_n_epochs}, every_n_train_steps={every_n_train_steps}, "
+                f"train_time_interval={train_time_interval}.",
+                remedy="leave it out; to save after epochs too, add another ModelCheckpoint.",
+            )
         self._last_step_saved = 0
         self._saved_at = 0.0  # time.monotonic()
         self._is_training = False
@@ -186,6 +197,7 @@ class ModelCheckpoint(MonitoringCallback):
             self.dirpath = trainer.strategy.broadcast(folder)
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        super().on_train_start(trainer, module)
         self._last_step_saved = trainer.global_step
         self._saved_at = time.monotonic()
         self._is_training = True
@@ -246,8 +258,7 @@ class ModelCheckpoint(MonitoringCallback):
         """Return whether a validation to come measures the metric of this step."""
         if self.monitor is None or not trainer.has_validation:
             return False
-        is_validated_next = trainer.progress.is_epoch_done and trainer.val_check_interval == 1.0
-        if is_validated_next and (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0:
+        if trainer.is_validation_due:
             return True
         is_missing: bool = trainer.strategy.broadcast(self.monitored_value(trainer) is None)
         return is_missing and not self._has_validated
@@ -313,9 +324,16 @@ class ModelCheckpoint(MonitoringCallback):
         return False
 
     def _unused(self, trainer: Trainer, stem: str, own: Collection[str]) -> str:
-        """Return a path that no file has, also none that a thread has not written yet, or one of `own`."""
+        """Return a path that no file has, also none that a thread has not written yet, or one of `own`.
+
+        Without versions, return one that a file may have; a symbolic link is removed, so that a save replaces
+        the link and not the file that it names. Runs on: rank 0.
+        """
         if not self.enable_version_counter:
-            return str(Path(self.dirpath or "") / f"{stem}.ckpt")
+            path = Path(self.dirpath or "") / f"{stem}.ckpt"
+            if path.is_symlink():
+                path.unlink()
+            return str(path)
         savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
         of_others = {path for saving in savers if saving is not self for path in saving._paths}
         return unused_checkpoint(self.dirpath or "", stem, of_others | (self._paths - {*own}), own)

@@ -63,18 +63,18 @@ def link_file(existing: Path, path: str | os.PathLike[str]) -> None:
     check_regular_file(target, "pass a path where there is no file yet, or a file.")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(target.parent)
-    try:
-        temporary.hardlink_to(existing)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system, or one without such links
-        with existing.open("rb") as source, replacing(target) as file:
-            shutil.copyfileobj(source, file)
-        return
-    try:
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)  # stays where `target` was that file already
+    with existing.open("rb") as source:
+        _lock(source, fcntl.LOCK_SH)  # both names: no other process takes the new one for abandoned
+        try:
+            temporary.hardlink_to(existing)
+        except OSError:  # another file system, or one without such links
+            with replacing(target) as file:
+                shutil.copyfileobj(source, file)
+            return
+        try:
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)  # stays where `target` was that file already
     _flush_folder(target.parent)
 
 
@@ -124,10 +124,10 @@ def _link(file: IO[bytes], path: Path) -> bool:
     return True
 
 
-def _lock(file: IO[bytes]) -> bool:
-    """Lock a temporary file while it is open; return False where another process has locked it."""
+def _lock(file: IO[bytes], kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock a file while it is open; return False where another process has locked it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # locks are not supported

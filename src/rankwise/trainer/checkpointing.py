@@ -13,13 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from rankwise.callbacks import EarlyStopping, ModelCheckpoint
 from rankwise.checkpoint.base import as_checkpoint_error, restored_from
 from rankwise.checkpoint.lightning_format import LIGHTNING_VERSION, LightningState, is_of_lightning
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.hyperparameters import (
     DATA_MODULE_KEYS,
-    MODULE_KEYS,
     HyperparametersMixin,
     checkpointed_parts,
     left_out_of_checkpoints,
@@ -27,23 +26,20 @@ from rankwise.hyperparameters import (
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 from rankwise.ranks import rank_zero_only
 from rankwise.stores.restart import current_restart
+from rankwise.trainer.hooks import own_method
 from rankwise.trainer.module import is_defined
 from rankwise.trainer.module_loading import does_not_fit, weights_in
 from rankwise.trainer.state import Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
 if TYPE_CHECKING:
+    from rankwise.callbacks import Callback
     from rankwise.trainer.state import LoopContext
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
 _HIGHEST = 2**53  # numbers of steps and samples up to here are exact as scores, too
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
-_FOR_EVALUATION = (
-    *("version", "pytorch-lightning_version", "epoch", "global_step", "state_dict", "callbacks"),
-    *MODULE_KEYS,
-    *DATA_MODULE_KEYS,
-)
 _TYPES = {
     "loops": dict,
     "callbacks": dict,
@@ -200,7 +196,7 @@ def check_hyper_parameters(context: LoopContext, datamodule: HyperparametersMixi
     saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
     saving = [callback for callback in saving if callback.save_top_k or callback.save_last]
     changes_checkpoints = is_defined(context.module, "on_save_checkpoint") or any(
-        type(callback).on_save_checkpoint is not Callback.on_save_checkpoint for callback in context.callbacks
+        own_method(callback, "on_save_checkpoint") is not None for callback in context.callbacks
     )
     owners: list[HyperparametersMixin] = [each for each in (context.module, datamodule) if each]
     for owner in owners if saving and not changes_checkpoints else ():
@@ -229,16 +225,12 @@ def save_checkpoint(
 ) -> None:
     """Write all that a fit needs to continue from here, as plain types and tensors. Collective.
 
-    With `weights_only`, write what an evaluation needs, and by which a `ModelCheckpoint` knows its files.
+    With `weights_only`, write what an evaluation needs.
     """
     context.strategy.gradients.average_models()  # what rank 0 saves is the model of all ranks then
-    checkpoint = _checkpoint(context)
-    if weights_only:
-        own = {callback.state_key for callback in context.callbacks if isinstance(callback, ModelCheckpoint)}
-        kept = (*_FOR_EVALUATION, type(context.datamodule).__qualname__)
-        checkpoint = {name: value for name, value in checkpoint.items() if name in kept}
-        states = checkpoint["callbacks"].items()
-        checkpoint["callbacks"] = {key: saved for key, saved in states if key in own}
+    checkpoint = _evaluation_part(context)
+    if not weights_only:
+        checkpoint |= _training_part(context)
     context.hooks.call_saving_hooks(checkpoint)
     with as_checkpoint_error(path):
         plain: dict[str, Any] = _plain(checkpoint)
@@ -250,20 +242,34 @@ def save_stop_checkpoint(context: LoopContext) -> None:
     save_checkpoint(context, CheckpointFiles(context).stop_path(context.state.ckpt_path))
 
 
-def _checkpoint(context: LoopContext) -> dict[str, Any]:
+def _evaluation_part(context: LoopContext) -> dict[str, Any]:
+    """Return what an evaluation needs, and by which a `ModelCheckpoint` knows its files."""
+    progress = context.state.progress
+    saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
+    return {
+        "version": _VERSION,
+        "pytorch-lightning_version": LIGHTNING_VERSION,
+        "epoch": progress.current_epoch,
+        "global_step": progress.global_step,
+        "state_dict": context.strategy.get_module_state_dict(context.module),
+        "callbacks": _states_of(saving),
+        **checkpointed_parts(context.module),
+        **_of_data_module(context),
+    }
+
+
+def _states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:
+    return {callback.state_key: saved for callback in callbacks if (saved := callback.state_dict())}
+
+
+def _training_part(context: LoopContext) -> dict[str, Any]:
+    """Return what `fit` needs to continue, beside what an evaluation needs. Collective."""
     strategy, module, state = context.strategy, context.module, context.state
     optimizers, schedulers = context.optimizer_set.states(strategy) or ([], [])
     checkpoint: dict[str, Any] = {
-        "version": _VERSION,
-        "pytorch-lightning_version": LIGHTNING_VERSION,
-        "epoch": state.progress.current_epoch,
-        "global_step": state.progress.global_step,
-        "state_dict": strategy.get_module_state_dict(module),
         "optimizer_states": optimizers,
         "lr_schedulers": schedulers,
-        "callbacks": {
-            callback.state_key: saved for callback in context.callbacks if (saved := callback.state_dict())
-        },
+        "callbacks": _states_of(context.callbacks),
         "precision": strategy.precision.state_dict(),
         "loops": dataclasses.asdict(state.progress),
         "ranks": gather_rank_states(context),
@@ -278,7 +284,7 @@ def _checkpoint(context: LoopContext) -> dict[str, Any]:
         checkpoint["gradients"] = gradients
     if comm_hooks := strategy.comm_hook_states():
         checkpoint["comm_hooks"] = comm_hooks
-    return checkpoint | checkpointed_parts(module) | _of_data_module(context)
+    return checkpoint
 
 
 def _of_data_module(context: LoopContext) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def check_hooks(
     for callback in callbacks:
         _refuse(callback, _REFUSED_IN_CALLBACKS)
         for hook in HOOKS:
-            if "callback" in hook.owners and _own_method(callback, hook.name) is not None:
+            if "callback" in hook.owners and own_method(callback, hook.name) is not None:
                 _check_arguments(callback, hook)
     if datamodule is not None:
         _refuse(datamodule, _REFUSED_IN_DATA_MODULES)
@@ -318,7 +318,7 @@ def num_step_arguments(module: TrainingModule, step: str, num_loaders: int = 1) 
 # ------------------------------------------------------------------ calls
 
 
-def _own_method(callback: Callback, name: str) -> Callable[..., Any] | None:
+def own_method(callback: Callback, name: str) -> Callable[..., Any] | None:
     """Return a callback's method if it is not the empty one of `Callback`."""
     found: Any = getattr(callback, name)
     is_own = callable(found) and getattr(found, "__func__", found) is not getattr(Callback, name)
@@ -392,7 +392,7 @@ class Hooks:
 
     def _search(self, hook: Hook) -> _Calls:
         name, callbacks = hook.name, self._callbacks if "callback" in hook.owners else []
-        methods = [(each, method) for each in callbacks if (method := _own_method(each, name)) is not None]
+        methods = [(each, method) for each in callbacks if (method := own_method(each, name)) is not None]
         has_own = "module" in hook.owners and is_defined(self.module, name)
         own = getattr(self.module, name) if has_own else None
         datamodule = self.trainer.datamodule if "datamodule" in hook.owners else None

@@ -126,6 +126,7 @@ class TrainerProperties:
 
     epoch_results: Results | None = _forwarded("_stage.epoch_results")
     running_manual_optimization: ManualOptimization | None = _forwarded("_stage.manual_optimization")
+    is_validation_due: bool = _read_only("_stage.is_validation_due")
     training: bool = _in_phase("train")
     sanity_checking: bool = _read_only("_stage.is_sanity_check")
     testing: bool = _in_phase("test")

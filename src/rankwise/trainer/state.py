@@ -154,6 +154,7 @@ class StageState:
     results: Results | None = None  # where the module logs to; None outside of the loops, and in prediction
     epoch_results: Results | None = None  # what was logged in the current training epoch so far
     is_sanity_check: bool = False
+    is_validation_due: bool = False  # whether a validation follows the training batch that runs, or has ended
     before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation
     manual_optimization: Any = None
     datamodule: DataModule | None = None  # that this stage was given; the Trainer's may be an earlier one

@@ -150,6 +150,30 @@ def test_check_on_train_epoch_end(tmp_path: Path, when: bool | None, epochs: int
     assert epochs_with(tmp_path, stopping, 0, 1, 0, 2, 0, 3, **options) == epochs
 
 
+class Ending(Scripted):
+    """Ends its epoch before the third batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 2 else None
+
+
+@pytest.mark.parametrize(("module", "options"), [(Scripted(1), {"max_steps": 2}), (Ending(1), {})])
+def test_each_validation_counts_once(tmp_path: Path, module: Scripted, options: dict[str, Any]) -> None:
+    """Also one after which training, or the epoch, ends."""
+    stopping = EarlyStopping("score")
+    trainer(tmp_path, callbacks=stopping, val_check_interval=2, **options).fit(module, loader(), loader())
+    assert (stopping.best_score, stopping.wait_count) == (1, 0)
+
+
+def test_validations_that_never_come(tmp_path: Path) -> None:
+    """Without any, `check_on_train_epoch_end=False` would check nothing."""
+    stopping = EarlyStopping("loss", check_on_train_epoch_end=False)
+    with pytest.raises(
+        ConfigurationError, match=r"EarlyStopping\(check_on_train_epoch_end=False\) would never"
+    ):
+        trainer(tmp_path, callbacks=stopping).fit(Scripted(1), loader())
+
+
 def test_verbose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Improvements are logged too."""
     with caplog.at_level("INFO", "rankwise"):

@@ -67,6 +67,18 @@ def test_no_backbone(tmp_path: Path) -> None:
         BackboneFinetuning(-1)
 
 
+def test_a_divisor_that_nothing_uses() -> None:
+    """The rate of the backbone has arguments of its own; a subclass may use the divisor."""
+
+    class Own(BackboneFinetuning):
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            self.unfreeze_and_add_param_group(module, optimizer, initial_denom_lr=self.initial_denom_lr)
+
+    with pytest.raises(ConfigurationError, match=r"initial_denom_lr=5\.0\) has no effect"):
+        BackboneFinetuning(initial_denom_lr=5.0)
+    assert Own(initial_denom_lr=5.0).initial_denom_lr == 5.0
+
+
 class NormOnly(BaseFinetuning):
     """Freezes everything but batch normalisation."""
 

@@ -137,6 +137,20 @@ def test_two_optimizers(tmp_path: Path) -> None:
     assert monitor.lrs == {"own": [0.1, 0.1], "lr-SGD": [0.1, 0.1]}
 
 
+class EverySecond(TwoOptimizers):
+    """Steps in every second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            super().training_step(batch, batch_idx)
+
+
+def test_batches_without_a_step(tmp_path: Path) -> None:
+    """In manual optimisation a batch that steps no optimizer is no step to log."""
+    found = rows(tmp_path, LearningRateMonitor("step"), EverySecond(), max_epochs=1)
+    assert len(values(found, "lr-SGD")) == 2
+
+
 def test_callback_metrics(tmp_path: Path) -> None:
     """Other callbacks can read the rate."""
     train = trainer(tmp_path, callbacks=LearningRateMonitor(), logger=True, max_epochs=1)

@@ -291,6 +291,9 @@ def test_an_interval_that_is_no_time() -> None:
         {"save_top_k": 2},
         {"every_n_epochs": 1, "every_n_train_steps": 1},
         {"every_n_epochs": 1, "train_time_interval": timedelta(hours=1)},
+        {"every_n_train_steps": 1, "save_on_train_epoch_end": True},
+        {"train_time_interval": timedelta(hours=1), "save_on_train_epoch_end": False},
+        {"every_n_epochs": 0, "save_on_train_epoch_end": True},
     ],
 )
 def test_contradictions(options: dict[str, Any]) -> None:
@@ -361,6 +364,20 @@ def test_no_versions(tmp_path: Path) -> None:
     assert TorchCheckpointIO().load_checkpoint(tmp_path / "mine.ckpt")["epoch"] == 0
 
 
+def test_no_versions_beside_a_link(tmp_path: Path) -> None:
+    """A symbolic link of that name is replaced, and not the file that it names."""
+    precious = tmp_path / "precious.ckpt"
+    precious.write_text("precious")
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for name in ("last.ckpt", "mine.ckpt"):
+        (folder / name).symlink_to(precious)
+    saving = ModelCheckpoint(folder, "mine", enable_version_counter=False, save_last=True)
+    assert fit(tmp_path, saving, 1) == ["last.ckpt", "mine.ckpt"]
+    assert precious.read_text() == "precious"
+    assert not any(path.is_symlink() for path in folder.iterdir())
+
+
 def test_weights_only(tmp_path: Path) -> None:
     """A file of weights serves evaluation; a fit cannot continue from it."""
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_weights_only=True)
@@ -401,6 +418,50 @@ def test_steps_wait_for_the_metric(tmp_path: Path) -> None:
     assert files == ["step=4-score=7.ckpt", "step=6-score=7.ckpt", "step=8-score=8.ckpt"]
 
 
+class Counting(Line):
+    """Logs the number of the validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def on_validation_epoch_end(self) -> None:
+        self.number += 1
+        self.log("score", float(self.number))
+
+
+@pytest.mark.parametrize(
+    ("interval", "names"),
+    [
+        (2, ["step=2-score=1.ckpt", "step=3-score=1.ckpt", "step=4-score=2.ckpt"]),
+        (3, ["step=3-score=1.ckpt", "step=4-score=1.ckpt"]),
+    ],
+)
+def test_steps_wait_for_their_validation(tmp_path: Path, interval: int, names: list[str]) -> None:
+    """A step that is validated at once is ranked by that validation, the others by the one before."""
+    saving = ModelCheckpoint(
+        tmp_path, "{step}-{score:.0f}", monitor="score", mode="max", save_top_k=-1, every_n_train_steps=1
+    )
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, val_check_interval=interval)
+    train.fit(Counting(), loader(), loader())
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == names
+    assert Path(saving.best_model_path).name == names[-1]
+
+
+def test_a_stop_after_a_validation(tmp_path: Path) -> None:
+    """What the validation has saved is not saved again when training stops at that step."""
+    saving = ModelCheckpoint(tmp_path, save_top_k=-1)
+    assert fit(tmp_path, saving, 1, val_check_interval=2, max_steps=2) == ["epoch=0-step=2.ckpt"]
+
+
+def test_validations_that_never_come(tmp_path: Path) -> None:
+    """Without any, `save_on_train_epoch_end=False` would save nothing."""
+    saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
+    with pytest.raises(ConfigurationError, match="would never act: it waits for validations"):
+        train.fit(Line(), loader())
+
+
 class Slow(Scripted):
     """Takes a while for each step."""
 
@@ -416,6 +477,28 @@ def test_intervals_of_time(tmp_path: Path, interval: timedelta, count: int) -> N
     train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=2)
     train.fit(Slow(1, 1), loader(), loader())
     assert len(list(tmp_path.glob("own/*.ckpt"))) == count
+
+
+class Gathered(Line):
+    """Notes when the state of its optimizer is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_state_dict_pre_hook(lambda _: self.asked.append(self.global_step))
+        return optimizer
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_weights_only_gathers_no_more(tmp_path: Path, weights_only: bool) -> None:
+    """The state of optimizers, which is large and may be spread over ranks, is not made for such files."""
+    module = Gathered()
+    saving = ModelCheckpoint(tmp_path, save_weights_only=weights_only, every_n_train_steps=3)
+    trainer(tmp_path, callbacks=saving, enable_checkpointing=True).fit(module, loader())
+    assert (3 in module.asked) != weights_only
 
 
 class Failing(Scripted):

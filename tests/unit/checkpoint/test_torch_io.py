@@ -159,6 +159,20 @@ def test_link_stays_a_link(path: Path) -> None:
     assert TorchCheckpointIO().load_checkpoint(path)["epoch"] == 4
 
 
+def test_a_link_beside_another_save(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save into the folder, which removes what killed ones have left, leaves a link that is being made."""
+    io, replace = TorchCheckpointIO(), Path.replace
+
+    def after_another_save(temporary: Path, target: Path) -> Path:
+        monkeypatch.undo()
+        io.save_checkpoint({}, path.with_name("other.ckpt"))
+        return replace(temporary, target)
+
+    monkeypatch.setattr(Path, "replace", after_another_save)
+    io.link_checkpoint(path, path.with_name("last.ckpt"))
+    assert path.with_name("last.ckpt").samefile(path)
+
+
 def test_permissions_follow_the_umask(path: Path) -> None:
     """The file has the permissions of other new files."""
     other = path.with_name("other")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, MonitoringCallback
+from rankwise.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, MonitoringCallback
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, LifecycleError
 from tests.unit.trainer.helpers import Line, loader, trainer
@@ -100,8 +100,9 @@ class MakesPlain(Callback):
         (Line, [ModelCheckpoint()], {"fast_dev_run": True}),
         (MakesThemPlain, [ModelCheckpoint()], {}),
         (Line, [ModelCheckpoint(), MakesPlain()], {}),
+        (Line, [ModelCheckpoint(), LambdaCallback(on_save_checkpoint=MakesPlain().on_save_checkpoint)], {}),
     ],
-    ids=["no callback", "keeps none", "fast_dev_run", "module's hook", "callback's hook"],
+    ids=["no callback", "keeps none", "fast_dev_run", "module's hook", "callback's hook", "function"],
 )
 def test_hyper_parameters_that_no_checkpoint_gets_may_be_anything(
     tmp_path: Path, model: type[Line], callbacks: list[Callback], options: Any

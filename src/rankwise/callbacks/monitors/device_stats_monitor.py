@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from rankwise.callbacks.base import Callback
-from rankwise.errors import ConfigurationError, MissingExtraError
+from rankwise.callbacks.monitors.base import LoggingCallback
+from rankwise.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
 
 @final
-class DeviceStatsMonitor(Callback):
+class DeviceStatsMonitor(LoggingCallback):
     """Log statistics of global rank 0's device before and after a training batch, every `log_every_n_steps`.
 
     Names are `DeviceStatsMonitor.on_train_batch_start/<statistic>` and `.on_train_batch_end/...`: of CUDA
@@ -35,15 +35,8 @@ class DeviceStatsMonitor(Callback):
         self._is_due = False
 
     def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigurationError(
-                message="DeviceStatsMonitor has no logger to log to.",
-                facts="the trainer has no loggers.",
-                remedy="Trainer(logger=True), or leave out the DeviceStatsMonitor.",
-            )
-        if self._needs_cpu(trainer) and importlib.util.find_spec("psutil") is None:
+        super().check_stage(trainer, module, stage)
+        if stage == "fit" and self._needs_cpu(trainer) and importlib.util.find_spec("psutil") is None:
             raise MissingExtraError(package="psutil", extra="stats", purpose="DeviceStatsMonitor on CPUs")
 
     def _needs_cpu(self, trainer: Trainer) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from rankwise.callbacks.base import Callback
+from rankwise.callbacks.monitors.base import LoggingCallback
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _STATE = ("lrs", "last_momentum_values", "last_weight_decay_values")
 
 
 @final
-class LearningRateMonitor(Callback):
+class LearningRateMonitor(LoggingCallback):
     """Log each parameter group's learning rate as `lr-<optimizer>`, to all loggers, on global rank 0.
 
     A second optimizer of one class is `lr-Adam-1`; the groups of one optimizer are `lr-Adam/pg1`,
@@ -74,14 +74,6 @@ class LearningRateMonitor(Callback):
         for name in _STATE:
             setattr(self, name, dict(state_dict[name]))
 
-    def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
-        if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigurationError(
-                message="LearningRateMonitor has no logger to log to.",
-                facts="the trainer has no loggers.",
-                remedy="Trainer(logger=True), or leave out the LearningRateMonitor.",
-            )
-
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         if trainer.global_step == 0:  # a new run, perhaps of another module
             self._begin_run()
@@ -115,8 +107,8 @@ class LearningRateMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_window_end = not trainer.progress.window_batches
-        if self._before is None or not is_window_end or trainer.global_step % trainer.log_every_n_steps:
+        has_stepped = self._before is not None and trainer.global_step > self._before[0]
+        if self._before is None or not has_stepped or trainer.global_step % trainer.log_every_n_steps:
             return
         self._log(trainer, *self._before)
         self._before = None

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
-from rankwise.callbacks.base import Callback
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from rankwise.callbacks.monitors.base import LoggingCallback
+from rankwise.errors import InvalidArgumentError, InvalidTypeError
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
@@ -26,7 +26,7 @@ class _Count(NamedTuple):
 
 
 @final
-class ThroughputMonitor(Callback):
+class ThroughputMonitor(LoggingCallback):
     """Log global rank 0's throughput in training and validation, over a window of batches.
 
     Names are `train/device/batches_per_sec`, `train/device/samples_per_sec`, with `length_fn`
@@ -73,14 +73,6 @@ class ThroughputMonitor(Callback):
         self._counts: dict[str, deque[_Count]] = {}
         self._began: dict[str, float] = {}
         self._training_paused = 0.0  # seconds of validations within training
-
-    def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
-        if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigurationError(
-                message="ThroughputMonitor has no logger to log to.",
-                facts="the trainer has no loggers.",
-                remedy="Trainer(logger=True), or leave out the ThroughputMonitor.",
-            )
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         self._begin("train")

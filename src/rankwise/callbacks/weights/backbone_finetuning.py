@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
 _log = logging.getLogger(__name__)
+_DENOMINATOR = 10.0  # the default of `unfreeze_and_add_param_group`
 
 
 def multiplicative(epoch: int) -> float:
@@ -34,7 +35,7 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: the backbone's first learning rate, as a part of the first group's.
         backbone_initial_lr: the first learning rate itself, instead.
         should_align: the backbone's learning rate stops at the first group's.
-        initial_denom_lr: accepted for subclasses that call `unfreeze_and_add_param_group` with it.
+        initial_denom_lr: 10.0; another value only for a subclass whose `finetune_function` uses it.
         train_bn: whether batch normalisation in the backbone is trained from the start.
         verbose: log the learning rates of each epoch.
         rounding: digits of these.
@@ -44,6 +45,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     Raises:
         InvalidArgumentError: for a negative epoch.
+        ConfigurationError: for an `initial_denom_lr` that nothing would use.
         ConfigurationError: in `fit`, for a module whose `backbone` is no module.
     """
 
@@ -54,7 +56,7 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: float = 10e-2,
         backbone_initial_lr: float | None = None,
         should_align: bool = True,
-        initial_denom_lr: float = 10.0,
+        initial_denom_lr: float = _DENOMINATOR,
         train_bn: bool = True,
         verbose: bool = False,
         rounding: int = 12,
@@ -63,6 +65,13 @@ class BackboneFinetuning(BaseFinetuning):
         if unfreeze_backbone_at_epoch < 0:
             raise InvalidArgumentError(
                 argument="unfreeze_backbone_at_epoch", value=unfreeze_backbone_at_epoch, expected="0 or more"
+            )
+        is_unused = type(self).finetune_function is BackboneFinetuning.finetune_function
+        if is_unused and initial_denom_lr != _DENOMINATOR:
+            raise ConfigurationError(
+                message=f"BackboneFinetuning(initial_denom_lr={initial_denom_lr}) has no effect.",
+                facts="backbone_initial_ratio_lr and backbone_initial_lr determine the learning rate.",
+                remedy="leave it out, and give one of them.",
             )
         self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
         self.lambda_func = lambda_func

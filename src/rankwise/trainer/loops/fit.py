@@ -142,7 +142,10 @@ class FitLoop:
         self._restore_random()
         self._end_used_up_epoch()
         if progress.is_within_epoch and not progress.is_validated:
-            self._validate_if_due(progress.batches_done - 1, progress.is_epoch_done)
+            self._stage.is_validation_due = self._must_validate(
+                progress.batches_done - 1, progress.is_epoch_done
+            )
+            self._validate_if_due()
         if progress.is_epoch_done or (progress.is_epoch_open and not self._stopping.may_continue()):
             return iter(())
         return enumerate(self._schedule.batches(batches, progress.batches_done), progress.batches_done)
@@ -184,6 +187,7 @@ class FitLoop:
             _step_schedulers(self._context, "step", needs_metric=False)
         if is_last:
             _step_schedulers(self._context, "epoch", needs_metric=False)
+        self._stage.is_validation_due = is_window_end and self._must_validate(batch_idx, is_last)
         publish = self._publish_step if is_window_end else None
         self._hooks.call("on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
         self._results.end_batch()
@@ -191,7 +195,7 @@ class FitLoop:
             interval = self._settings.check_ranks_every_n_steps
             if interval is not None and self._progress.global_step // interval > before // interval:
                 check_values(self._context)
-            self._validate_if_due(batch_idx, is_last)
+            self._validate_if_due()
         return True
 
     def _skip_rest(self) -> None:
@@ -207,8 +211,8 @@ class FitLoop:
         if self._optimization.has_stepped:
             _step_schedulers(self._context, "step", needs_metric=True)
 
-    def _validate_if_due(self, batch_idx: int, is_last: bool) -> None:
-        """Validate if that fell due in the window that this batch ends.
+    def _must_validate(self, batch_idx: int, is_last: bool) -> bool:
+        """Return whether a validation fell due in the window that this batch ends.
 
         Within a window the weights do not change, and a checkpoint that validation triggers could not be
         continued from there.
@@ -216,16 +220,19 @@ class FitLoop:
         settings, progress = self._settings, self._progress
         every = settings.check_val_every_n_epoch
         if self._validation is None or (every is not None and (progress.current_epoch + 1) % every):
-            return
+            return False
         interval = self._validation_interval()
         before = 0 if every is not None else progress.total_batches - progress.batches_done
         first = before + batch_idx - batch_idx % settings.accumulate_grad_batches
-        is_due = is_last if math.isinf(interval) else (before + batch_idx + 1) // interval > first // interval
-        if is_due:
+        return is_last if math.isinf(interval) else (before + batch_idx + 1) // interval > first // interval
+
+    def _validate_if_due(self) -> None:
+        if self._validation is not None and self._stage.is_validation_due:
             self._strategy.gradients.average_models()  # validate one model
             share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
             self._hooks.call("on_validation_model_zero_grad")
             self._validate(self._validation)
+            self._stage.is_validation_due = False
 
     def _validate(self, validation: EvaluationLoop) -> None:
         self._stage.before_validation = changing_state(self._context)
