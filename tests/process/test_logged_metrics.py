@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torchmetrics.wrappers import MinMaxMetric, Running
 from typing_extensions import override
 
-from rankwise.callbacks import Callback, ModelCheckpoint
+from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.data import shard_info
 from rankwise.errors import CheckpointError, ConfigurationError, WorkerRaisedError
+from rankwise.loggers import CSVLogger
 from rankwise.trainer import Trainer
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
@@ -99,7 +101,7 @@ class Differentiable(Regression):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         predicted = self(batch[0])
         self.error(predicted, batch[1])
-        self.log("error", self.error)
+        self.log("error", self.error, on_step=False, on_epoch=True)
         return nn.functional.mse_loss(predicted, batch[1])
 
 
@@ -152,6 +154,67 @@ def test_lists_of_unequal_lengths() -> None:
         for world_size in RANKS:
             found = trainer_on(world_size).test(InPieces(), loader(samples, 1))[0]
             assert found == pytest.approx(expected, abs=1e-12)
+
+
+class OverSomeRanks(Regression):
+    """Logs values of rank 0 alone, of a group of ranks, and of the batches of a validation.
+
+    `seen` are the values that each rank has at the end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+
+    @override
+    def setup(self, stage: str) -> None:
+        first, second = (torch.distributed.new_group(ranks) for ranks in ([0, 2], [1]))
+        self.group = second if self.global_rank == 1 else first
+
+    @override
+    def teardown(self, stage: str) -> None:
+        del self.group
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 0:
+            self.log("only", 10.0 + batch_idx, rank_zero_only=True, on_epoch=True)
+        rank = float(self.global_rank)
+        self.log("grouped", rank, sync_dist=True, sync_dist_group=self.group, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("size", float(len(batch[0])), on_step=True, sync_dist=True, reduce_fx="sum")
+        self.log("own", float(self.global_rank), on_step=True)
+
+    @override
+    def on_train_end(self) -> None:
+        names = ("only", "only_epoch", "grouped_step", "grouped_epoch")
+        found = self.trainer.callback_metrics
+        values = {name: found[name].item() for name in names if name in found}
+        self.seen = self.trainer.strategy.all_gather_object(values)
+
+
+def test_values_of_some_ranks(tmp_path: Path) -> None:
+    """Each rank gets rank 0's value of the epoch, and its group's; callbacks decide alike on all ranks.
+
+    The values of a validation's batches are reduced over the ranks that have such a batch.
+    """
+    saving = ModelCheckpoint(tmp_path, monitor="only", mode="max", save_top_k=1)
+    logger = CSVLogger(tmp_path)
+    callbacks = [EarlyStopping("only_epoch", mode="max", patience=1), saving]
+    trainer = trainer_on(3, max_epochs=3, callbacks=callbacks, logger=logger, log_every_n_steps=1)
+    module = OverSomeRanks()
+    trainer.fit(module, loader(12, 2), loader(14, 2))
+    assert trainer.current_epoch == 2  # after the first epoch without a better value
+    assert [values["only_epoch"] for values in module.seen] == [10.5] * 3
+    assert [values["grouped_epoch"] for values in module.seen] == [1.0, 1.0, 1.0]
+    assert float(saving.best_model_score or 0) == 10.5
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert [row["size_step"] for row in found if row["size_step"]] == ["6.0", "6.0", "2.0"] * 2
+    assert {row["own_step"] for row in found if row["own_step"]} == {"0.0"}
 
 
 # ------------------------------------------------------------------------------------------ checkpoints

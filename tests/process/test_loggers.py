@@ -108,7 +108,7 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
 
     read = scalars(tmp_path / "tensorboard" / "rankwise_logs" / "version_0")
     assert read["own"] == [(0, 0.0), (1, 0.0)]
-    assert ([step for step, _ in read["loss"]], len(read["test_loss"])) == ([1, 2], 1)
+    assert ([step for step, _ in read["loss"]], len(read["test_loss"])) == ([0, 1], 1)
 
     runs = offline_runs(tmp_path / "wandb")
     assert {run.id for run in runs} == {result.stdout.split()[0]}

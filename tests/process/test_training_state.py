@@ -271,6 +271,6 @@ def test_lists_replaced_within_a_fit(strategy: str, tmp_path: Path) -> None:
     assert trainer.callbacks == [own]
     assert own.best_model_path == str(tmp_path / "own.ckpt")
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["new.ckpt", "own.ckpt"]
-    for name, steps in (("old", ["1"]), ("new", ["2", "3"])):
+    for name, steps in (("old", ["0"]), ("new", ["1", "2"])):
         with (tmp_path / name / "version_0" / "metrics.csv").open(newline="") as file:
             assert [line["step"] for line in csv.DictReader(file)][: len(steps)] == steps

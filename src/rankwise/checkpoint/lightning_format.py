@@ -29,6 +29,7 @@ class LightningState:
         epoch: the epoch to begin next.
         global_step: the number of optimizer steps so far.
         total_batches: the number of batches in the epochs before that.
+        counted_steps: how many batches have ended with a step, by which loggers number what they get.
         optimizers: their states, as torch's.
         schedulers: their states, as torch's.
         scaler: the state of the loss scaling; {} for none.
@@ -52,6 +53,8 @@ class LightningState:
         with restored_from(path, "counters"):
             self.global_step = _count(checkpoint["global_step"])
             fit_loop = checkpoint["loops"]["fit_loop"]
+            counted = fit_loop.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", self.global_step)
+            self.counted_steps = _count(counted)
             epochs = fit_loop["epoch_progress"]["current"]
             begun, ended = _count(epochs["ready"]), _count(epochs["processed"])
             batches = fit_loop["epoch_loop.batch_progress"]

@@ -323,7 +323,7 @@ def _progress_in(loops: dict[str, Any], path: str) -> Progress:
     for name, value in loops.items():
         if name not in fresh or type(value) is not type(fresh[name]) or not 0 <= value <= _HIGHEST:
             raise CheckpointError(path=path, problem=f"holds {name}={value!r} among its 'loops'")
-    progress = Progress(**loops)
+    progress = Progress(**{"counted_steps": loops.get("global_step", 0), **loops})
     if not progress.is_possible:
         raise CheckpointError(path=path, problem=f"holds numbers that contradict each other: {progress}")
     return progress
@@ -391,7 +391,10 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
 def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None:
     """Restore what Lightning's checkpoints have in common with those of this library; warn of the rest."""
     context.state.progress = Progress(
-        current_epoch=saved.epoch, global_step=saved.global_step, total_batches=saved.total_batches
+        current_epoch=saved.epoch,
+        global_step=saved.global_step,
+        total_batches=saved.total_batches,
+        counted_steps=saved.counted_steps,
     )
     precision = context.strategy.precision
     with restored_from(saved.path, "optimizers"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankwise.errors import LifecycleError
+from rankwise.errors import InvalidArgumentError, LifecycleError
 from rankwise.hyperparameters import HyperparametersMixin
 from rankwise.ranks import rank_zero_only
 from rankwise.trainer.arguments import check_choice
@@ -242,49 +242,79 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         name: str,
         value: Any,
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
         sync_dist: bool | None = None,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
         batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
     ) -> None:
         """Log a number or a metric object.
 
         Args:
-            name: its name in `trainer.callback_metrics` and for loggers.
+            name: its name in `trainer.callback_metrics` and for loggers; `"step"` and `"epoch"` replace the
+                numbers of step and epoch that loggers get.
             value: a number, a tensor with one element, or a metric object of torchmetrics that is a
-                submodule: computed over all ranks at the end of the epoch, then reset.
+                submodule: its epoch's value is computed over all ranks, then it is reset.
             prog_bar: whether the progress bar shows it.
-            logger: whether loggers get it.
-            on_step: whether each step's value is logged; by default only in training batches. It has no
-                effect in evaluation. With `sync_dist` each step has one more collective; if an epoch's first
-                step logs no such value, later ones wait for a step that loggers get.
-            on_epoch: whether the values are reduced over the epoch; by default if `on_step` is false.
+            logger: whether loggers get it; None means True.
+            on_step: whether each step's value is logged; by default only in training batches, and of a metric
+                object that was called with the batch. With `sync_dist` each training step has one more
+                collective; if an epoch's first step logs no such value, later ones wait for a step that
+                loggers get. Those of an evaluation go to loggers at its end.
+            on_epoch: whether the values are reduced over the epoch; by default in evaluation, and if
+                `on_step` is false.
             reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`, or torch's function.
-            sync_dist: whether values are reduced over the ranks too; by default only in evaluation.
+            enable_graph: only False is accepted: what is logged has no gradients.
+            sync_dist: whether values are reduced over the ranks too; by default only those of an
+                evaluation's end. A metric object's step value is always this rank's.
+            sync_dist_group: a process group of this rank, over which to reduce instead of all ranks.
+            add_dataloader_idx: whether the name gets the number of the loader, if there are several.
             batch_size: the weight of this value in a mean; by default the number of samples in the batch.
+            metric_attribute: the name of the submodule that is the metric object, which is found without it.
+            rank_zero_only: whether only global rank 0 logs it. The other ranks need not call this, and get an
+                epoch's value, but not those of steps.
 
         Collective: with `sync_dist`, every rank must log the same names in the same steps.
 
         Raises:
             InvalidTypeError, UnknownNameError: when it is not one number, or for another `reduce_fx`.
-            ConfigurationError: for options that contradict another call with this name, or that a metric
-                object does not have; in a mean without `batch_size`, if the number of samples is not known
-                (for loaders without automatic batches, and those that are no `DataLoader` or change its
+            ConfigurationError: for options that contradict each other or another call with this name, or that
+                a metric object does not have; in a mean without `batch_size`, if the number of samples is not
+                known (for loaders without automatic batches, and those that are no `DataLoader` or change its
                 batches).
             LifecycleError: outside of the loops of a trainer, in prediction, and after the epoch's end.
         """
+        check_choice("enable_graph", enable_graph, (False,))
+        if metric_attribute is not None and dict(self.named_modules()).get(metric_attribute) is not value:
+            expected = f"the name of the submodule that is the value of log({name!r})"
+            raise InvalidArgumentError(argument="metric_attribute", value=metric_attribute, expected=expected)
         if self.trainer.barebones:
             return
         self.trainer.results.log(
-            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size
+            name,
+            value,
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            sync_dist,
+            sync_dist_group,
+            add_dataloader_idx,
+            batch_size,
+            rank_zero_only,
         )
 
-    def log_dict(self, dictionary: Mapping[str, Any] | nn.ModuleDict, **kwargs: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any] | nn.ModuleDict, *args: Any, **kwargs: Any) -> None:
         """Log several numbers or metric objects (also a `MetricCollection`) with the same options."""
         for name, value in items_of(dictionary):
-            self.log(name, value, **kwargs)
+            self.log(name, value, *args, **kwargs)
 
     def log_weight(self, weight: Tensor | float) -> None:
         """Set the weight of this training batch, for example the number of tokens in its mean loss.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -33,6 +33,8 @@ class Progress:
     Attributes:
         current_epoch: completed epochs; within an epoch, its number.
         global_step: completed optimizer steps.
+        counted_steps: completed accumulation windows, which number what loggers get from 0 on; differs from
+            `global_step` where a window steps several optimizers.
         batches_done: batches of the current epoch that this rank has trained on.
         samples_done: items of the epoch's index stream that all ranks together have used; a run with another
             number of ranks continues from the same item.
@@ -56,6 +58,7 @@ class Progress:
     is_epoch_done: bool = False
     is_validated: bool = False
     is_epoch_closed: bool = False
+    counted_steps: int = 0
 
     def begin_epoch(self) -> None:
         """Start the current epoch at its first batch."""
@@ -66,6 +69,7 @@ class Progress:
         """Count a batch of the current epoch, for which the ranks together used `samples` items."""
         self.batches_done += 1
         self.total_batches += 1
+        self.counted_steps += is_window_end
         self.samples_done += samples
         self.window_batches = 0 if is_window_end else self.window_batches + 1
         self.window_samples = 0 if is_window_end else self.window_samples + samples
@@ -138,6 +142,8 @@ class TrainerState:
     num_batches: dict[str, list[float]] = field(default_factory=dict)  # of each loader of a phase
     process_seed: int = 0  # rank 0's `torch.initial_seed()` when the run began
     rank_states: list[dict[str, Any]] = field(default_factory=list)  # what each rank needs after the last fit
+    # How many batches of each loader have logged by step, by the kind of evaluation.
+    evaluated_batches: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def begin_stage(self, name: StageName) -> None:
         """Forget the metrics of the stage before; a fit that continues has those of the fit."""
@@ -225,12 +231,21 @@ class LoopContext:
             if value.prog_bar:
                 metrics.progress_bar[value.name] = value.value
         logged = {value.name: value.value for value in values if value.logger}
-        if is_logged and logged:
-            metrics.logged.update(logged)
-            epoch, step = state.progress.current_epoch, state.progress.global_step
-            for logger in self.loggers if self.strategy.is_global_zero else ():
-                numbers = {name: float(value) for name, value in logged.items()}
-                logger.log_metrics({"epoch": epoch, **numbers}, step)
+        metrics.logged.update(logged)
+        if is_logged:
+            progress = state.progress
+            step = progress.counted_steps - (1 if self.stage.name == "fit" else 0)
+            self.log(logged, max(0, step), {"epoch": progress.current_epoch})
+
+    def log(self, values: Mapping[str, Tensor], step: int, others: Mapping[str, float] | None = None) -> None:
+        """Give values, if there are any, to rank 0's loggers, with `others`; one named "step" replaces it."""
+        if not values:
+            return
+        self.state.metrics.logged.update(values)
+        numbers = {**(others or {}), **{name: float(value) for name, value in values.items()}}
+        step = int(numbers.pop("step", step))
+        for logger in self.loggers if self.strategy.is_global_zero else ():
+            logger.log_metrics(dict(numbers), step)
 
     @property
     def is_at_limit(self) -> bool:

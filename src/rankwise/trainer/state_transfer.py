@@ -379,7 +379,7 @@ class RankState:
 
     def results(self) -> Results:
         """Return what was logged in the epoch so far."""
-        results = Results(self._module, is_evaluation=False)
+        results = Results(self._module, is_evaluation=False, global_rank=self._strategy.global_rank)
         with restored_from(self._source, "logged values"):
             for state in self._states:
                 if state["results"] is not None:

@@ -114,7 +114,7 @@ class Trainer(TrainerProperties):
         gradient_order: the trainable parameters' numbers, in the order in which a backward pass reaches them.
         epoch_results: what was logged in the current training epoch so far.
         callback_metrics: the last value of everything logged in this stage.
-        logged_metrics: the last values that loggers got.
+        logged_metrics: the last values of what loggers get.
         optimizers: the optimizers, once `fit` has created them; also after a fit in other processes. Sharded
             ones exist within a fit only.
         lr_scheduler_configs: the learning rate schedulers, and when they step.

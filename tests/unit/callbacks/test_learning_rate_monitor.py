@@ -133,7 +133,7 @@ class TwoOptimizers(Line):
 def test_two_optimizers(tmp_path: Path) -> None:
     """In manual optimisation all optimizers are logged; a scheduler's name counts."""
     monitor = LearningRateMonitor("step")
-    rows(tmp_path, monitor, TwoOptimizers(), max_epochs=1, log_every_n_steps=4)
+    rows(tmp_path, monitor, TwoOptimizers(), max_epochs=1, log_every_n_steps=2)
     assert monitor.lrs == {"own": [0.1, 0.1], "lr-SGD": [0.1, 0.1]}
 
 

@@ -69,7 +69,7 @@ def test_a_logger_of_the_users(tmp_path: Path) -> None:
     model.hparams = {"lr": 0.1}
     trainer(tmp_path, logger=logger, log_every_n_steps=4).fit(model, loader(8, 2))
     params, (metrics, step), end = logger.calls
-    assert (params, step, end) == ({"lr": 0.1}, 4, "success")
+    assert (params, step, end) == ({"lr": 0.1}, 3, "success")
     assert set(metrics) == {"epoch", "loss"}
 
 

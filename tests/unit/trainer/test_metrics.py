@@ -142,7 +142,7 @@ def test_loggers_get_every_nth_step(tmp_path: Path) -> None:
     train.fit(Line(), loader(), loader(2))
     lines = (tmp_path / "rankwise_logs" / "version_0" / "metrics.csv").read_text().splitlines()
     assert lines[0] == "epoch,loss,step,val_loss"
-    assert [line.split(",")[2] for line in lines[1:]] == ["2", "4", "4"]
+    assert [line.split(",")[2] for line in lines[1:]] == ["1", "3", "3"]
     assert set(train.logged_metrics) == {"loss", "val_loss"}
 
 
@@ -329,14 +329,12 @@ def test_training_epochs_start_anew(tmp_path: Path) -> None:
     assert model.total.update_count == 0
 
 
-@pytest.mark.parametrize(
-    "options", [{"on_step": True}, {"on_epoch": False}, {"sync_dist": False}, {"reduce_fx": "sum"}]
-)
-def test_metric_objects_are_logged_by_epoch(options: dict[str, Any], tmp_path: Path) -> None:
-    """By step a metric object has no value of its own; the error says what to log."""
+@pytest.mark.parametrize("options", [{"rank_zero_only": True}, {"sync_dist": False}, {"reduce_fx": "sum"}])
+def test_options_that_metric_objects_do_not_have(options: dict[str, Any], tmp_path: Path) -> None:
+    """A metric object is reduced over ranks and batches in its own way; the error says so."""
     model = WithObject()
     model.options = options
-    with pytest.raises(ConfigurationError, match="computed once for the whole epoch"):
+    with pytest.raises(ConfigurationError, match="computed over all ranks"):
         trainer(tmp_path).fit(model, loader())
 
 

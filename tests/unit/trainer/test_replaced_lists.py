@@ -54,7 +54,7 @@ def test_new_loggers_get_the_next_metrics(tmp_path: Path) -> None:
     old, new = Recording(), Recording()
     train = trainer(tmp_path, logger=old, log_every_n_steps=1)
     train.fit(Replacing(lambda train: setattr(train, "loggers", [new])), loader(8, 2))
-    assert (old.steps, new.steps) == ([1, 2], [3, 4])
+    assert (old.steps, new.steps) == ([0, 1], [2, 3])
     assert (old.ends, new.ends) == (["success"], ["success"])
 
 

@@ -46,18 +46,18 @@ class DeviceStatsMonitor(LoggingCallback):
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int
     ) -> None:
-        number = trainer.global_step if module.automatic_optimization else trainer.progress.batches_done
+        number = trainer.progress.counted_steps
         is_start = not trainer.progress.window_batches
         if is_start and trainer.is_global_zero:
             self._is_due = bool(trainer.loggers) and (number + 1) % trainer.log_every_n_steps == 0
         if is_start and self._is_due:
-            self._log(trainer, "on_train_batch_start", trainer.global_step)
+            self._log(trainer, "on_train_batch_start", number)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._is_due and not trainer.progress.window_batches:
-            self._log(trainer, "on_train_batch_end", trainer.global_step)
+            self._log(trainer, "on_train_batch_end", trainer.progress.counted_steps - 1)
             self._is_due = False
 
     def _log(self, trainer: Trainer, moment: str, step: int) -> None:

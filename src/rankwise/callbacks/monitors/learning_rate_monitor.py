@@ -96,19 +96,20 @@ class LearningRateMonitor(LoggingCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
         if self.logging_interval != "step" and not trainer.progress.is_within_epoch:
-            self._log(trainer, trainer.global_step, self._values(trainer, "epoch"))
+            self._log(trainer, trainer.progress.counted_steps, self._values(trainer, "epoch"))
 
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int
     ) -> None:
         if self.logging_interval != "epoch" and not trainer.progress.window_batches:
-            self._before = trainer.global_step, self._values(trainer, "step")
+            self._before = trainer.progress.counted_steps, self._values(trainer, "step")
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        has_stepped = self._before is not None and trainer.global_step > self._before[0]
-        if self._before is None or not has_stepped or trainer.global_step % trainer.log_every_n_steps:
+        counted = trainer.progress.counted_steps
+        has_stepped = self._before is not None and counted > self._before[0]
+        if self._before is None or not has_stepped or counted % trainer.log_every_n_steps:
             return
         self._log(trainer, *self._before)
         self._before = None

@@ -102,7 +102,7 @@ class ThroughputMonitor(LoggingCallback):
             return
         self._add("train", batch)
         is_window_end = not trainer.progress.window_batches
-        if is_window_end and trainer.global_step % trainer.log_every_n_steps == 0:
+        if is_window_end and trainer.progress.counted_steps % trainer.log_every_n_steps == 0:
             self._log(trainer, module, "train")
 
     def on_validation_batch_end(
@@ -149,4 +149,4 @@ class ThroughputMonitor(LoggingCallback):
         values |= {f"{prefix}{name}": float(total) for name, total in totals.items()}
         values[f"{prefix}time"] = last.time - self._began[phase]
         for logger in trainer.loggers:
-            logger.log_metrics(values, trainer.global_step)
+            logger.log_metrics(values, max(0, trainer.progress.counted_steps - trainer.is_fitting))

@@ -19,7 +19,7 @@ from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.data_loaders import PHASE_NAMES
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.batch_transfer import BatchTransfer
-from rankwise.trainer.metrics.results import Results
+from rankwise.trainer.metrics.results import Results, StepOfEvaluation
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
@@ -66,18 +66,23 @@ class EvaluationLoop:
 
         Within a fit, `stopping` is the fit's, and raises `EvaluationStopped` for a signal. Collective.
         """
-        context, results = self.context, Results(self.context.module, is_evaluation=True)
+        context, results = self.context, self._new_results()
         with self._running(results):
             batches = self._batches(results)
             for dataloader_idx, batch_idx, batch in stopping.evaluated(batches) if stopping else batches:
                 self._run_batch(results, batch, batch_idx, dataloader_idx)
-            results.suffix = ""
+            results.end_loaders()
             self._hook("epoch_end")
             values = results.epoch_values(context.strategy)
+            if not context.stage.is_sanity_check:
+                self._publish_steps(results.steps)
             context.publish(values, is_logged=not context.stage.is_sanity_check)
             if stopping is not None:
                 context.state.progress.is_validated = True
-        return self._by_loader({value.base_name: value.value.item() for value in values})
+        return [
+            {value.name: value.value.item() for value in values if value.loader in (None, loader)}
+            for loader in range(len(self.shares))
+        ]
 
     def predict(self, gather: Gather) -> list[Any]:
         """Predict this rank's batches; return the outputs, batch by batch, in dataset order.
@@ -85,7 +90,7 @@ class EvaluationLoop:
         Collective: every rank must call this. The ranks of `gather` get all ranks' outputs; with several
         loaders, a list for each.
         """
-        results, strategy = Results(self.context.module, is_evaluation=True), self.context.strategy
+        results, strategy = self._new_results(), self.context.strategy
         own: list[list[Any]] = [[] for _ in self.shares]
         with self._running(None):
             for dataloader_idx, batch_idx, batch in self._batches(results):
@@ -129,7 +134,7 @@ class EvaluationLoop:
             self.context.strategy, PHASE_NAMES[self.stage], [share.loader for share in self.shares]
         )
         for dataloader_idx, share in enumerate(self.shares):
-            results.suffix = self._suffixes[dataloader_idx]
+            results.begin_loader(dataloader_idx, self._suffixes[dataloader_idx])
             for batch_idx, batch in enumerate(share):
                 yield dataloader_idx, batch_idx, batch
 
@@ -166,14 +171,19 @@ class EvaluationLoop:
         count = len(self.shares)
         return [f"/dataloader_idx_{index}" for index in range(count)] if count > 1 else [""]
 
-    def _by_loader(self, metrics: dict[str, float]) -> list[dict[str, float]]:
-        """Return the metrics of each loader, and those without a loader's suffix."""
-        suffixes = self._suffixes
-        others = [tuple(other for other in suffixes if other != suffix) for suffix in suffixes]
-        return [
-            {name: value for name, value in metrics.items() if not name.endswith(endings)}
-            for endings in others
-        ]
+    def _new_results(self) -> Results:
+        rank = self.context.strategy.global_rank
+        return Results(self.context.module, is_evaluation=True, global_rank=rank)
+
+    def _publish_steps(self, steps: list[StepOfEvaluation]) -> None:
+        """Give loggers what each batch has logged by step, numbered over all evaluations of this kind."""
+        context = self.context
+        counts = context.state.evaluated_batches.setdefault(f"{context.stage.name} {self.stage}", {})
+        before = dict(counts)
+        for step in steps:
+            number = before.get(step.dataloader_idx, 0) + step.batch_idx
+            context.log({value.name: value.value for value in step.values if value.logger}, number)
+            counts[step.dataloader_idx] = number + 1
 
 
 def _gathered(strategy: Strategy, own: list[list[Any]], gather: Gather) -> list[list[list[Any]]]:

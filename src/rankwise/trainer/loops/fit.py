@@ -57,7 +57,7 @@ class FitLoop:
         self._schedule = schedule = BatchSchedule(context.strategy, context.module, share, policy)
         self._validation = validation
         self._rank_state = rank_state
-        self._results = Results(context.module, is_evaluation=False)
+        self._results = self._new_results()
         is_automatic = context.module.automatic_optimization
         kind = AutomaticOptimization if is_automatic else ManualOptimization
         self._optimization = kind(context, schedule)
@@ -93,6 +93,9 @@ class FitLoop:
             if isinstance(self._optimization, ManualOptimization):
                 self._optimization.end()
 
+    def _new_results(self) -> Results:
+        return Results(self._context.module, is_evaluation=False, global_rank=self._strategy.global_rank)
+
     def _agree_on_num_batches(self) -> float:
         """Return the epoch's number of batches, the same on every rank."""
         self._share.place(self._progress)
@@ -113,7 +116,7 @@ class FitLoop:
             progress.begin_epoch()
             self._restore_random()
         if not self._results.is_open:
-            self._results = Results(self._context.module, is_evaluation=False)
+            self._results = self._new_results()
         self._stage.results = self._stage.epoch_results = self._results
         self._hooks.call("on_train_epoch_start")  # may change a sampler
         check_same_order(self._strategy, PHASE_NAMES["train"], [self._share.loader])
@@ -205,7 +208,7 @@ class FitLoop:
         _step_schedulers(self._context, "epoch", needs_metric=False)
 
     def _publish_step(self) -> None:
-        is_logged = self._progress.global_step % self._settings.log_every_n_steps == 0
+        is_logged = self._progress.counted_steps % self._settings.log_every_n_steps == 0
         values = self._results.step_values(self._strategy, is_checked=is_logged)
         self._context.publish(values, is_logged=is_logged)
         if self._optimization.has_stepped:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import builtins
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
-from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
+from rankwise.errors import ConfigurationError, LifecycleError
 from rankwise.nested import to_device
 from rankwise.trainer.metrics.metric_objects import (
     Metrics,
@@ -24,65 +24,55 @@ from rankwise.trainer.metrics.metric_objects import (
     metric_objects,
     states_of,
 )
+from rankwise.trainer.metrics.options import (
+    ABSENT,
+    REDUCTIONS,
+    Options,
+    Part,
+    RankParts,
+    check_object_options,
+    check_reduction_over_ranks,
+    described,
+    nothing_logged,
+    number_of,
+    parts_by_name,
+    ranks_of_group,
+    reduced,
+    reduction_named,
+)
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
 
-# How two values are combined, and the value that changes no other. A mean is a sum, divided by its weight.
-_REDUCTIONS: Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
-    "mean": (torch.add, 0.0),
-    "sum": (torch.add, 0.0),
-    "min": (torch.minimum, math.inf),
-    "max": (torch.maximum, -math.inf),
-}
-
 
 class Reported(NamedTuple):
-    """A metric's value, ready to be shown: `name` may end in `_step` or `_epoch`, `base_name` never does."""
+    """A metric's value, ready to be shown: `name` may end in `_step` or `_epoch`, `base_name` never does.
+
+    `loader` is the number of the only loader whose batches it is of; None for all.
+    """
 
     base_name: str
     name: str
     value: Tensor
     prog_bar: bool
     logger: bool
+    loader: int | None = None
 
 
-class _Part(NamedTuple):
-    """One rank's part of a metric: a sum and its weight, or an extreme value."""
+class StepOfEvaluation(NamedTuple):
+    """What one batch of an evaluation has logged by step: `batch_idx` counts the batches of its loader."""
 
-    reduce_fx: str
-    total: float
-    weight: float
-
-
-_ABSENT = (0.0, math.nan)  # the total and the weight of a rank without a part
-_RankParts = tuple[bool, Mapping[str, _Part | None]]  # whether a rank must have the names of the others
-
-
-class _Options(NamedTuple):
-    """How a number is reduced and shown."""
-
-    reduce_fx: str
-    on_step: bool
-    on_epoch: bool
-    sync_dist: bool
-    prog_bar: bool
-    logger: bool
-
-    def names(self, name: str) -> set[str]:
-        """Return the names under which the values are reported."""
-        return {name, f"{name}_step", f"{name}_epoch"} if self.on_step and self.on_epoch else {name}
+    dataloader_idx: int
+    batch_idx: int
+    values: list[Reported]
 
 
 class _LoggedObject(NamedTuple):
     """A logged metric object, which is computed once for the whole epoch."""
 
     metric: Any
-    options: _Options
+    options: Options
     is_restored: bool = False
-
-
-_OF_OBJECTS = _Options("mean", on_step=False, on_epoch=True, sync_dist=True, prog_bar=False, logger=True)
 
 
 @final
@@ -90,13 +80,18 @@ _OF_OBJECTS = _Options("mean", on_step=False, on_epoch=True, sync_dist=True, pro
 class _Metric:
     """A logged number: its last value, and its sum or extreme value in this epoch."""
 
-    options: _Options
+    options: Options
     last: Tensor
     total: Tensor
     weight: float = 0.0
     last_weight: float = 0.0
     is_fresh: bool = False
     is_restored: bool = False
+
+    @classmethod
+    def empty(cls, number: Tensor, options: Options) -> Self:
+        """Return one to which nothing was added; on the device of `number`."""
+        return cls(options, number, torch.full_like(number, REDUCTIONS[options.reduce_fx][1]))
 
     def add(self, value: Tensor, weight: float) -> None:
         """Add a value. Does not wait for the device."""
@@ -105,7 +100,7 @@ class _Metric:
 
     def merge(self, total: Tensor, weight: float) -> None:
         """Add values whose sum, or extreme value, is `total`."""
-        combine, _ = _REDUCTIONS[self.options.reduce_fx]
+        combine, _ = REDUCTIONS[self.options.reduce_fx]
         self.total = combine(self.total.to(total.device), total)
         self.weight += weight
 
@@ -113,40 +108,54 @@ class _Metric:
         own = replace(self, last=self.last.cpu(), total=self.total.cpu(), is_fresh=False, is_restored=True)
         return {**vars(own), "options": self.options._asdict()}
 
-    def part(self) -> _Part:
-        return _Part(self.options.reduce_fx, self.total.item(), self.weight)
+    def part(self) -> Part:
+        return Part(self.total.item(), self.weight, self.options)
 
-    def last_part(self) -> _Part:
+    def last_part(self) -> Part:
         weight = self.last_weight if self.options.reduce_fx == "mean" else 1.0
-        return _Part(self.options.reduce_fx, self.last.item() * weight, weight)
+        return Part(self.last.item() * weight, weight, self.options)
 
 
 @final
 class Results:
     """The metrics of one epoch of training, or of one evaluation, of a module.
 
-    In evaluation, values are reduced over ranks by default, and never logged by step. `suffix` is appended
-    to every logged name, to distinguish several loaders.
+    In evaluation, values are reduced over ranks by default, and those of each batch come at the end.
 
     Attributes:
         is_open: whether values can still be logged.
         object_states: those of the metric objects before the reset, for a fit that continues the epoch.
+        steps: what was logged by step in an evaluation, once `epoch_values` has reduced it.
     """
 
-    def __init__(self, module: nn.Module, *, is_evaluation: bool) -> None:
-        self.suffix = ""
+    def __init__(self, module: nn.Module, *, is_evaluation: bool, global_rank: int = 0) -> None:
         self.is_open = True
         self.object_states: States = {}
+        self.steps: list[StepOfEvaluation] = []
         self._module = module
+        self._global_rank = global_rank
         self._num_batches = 0
         self._is_evaluation = is_evaluation
         self._is_in_batch = False
         self._is_muted = False
         self._batch_size: int | None = 1
-        self._synced: dict[str, str] | None = None  # how step values are reduced; None before the first step
+        self._suffix = ""
+        self._position: tuple[int, int] | None = None  # of the last batch: its loader, its number there
+        self._synced: dict[str, Options] | None = None  # how step values are reduced; None before the first
         self._state: dict[str, dict[str, Any]] | None = None  # that a later fit continues from
         self._metrics: dict[str, _Metric] = {}
         self._objects: dict[str, _LoggedObject] = {}
+        self._object_steps: dict[str, _Metric] = {}  # the values that metric objects had in steps
+        self._loaders: dict[str, int] = {}  # the loader whose batches have logged a name
+        self._history: dict[str, list[tuple[tuple[int, int], Part]]] = {}  # of steps of an evaluation
+
+    def begin_loader(self, dataloader_idx: int, suffix: str) -> None:
+        """Append `suffix` to the names that are logged from here on, in the batches of a loader."""
+        self._suffix, self._position = suffix, (dataloader_idx, -1)
+
+    def end_loaders(self) -> None:
+        """Log under the names as they are from here on."""
+        self._suffix, self._position = "", None
 
     def begin_batch(self, batch_size: int | None, *, is_muted: bool = False) -> None:
         """Weight the values logged from here on by `batch_size`, None if it is not known.
@@ -155,6 +164,8 @@ class Results:
         """
         self._is_muted = is_muted
         self._num_batches += 1
+        if self._position is not None:
+            self._position = (self._position[0], self._position[1] + 1)
         self._is_in_batch = True
         self._batch_size = batch_size
 
@@ -178,77 +189,142 @@ class Results:
         name: str,
         value: Any,
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: Any = "mean",
         sync_dist: bool | None = None,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
         batch_size: int | None = None,
+        rank_zero_only: bool = False,
     ) -> None:
         """Add one value; see `TrainingModule.log`."""
-        if reduce_fx not in _REDUCTIONS:
-            reduce_fx = _reduction_named(reduce_fx)
         if not self.is_open:
             raise _late_error(name)
-        if is_metric_object(value):
-            _check_object_options(name, on_step, on_epoch, reduce_fx, sync_dist)
-            self._log_object(name, value, _OF_OBJECTS._replace(prog_bar=prog_bar, logger=logger))
+        if reduce_fx not in REDUCTIONS:
+            reduce_fx = reduction_named(reduce_fx)
+        over_ranks = (sync_dist, sync_dist_group, rank_zero_only)
+        is_object = is_metric_object(value)
+        if is_object:
+            check_object_options(name, reduce_fx, *over_ranks)
+        is_synced, sync_steps = self._synchronization(sync_dist, is_object=is_object)
+        if sync_dist_group is not None or rank_zero_only:
+            check_reduction_over_ranks(name, *over_ranks, is_synced=is_synced)
+        by_step, by_epoch = self._moments(value if is_object else None, on_step, on_epoch)
+        options = Options(
+            reduce_fx,
+            by_step,
+            by_epoch,
+            is_synced and not rank_zero_only,
+            prog_bar,
+            logger is not False,
+            rank_zero_only,
+            ranks_of_group(name, sync_dist_group),
+            self._suffix if add_dataloader_idx else "",
+            sync_steps,
+        )
+        if not (by_step or by_epoch):
+            raise nothing_logged(name)
+        if is_object:
+            self._log_object(name + options.suffix, value, options, is_step_asked=on_step is True)
+        else:
+            self._log_number(name + options.suffix, number_of(name, value), options, batch_size)
+
+    def _moments(self, metric: Any, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
+        """Return whether a value is logged by step, and by epoch.
+
+        By default in training by step; a metric object by epoch, if its forward was not called.
+        """
+        if on_step is None:
+            is_only_updated = metric is not None and metric._forward_cache is None and on_epoch is None
+            on_step = self._is_in_batch and not self._is_evaluation and not is_only_updated
+        return on_step, (self._is_evaluation or not on_step) if on_epoch is None else on_epoch
+
+    def _synchronization(self, sync_dist: bool | None, *, is_object: bool) -> tuple[bool, bool]:
+        """Return whether an epoch's value is reduced over the ranks, and whether a step's is."""
+        if is_object:
+            return True, False
+        return (self._is_evaluation if sync_dist is None else sync_dist), bool(sync_dist)
+
+    def _log_number(self, name: str, number: Tensor, options: Options, batch_size: int | None) -> None:
+        if self._is_muted or (options.rank_zero_only and self._global_rank != 0):
             return
-        number = _number(name, value)
-        if self._is_muted:
-            return
-        by_step = (self._is_in_batch if on_step is None else on_step) and not self._is_evaluation
-        by_epoch = (not by_step if on_epoch is None else on_epoch) or self._is_evaluation
-        is_synced = self._is_evaluation if sync_dist is None else sync_dist
-        options = _Options(reduce_fx, by_step, by_epoch, is_synced, prog_bar, logger)
-        metric = self._metrics.get(name + self.suffix)
+        metric = self._metrics.get(name)
         if metric is None or metric.options != options:
             metric = self._with_options(name, number, options)
+        self._check_loader(name)
         metric.add(number, self._weight(name, options) if batch_size is None else batch_size)
+        self._note_step(name, metric)
 
-    def _with_options(self, name: str, number: Tensor, options: _Options) -> _Metric:
+    def _note_step(self, name: str, metric: _Metric) -> None:
+        """Keep the value of an evaluation's batch; it may be reduced over ranks with other batches."""
+        if self._is_evaluation and metric.options.on_step and self._is_in_batch and self._position:
+            self._history.setdefault(name, []).append((self._position, metric.last_part()))
+
+    def _check_loader(self, name: str) -> None:
+        """Raise ConfigurationError if the batches of two loaders log under one name."""
+        if self._position is None:
+            return
+        loader = self._position[0]
+        if self._loaders.setdefault(name, loader) != loader:
+            raise ConfigurationError(
+                message=f"log({name!r}) got values of several loaders under one name.",
+                facts=f"add_dataloader_idx=False; loaders {self._loaders[name]} and {loader}.",
+                remedy="leave out add_dataloader_idx, or a name (and a metric object) for each loader.",
+            )
+
+    def _with_options(self, name: str, number: Tensor, options: Options) -> _Metric:
         """Return a new metric, or one of a checkpoint, which a run that continues may show differently."""
-        name += self.suffix
         metric = self._metrics.get(name)
         if metric is not None and metric.is_restored and metric.options.reduce_fx == options.reduce_fx:
             metric.options = options
             return metric
         self._check_names(name, options)
-        empty = torch.full_like(number, _REDUCTIONS[options.reduce_fx][1])
-        self._metrics[name] = metric = _Metric(options, number, empty)
+        self._metrics[name] = metric = _Metric.empty(number, options)
         return metric
 
-    def _log_object(self, name: str, metric: Any, options: _Options) -> None:
-        logged, before = _LoggedObject(metric, options), self._objects.get(name + self.suffix)
-        if before is not None and before.metric is metric and before.options == options:
+    def _log_object(self, name: str, metric: Any, options: Options, *, is_step_asked: bool) -> None:
+        before = self._objects.get(name)
+        if before is None or before.metric is not metric or before.options != options:
+            self._add_object(name, metric, options)
+        self._check_loader(name)
+        if not options.on_step or self._is_muted:
             return
+        if metric._forward_cache is None:
+            if is_step_asked:
+                _say_no_step_value(name, metric, options)
+            return
+        number = number_of(name, metric._forward_cache)
+        if name not in self._object_steps:
+            self._object_steps[name] = _Metric.empty(number, options)
+        self._object_steps[name].add(number, 1.0)
+        self._note_step(name, self._object_steps[name])
+
+    def _add_object(self, name: str, metric: Any, options: Options) -> None:
+        before = self._objects.get(name)
         if before is not None and before.is_restored:
-            del self._objects[name + self.suffix]  # a run that continues may show it differently
-        check_is_part(metric, name, self._module)
-        self._check_names(name + self.suffix, options)
+            del self._objects[name]  # a run that continues may show it differently
+        check_is_part(metric, name.removesuffix(options.suffix), self._module)
+        self._check_names(name, options)
         others = {other for other, found in self._objects.items() if found.metric is metric}
-        if any(not other.endswith(self.suffix) for other in others):
+        if any(not other.endswith(options.suffix) for other in others):
             raise ConfigurationError(
                 message=f"log({name!r}) got the same metric object for several loaders.",
                 facts="its value is computed once, over all of them.",
                 remedy="make a metric object for each loader, and choose it by dataloader_idx.",
             )
-        self._objects[name + self.suffix] = logged
+        self._objects[name] = _LoggedObject(metric, options)
 
-    def _check_names(self, name: str, options: _Options) -> None:
+    def _check_names(self, name: str, options: Options) -> None:
         """Raise ConfigurationError if a name is logged in two ways, of which only one would be shown."""
         logged: Mapping[str, _Metric | _LoggedObject] = {**self._metrics, **self._objects}
         for other, found in logged.items():
-            if common := options.names(name) & found.options.names(other):
-                raise ConfigurationError(
-                    message=f"{min(common)!r} is logged in two ways in the same epoch.",
-                    facts=f"log({other!r}) has {_described(found.options)}; log({name!r}) now has "
-                    f"{_described(options)}.",
-                    remedy="log with the same options, or under different names.",
-                )
+            if options.names(name) & found.options.names(other):
+                raise described(name, (other, found.options), options)
 
-    def _weight(self, name: str, options: _Options) -> int:
-        is_weighted = options.reduce_fx == "mean" and (options.on_epoch or options.sync_dist)
+    def _weight(self, name: str, options: Options) -> int:
+        is_weighted = options.reduce_fx == "mean" and (options.on_epoch or options.sync_steps)
         if self._batch_size is None and is_weighted:
             raise ConfigurationError(
                 message=f"log({name!r}) averages over batches, but the size of this batch is not known.",
@@ -278,7 +354,7 @@ class Results:
     def add_state_dict(self, state_dict: dict[str, dict[str, Any]]) -> None:
         """Add what another instance's `state_dict` returned."""
         for name, state in state_dict["numbers"].items():
-            added = _Metric(**{**state, "options": _Options(**state["options"])})
+            added = _Metric(**{**state, "options": Options(**state["options"])})
             if name in self._metrics:
                 self._metrics[name].merge(added.total, added.weight)
             else:
@@ -286,7 +362,7 @@ class Results:
         own = metric_objects(self._module)
         for name, (dotted_name, options) in state_dict["objects"].items():
             if dotted_name in own:
-                self._objects[name] = _LoggedObject(own[dotted_name], _Options(**options), is_restored=True)
+                self._objects[name] = _LoggedObject(own[dotted_name], Options(**options), is_restored=True)
 
     def step_values(self, strategy: Strategy, *, is_checked: bool) -> list[Reported]:
         """Return what was logged by step since the last call; with `sync_dist=True` reduced over the ranks.
@@ -295,19 +371,21 @@ class Results:
         these, in all later steps. Raises when the ranks logged different names. If no rank had one, a value
         that is first logged in a later step waits for the next of these.
         """
+        if self._is_evaluation:
+            return []
         fresh = {
             name: logged
-            for name, logged in self._metrics.items()
+            for name, logged in {**self._metrics, **self._object_steps}.items()
             if logged.is_fresh and logged.options.on_step
         }
         values = {name: logged.last for name, logged in fresh.items()}
         if strategy.world_size > 1:
-            synced = {name: logged for name, logged in fresh.items() if logged.options.sync_dist}
+            synced = {name: logged for name, logged in fresh.items() if logged.options.sync_steps}
             values = {name: value for name, value in values.items() if name not in synced}
             values.update(self._synced_steps(strategy, synced, is_checked=is_checked))
         for name in fresh.keys() & values.keys():
             fresh[name].is_fresh = False
-        return self._reported(values, "_step")
+        return self._reported(values, "_step", self._synced or {})
 
     def _synced_steps(
         self, strategy: Strategy, own: dict[str, _Metric], *, is_checked: bool
@@ -318,16 +396,31 @@ class Results:
             return {}
         parts = {name: logged.last_part() for name, logged in own.items()}
         gathered = None if is_checked else self._gathered_rows(strategy, parts)
-        by_name = _by_name(gathered or strategy.all_gather_object((self._is_counted, parts)))
-        noted = {name: found[0].reduce_fx for name, found in by_name.items()}
+        by_name = parts_by_name(gathered or strategy.all_gather_object((self._is_counted, parts)))
+        noted = {name: next(iter(found.values())).options for name, found in by_name.items()}
         self._synced = {**(self._synced or {}), **noted}
-        return {name: _reduced(name, found) for name, found in by_name.items()}
+        return self._reduced(by_name)
 
-    def _gathered_rows(self, strategy: Strategy, parts: Mapping[str, _Part]) -> list[_RankParts] | None:
+    def _reduced(self, by_name: Mapping[str, Mapping[int, Part]]) -> dict[str, Tensor]:
+        """Return what this rank gets of the parts of all ranks: those of its own group, if there is one."""
+        values = {}
+        for name, found in by_name.items():
+            own = self._metrics[name].options if name in self._metrics else None
+            groups = [own or part.options for part in found.values()]
+            mine = [
+                each for each in groups if each.sync_ranks is None or self._global_rank in each.sync_ranks
+            ]
+            if mine:
+                ranks = mine[0].sync_ranks
+                parts = [part for rank, part in found.items() if ranks is None or rank in ranks]
+                values[name] = reduced(name, parts)
+        return values
+
+    def _gathered_rows(self, strategy: Strategy, parts: Mapping[str, Part]) -> list[RankParts] | None:
         """Gather the parts of the noted names as one small tensor; return None if a rank has other names."""
         noted = self._synced or {}
         rows: list[tuple[float, float]] = [(self._is_counted, len(parts.keys() - noted.keys()))]
-        rows += [parts[name][1:] if name in parts else _ABSENT for name in noted]
+        rows += [parts[name][:2] if name in parts else ABSENT for name in noted]
         by_rank = strategy.all_gather(torch.tensor(rows, dtype=torch.double)).tolist()
         if any(others for (_, others), *_ in by_rank):
             return None
@@ -335,8 +428,8 @@ class Results:
             (
                 is_counted > 0,
                 {
-                    name: _Part(reduce_fx, *row)
-                    for (name, reduce_fx), row in zip(noted.items(), found, strict=True)
+                    name: Part(row[0], row[1], options)
+                    for (name, options), row in zip(noted.items(), found, strict=True)
                     if not math.isnan(row[1])
                 },
             )
@@ -350,26 +443,59 @@ class Results:
         afterwards. Collective: every rank must call this, and raises when the ranks logged different names.
         """
         self.is_open = False
-        own = {name: logged.part() for name, logged in self._metrics.items() if logged.options.on_epoch}
-        synced = {name: part for name, part in own.items() if self._metrics[name].options.sync_dist}
+        own = {name: logged.part() for name, logged in self._metrics.items()}
+        shared = {name: part for name, part in own.items() if part.options.is_gathered}
+        synced = {name: self._with_history(name, part) for name, part in shared.items()}
+        synced = {name: part for name, part in synced.items() if part.options.on_epoch or part.steps}
         objects = metric_objects(self._module, [logged.metric for logged in self._objects.values()])
         states_here = to_device(states_of(objects), "cpu")
         gathered = strategy.all_gather_object(
             (self._is_counted, {**dict.fromkeys(self._objects), **synced}, states_here)
         )
-        parts = {name: [part] for name, part in own.items()}
-        parts.update(_by_name([(is_counted, part) for is_counted, part, _ in gathered]))
-        values = {name: _reduced(name, found) for name, found in parts.items()}
+        by_name = parts_by_name([(is_counted, parts) for is_counted, parts, _ in gathered])
+        known = {name: next(iter(found.values())).options for name, found in by_name.items()}
+        local = {name: {self._global_rank: part} for name, part in own.items() if name not in shared}
+        ended = {name: found for name, found in {**local, **by_name}.items() if _is_by_epoch(found)}
+        values = self._reduced(ended)
+        self.steps = self._steps_of_evaluation(by_name)
         self.object_states = states_here if is_continued else {}
         states = [found for *_, found in gathered]
         if any(states):
             values.update(self._computed(strategy, objects, states))
-        return self._reported(values, "_epoch")
+        return self._reported(values, "_epoch", known)
+
+    def _with_history(self, name: str, part: Part) -> Part:
+        """Return a part with the values of the steps that are reduced over the ranks."""
+        steps = self._history.get(name, []) if part.options.sync_steps else []
+        return part._replace(steps=tuple((*position, *step[:2]) for position, step in steps))
+
+    def _steps_of_evaluation(self, by_name: Mapping[str, Mapping[int, Part]]) -> list[StepOfEvaluation]:
+        """Return the values of each batch: of all ranks together, or of this rank's batch of that number."""
+        found: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for name, history in self._history.items():
+            for position, part in history:
+                found.setdefault(position, {})[name] = reduced(name, [part])
+        for name, by_rank in by_name.items():
+            merged: dict[tuple[int, int], dict[int, Part]] = {}
+            for rank, part in by_rank.items():
+                for loader, batch_idx, total, weight in part.steps:
+                    merged.setdefault((loader, batch_idx), {})[rank] = Part(total, weight, part.options)
+            for position, parts in merged.items():
+                found.setdefault(position, {}).update(self._reduced({name: parts}))
+        known = {name: next(iter(by_rank.values())).options for name, by_rank in by_name.items()}
+        return [
+            StepOfEvaluation(*position, self._reported(values, "_step", known))
+            for position, values in sorted(found.items())
+        ]
 
     def _computed(self, strategy: Strategy, objects: Metrics, by_rank: list[States]) -> dict[str, Tensor]:
         """Return the values of all metric objects, on every rank those of the first that logged them."""
         with merged_states(objects, by_rank):
-            own = {name: _number(name, logged.metric.compute()) for name, logged in self._objects.items()}
+            own = {
+                name: number_of(name, logged.metric.compute())
+                for name, logged in self._objects.items()
+                if logged.options.on_epoch
+            }
         for logged in self._objects.values():
             logged.metric.reset()
         values: dict[str, Tensor] = {}
@@ -382,75 +508,34 @@ class Results:
         """Whether this rank has to log what the others log."""
         return self._num_batches > 0 and not self._is_muted
 
-    def _reported(self, values: Mapping[str, Tensor], ending: str) -> list[Reported]:
+    def _reported(
+        self, values: Mapping[str, Tensor], ending: str, known: Mapping[str, Options]
+    ) -> list[Reported]:
+        """Return values as they are shown; `known` has the options of what other ranks have logged."""
         reported = []
         for name, value in values.items():
             logged = self._objects.get(name) or self._metrics.get(name)
-            options = _OF_OBJECTS if logged is None else logged.options
-            full_name = name + ending if options.on_step and options.on_epoch else name
-            reported.append(Reported(name, full_name, value, options.prog_bar, options.logger))
+            options = known.get(name, Options()) if logged is None else logged.options
+            full_name = options.ended(name, ending)
+            loader = self._loaders.get(name)
+            reported.append(Reported(name, full_name, value, options.prog_bar, options.logger, loader))
         return reported
 
 
-def _reduction_named(given: Any) -> str:
-    """Return the name of a reduction that is given as torch's or Python's function of that name."""
-    name = getattr(given, "__name__", given)
-    if name not in _REDUCTIONS or given not in (getattr(torch, name), getattr(builtins, name, None)):
-        raise UnknownNameError(kind="reduce_fx", name=str(given), known=tuple(_REDUCTIONS))
-    return str(name)
+def _is_by_epoch(found: Mapping[int, Part]) -> bool:
+    return any(part.options.on_epoch for part in found.values())
 
 
-def _number(name: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().reshape(()).double()
-    if isinstance(value, (int, float)):
-        return torch.tensor(value, dtype=torch.double)
-    raise InvalidTypeError(
-        argument=f"log({name!r}) value",
-        value=tuple(value.shape) if isinstance(value, Tensor) else value,
-        expected="a number, or a tensor with one element",
-        remedy=f'self.log("{name}", value.mean())',
-    )
-
-
-def _by_name(gathered: Sequence[_RankParts]) -> dict[str, list[_Part]]:
-    """Return the ranks' parts of each number; raise ConfigurationError if ranks have logged others."""
-    _check_same_names({rank: set(parts) for rank, (is_counted, parts) in enumerate(gathered) if is_counted})
-    by_name: dict[str, list[_Part]] = {}
-    for _, parts in gathered:
-        for name, part in parts.items():
-            if part is not None:
-                by_name.setdefault(name, []).append(part)
-    return by_name
-
-
-def _reduced(name: str, parts: list[_Part]) -> Tensor:
-    """Combine the ranks' parts, in the order of the ranks."""
-    if len(kinds := {part.reduce_fx for part in parts}) > 1:
+def _say_no_step_value(name: str, metric: Any, options: Options) -> None:
+    """Say that a metric object has no value of this step: an error if it is logged by step only."""
+    remedy = f"call the {type(metric).__name__} with the batch, instead of its update()"
+    if not options.on_epoch:
         raise ConfigurationError(
-            message=f"The ranks logged {name!r} with different reduce_fx: {sorted(kinds)}.",
-            remedy="log it with the same options on every rank.",
+            message=f"log({name!r}) got a metric object that has no value of this step.",
+            facts=f"on_step=True, on_epoch=False, and its forward was not called: {options}.",
+            remedy=f"{remedy}.",
         )
-    combine, _ = _REDUCTIONS[parts[0].reduce_fx]
-    total = reduce(combine, [torch.tensor(part.total, dtype=torch.double) for part in parts])
-    return total / sum(part.weight for part in parts) if parts[0].reduce_fx == "mean" else total
-
-
-def _check_same_names(logged_by: Mapping[int, set[str]]) -> None:
-    everywhere = set.intersection(*logged_by.values()) if logged_by else set()
-    somewhere = set().union(*logged_by.values())
-    if odd := sorted(somewhere - everywhere):
-        ranks = {name: ", ".join(str(rank) for rank in logged_by if name in logged_by[rank]) for name in odd}
-        only = [f"{name!r} on global_rank {ranks[name]} only" for name in odd]
-        raise ConfigurationError(
-            message=f"The ranks logged different metrics with sync_dist=True: not all logged {odd}.",
-            facts="; ".join([f"logged by all: {sorted(everywhere)}", *only]),
-            remedy="log these on every rank, or with sync_dist=False.",
-        )
-
-
-def _described(options: _Options) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options._asdict().items())
+    warnings.warn(f"log({name!r}, on_step=True) has no value of this step: {remedy}.", stacklevel=4)
 
 
 def _late_error(name: str) -> LifecycleError:
@@ -460,16 +545,3 @@ def _late_error(name: str) -> LifecycleError:
         needed="metrics that are not reduced yet",
         remedy="log in a step, or in a hook up to the one that ends the epoch, such as on_train_epoch_end.",
     )
-
-
-def _check_object_options(
-    name: str, on_step: bool | None, on_epoch: bool | None, reduce_fx: str, sync_dist: bool | None
-) -> None:
-    given = {"on_step": on_step, "on_epoch": on_epoch, "reduce_fx": reduce_fx, "sync_dist": sync_dist}
-    if on_step or on_epoch is False or reduce_fx != "mean" or sync_dist is False:
-        raise ConfigurationError(
-            message=f"log({name!r}) got a metric object, which is computed once for the whole epoch, over "
-            "all ranks, in its own way.",
-            facts=", ".join(f"{option}={value!r}" for option, value in given.items()) + ".",
-            remedy="leave these out; for each step's value: value = metric(...), then self.log(name, value).",
-        )
