@@ -20,15 +20,26 @@ class Stops(Callback):
 
 
 class Draws(Regression):
-    """Draws random numbers in each step; counts the checks, and notes in which modes it is evaluated."""
+    """Draws random numbers in each step; counts the checks, and notes in which modes it is evaluated.
+
+    Its learning rate depends on the number of all steps.
+    """
 
     def __init__(self) -> None:
         super().__init__("adam")
         self.checked = 0
         self.modes: list[bool] = []
 
+    def configure_optimizers(self) -> Any:
+        steps = int(self.trainer.estimated_stepping_batches)
+        assert (steps, self.trainer.num_training_batches) == (8, 2)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         torch.rand(2)
+        assert (self.trainer.model is not self) == (self.trainer.world_size > 1)
         self.checked += self.trainer.sanity_checking
         super().validation_step(batch, batch_idx)
 
@@ -51,6 +62,8 @@ def test_arguments_of_fit() -> None:
         trainer = quiet_trainer(strategy, size, callbacks=Stops(), **options)
         trainer.fit(model, loader(32, batch_size, shuffle=True), loader(16, batch_size))
         assert (trainer.global_step, model.checked) == (5, 1)
+        assert (trainer.state.fn, trainer.state.finished, trainer.interrupted) == ("fit", True, False)
+        assert (trainer.num_devices, trainer.node_rank, trainer.model) == (size, 0, model)
         results.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
 

@@ -65,6 +65,10 @@ class Precision:
         """Return the context in which a step's forward pass runs."""
         return nullcontext()
 
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which a module's parameters are created in this precision."""
+        return nullcontext()
+
     def convert_input(self, batch: Any) -> Any:
         """Return `batch` in the format of the forward pass."""
         return batch
@@ -155,6 +159,9 @@ class DtypePrecision(Precision):
         self.dtype = self.dtypes[name]
 
     def forward_context(self) -> AbstractContextManager[Any]:
+        return _default_dtype(self.dtype)
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
         return _default_dtype(self.dtype)
 
     def convert_input(self, batch: Any) -> Any:

@@ -45,6 +45,13 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise InvalidArgumentError(argument=name, value=value, expected=" or ".join(map(repr, choices)))
 
 
+def check_weights_only(value: Any) -> None:
+    """Refuse checkpoints that are unpickled."""
+    if value not in (None, True):
+        expected = "True or None; for a class that you trust, torch.serialization.add_safe_globals([...])"
+        raise InvalidArgumentError(argument="weights_only", value=value, expected=expected)
+
+
 def _check_number(name: str, value: Any, minimum: int, *, kinds: Any = int, is_endless: bool = False) -> None:
     """Refuse what is not a (whole) number from `minimum` on; with `is_endless`, -1 is allowed too."""
     check_is_a(name, value, kinds, "a whole number" if kinds is int else "a number")

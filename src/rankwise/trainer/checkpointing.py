@@ -112,15 +112,25 @@ class CheckpointFiles:
             return None if ckpt_path is None else os.fspath(ckpt_path)
         return self._best()
 
-    def warn_of_best(self, stage: str) -> None:
-        """Warn on rank 0 that a stage has the last weights, where a metric has chosen others."""
-        best = [each for each in self._saving if each.monitor is not None and each.best_model_path]
-        if best and self._strategy.is_global_zero:
+    def best_of_fit(self, stage: str) -> str | None:
+        """Return the best checkpoint of the last fit, for a stage without a model; None if there is none.
+
+        Say on rank 0 which weights these are; with a warning, if a metric has chosen them.
+        """
+        saved = [saving for saving in self._saving if saving.best_model_path]
+        judged = [saving for saving in saved if saving.monitor is not None]
+        best = next(iter(judged or saved), None)
+        if best is None or best.monitor is None:
+            which = "as the last stage left them" if best is None else f"of {best.best_model_path}"
+            rank_zero_only(_log.info)("%s() without a model uses the weights %s.", stage, which)
+        elif self._strategy.is_global_zero:
             warnings.warn(
-                f"{stage}() without a model uses the last weights, and not those that are the best by "
-                f'{best[0].monitor!r}. For these pass ckpt_path="best"; for the last ones pass the model.',
+                f"{stage}() without a model uses the weights that are the best by {best.monitor!r}, of "
+                f"{best.best_model_path}. For the last ones pass the model; to silence this pass "
+                f'ckpt_path="best".',
                 stacklevel=2,
             )
+        return None if best is None else best.best_model_path
 
     def _best(self) -> str:
         """Return the best checkpoint; one that a metric has chosen, if any callback has a metric."""

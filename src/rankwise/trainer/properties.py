@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from rankwise.errors import LifecycleError
+from rankwise.callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    ProgressBar,
+)
+from rankwise.errors import InvalidArgumentError, LifecycleError
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.state import Progress, StageState, TrainerState
@@ -57,6 +67,11 @@ def _first(kind: type[Callback]) -> Any:
     )
 
 
+def _all(kind: type[Callback]) -> Any:
+    """Return a property: the callbacks of `kind`."""
+    return property(lambda trainer: [item for item in trainer.callbacks if isinstance(item, kind)])
+
+
 class TrainerProperties:
     """The properties of a `Trainer`: most forward to one of its parts, which alone holds the value."""
 
@@ -100,7 +115,8 @@ class TrainerProperties:
     barebones: bool = _read_only("options.barebones")
     sync_batchnorm: bool = _read_only("strategy.sync_batchnorm")
     num_nodes: int = _read_only("strategy.num_nodes")
-    accelerator, devices, precision = _argument_only(), _argument_only(), _argument_only()
+    precision: str = _read_only("strategy.precision.name")
+    accelerator, devices = _argument_only(), _argument_only()
     plugins, max_time = _argument_only(), _argument_only()
     enable_progress_bar, enable_checkpointing = _argument_only(), _argument_only()
     enable_model_summary, model_registry, profiler = _argument_only(), _argument_only(), _argument_only()
@@ -129,16 +145,23 @@ class TrainerProperties:
     is_validation_due: bool = _read_only("_stage.is_validation_due")
     training: bool = _in_phase("train")
     sanity_checking: bool = _read_only("_stage.is_sanity_check")
+    is_last_batch: bool = _read_only("_stage.is_last_batch")
+    received_sigterm: bool = _read_only("_stage.received_sigterm")
     testing: bool = _in_phase("test")
     predicting: bool = _in_phase("predict")
 
     world_size: int = _read_only("strategy.world_size")
     global_rank: int = _read_only("strategy.global_rank")
     local_rank: int = _read_only("strategy.local_rank")
+    node_rank: int = _read_only("strategy.node_rank")
+    num_devices: int = _read_only("strategy.local_world_size")
     is_global_zero: bool = _read_only("strategy.is_global_zero")
 
     checkpoint_callback: ModelCheckpoint | None = _first(ModelCheckpoint)
+    checkpoint_callbacks: list[ModelCheckpoint] = _all(ModelCheckpoint)
     early_stopping_callback: EarlyStopping | None = _first(EarlyStopping)
+    early_stopping_callbacks: list[EarlyStopping] = _all(EarlyStopping)
+    progress_bar_callback: ProgressBar | None = _first(ProgressBar)
 
     @property
     def validating(self) -> bool:
@@ -194,8 +217,40 @@ class TrainerProperties:
 
     @property
     def num_training_batches(self) -> float:
-        """How many batches of an epoch this rank runs; `inf` if unknown."""
-        return sum(self.state.num_batches.get("train", ()))
+        """How many batches of an epoch this rank runs; `inf` if unknown.
+
+        Collective in `configure_optimizers`, where the first look asks for the training data.
+        """
+        if self._stage.load_train_data is not None:
+            self._stage.load_train_data()
+        return sum(self.state.num_batches.get("train", (math.inf,)))
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """How many optimizer steps `fit` takes in all, without an early stop; `inf` if that is unknown.
+
+        In manual optimisation, the number of training batches. For learning rate schedulers, in
+        `configure_optimizers` or later. Collective within a fit.
+        """
+        epochs, max_steps = self.options.epoch_limit, self.options.max_steps
+        limit = math.inf if max_steps == -1 else max_steps
+        batches = math.inf if epochs == -1 else self._agreed_num_batches()
+        if math.isinf(batches):
+            return limit
+        schedulers = [each for each in self.callbacks if isinstance(each, GradientAccumulationScheduler)]
+        if schedulers:
+            steps = sum(math.ceil(batches / schedulers[0].accumulation_in(epoch)) for epoch in range(epochs))
+        else:
+            steps = math.ceil(batches / self.options.accumulate_grad_batches) * epochs
+        return min(steps, limit)
+
+    def _agreed_num_batches(self) -> float:
+        """Return how many batches of an epoch the ranks run, which may have different numbers of them."""
+        own, policy = self.num_training_batches, self.options.uneven_inputs
+        if policy == "error" or self.world_size == 1 or self._stage.name != "fit":
+            return own
+        numbers = self.strategy.all_gather_object(own)
+        return min(numbers) if policy == "truncate" else max(numbers)
 
     @property
     def logger(self) -> Logger | None:
@@ -203,9 +258,51 @@ class TrainerProperties:
         return self.loggers[0] if self.loggers else None
 
     @property
-    def log_dir(self) -> str | None:
-        """The folder of the first logger."""
-        return self.logger.log_dir if self.logger else None
+    def log_dir(self) -> str:
+        """The folder of the first logger; `default_root_dir` if it has none."""
+        return (self.logger and self.logger.log_dir) or self.default_root_dir
+
+    @property
+    def lightning_module(self) -> TrainingModule | None:
+        """The module of the last stage; None before the first."""
+        return self._module
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module as the strategy has wrapped it, within a fit; otherwise that of the last stage."""
+        return self._module if self._stage.wrapped is None else self._stage.wrapped
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of the devices of this node's processes; 0, 1, ... on the CPU."""
+        devices = self.strategy.placement.devices
+        return [position if device.type == "cpu" else device.index for position, device in enumerate(devices)]
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last stage has ended with an exception."""
+        return self.state.status == "interrupted"
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on local rank 0 of each node; arguments are those of `print`."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)  # noqa: T201  what the method is for
+
+    @contextlib.contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Create a module's parameters in the block where training needs them, in the precision's dtype.
+
+        They are on this process's device, or on the CPU if other processes train: these get a copy.
+
+        Raises:
+            InvalidArgumentError: for `empty_init=True`: parameters are always initialised.
+        """
+        if empty_init:
+            expected = "None or False: parameters are initialised"
+            raise InvalidArgumentError(argument="empty_init", value=empty_init, expected=expected)
+        device = self.strategy.root_device if self.strategy.runs_in_caller else torch.device("cpu")
+        with device, self.strategy.precision.module_init_context():
+            yield
 
     def batch_indices(self, dataloader_idx: int = 0) -> list[int] | None:
         """Return the positions, in the data set, of the samples of the batch that runs.

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -87,6 +88,7 @@ class Stage:
         loaders: the user's loaders by phase; None for the data module's, or else the module's own. A data
             module in place of the first becomes `datamodule`.
         gather: which ranks get the predictions.
+        keeps_outputs: whether any rank gets them.
         seed: this process's; the trainer's is rank 0's, or that of the run that continues.
         stream: seed of the random numbers that are drawn in the stage; rank 0's counts.
         ckpt_path: a path, `"best"`, `"last"` or None; once found, a path or None.
@@ -96,6 +98,7 @@ class Stage:
     name: StageName
     loaders: dict[str, Any]
     gather: Gather = "all"
+    keeps_outputs: bool = True
     seed: int = field(default_factory=torch.initial_seed)
     stream: int = field(default_factory=drawn_seed)
     ckpt_path: str | os.PathLike[str] | None = None
@@ -214,6 +217,8 @@ class Stage:
         loop = EvaluationLoop(context, shards, self.name)
         if self.name != "predict":
             return loop.run()
+        if not self.keeps_outputs:
+            return loop.predict_only()
         if self.gather is not None:
             check_can_be_gathered(shards, strategy.world_size)
         return loop.predict(self.gather)
@@ -262,7 +267,9 @@ class Stage:
     def _fit(self, context: LoopContext) -> None:
         strategy, module = context.strategy, context.module
         check_ranks_agree(strategy, fingerprint_of(module, given_seed()))
-        context.wrapped = strategy.setup_module(module)
+        context.wrapped = context.stage.wrapped = strategy.setup_module(module)
+        train_data = cache(lambda: self._train_data(context))  # configure_optimizers may ask for its length
+        context.stage.load_train_data = train_data
         context.optimizer_set.create(module, strategy)
         strategy.on_after_setup_optimizers(context.optimizers)
         rank_state = self._restore_fit(context)
@@ -280,12 +287,13 @@ class Stage:
         context.state.has_validation = validation is not None
         if validation is not None:
             run_sanity_check(context, validation.shares)
-        data = self._train_data(context)
+        data, context.stage.load_train_data = train_data(), None
         validation = validation if is_checked else self._validation(context)
         context.state.has_validation = validation is not None
         FitLoop(context, data, validation, rank_state).run()
         strategy.restore_module(module)
-        context.wrapped = module  # nothing may keep the wrapper when the process group is destroyed
+        # Nothing may keep the wrapper when the process group is destroyed.
+        context.wrapped, context.stage.wrapped = module, None
         context.hooks.call("on_fit_end")
         context.optimizer_set.release_sharded(strategy)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -140,10 +140,33 @@ class TrainerState:
     fit_metrics: PublishedMetrics = field(default_factory=PublishedMetrics)
     has_validation: bool = False
     num_batches: dict[str, list[float]] = field(default_factory=dict)  # of each loader of a phase
+    fn: StageName | None = None  # the last stage
+    status: Literal["initializing", "running", "finished", "interrupted"] = "initializing"
     process_seed: int = 0  # rank 0's `torch.initial_seed()` when the run began
     rank_states: list[dict[str, Any]] = field(default_factory=list)  # what each rank needs after the last fit
     # How many batches of each loader have logged by step, by the kind of evaluation.
     evaluated_batches: dict[str, dict[int, int]] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last stage has ended without an exception."""
+        return self.status == "finished"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last stage has ended."""
+        return self.status in ("finished", "interrupted")
+
+    @contextlib.contextmanager
+    def running(self, name: StageName) -> Iterator[None]:
+        """Set `fn`, and `status` while the block runs and after it."""
+        self.fn, self.status = name, "running"
+        try:
+            yield
+        except BaseException:
+            self.status = "interrupted"
+            raise
+        self.status = "finished"
 
     def begin_stage(self, name: StageName) -> None:
         """Forget the metrics of the stage before; a fit that continues has those of the fit."""
@@ -161,6 +184,10 @@ class StageState:
     epoch_results: Results | None = None  # what was logged in the current training epoch so far
     is_sanity_check: bool = False
     is_validation_due: bool = False  # whether a validation follows the training batch that runs, or has ended
+    is_last_batch: bool = False  # of the training epoch
+    received_sigterm: bool = False
+    wrapped: nn.Module | None = None  # the module as the strategy wrapped it, within a fit
+    load_train_data: Callable[[], object] | None = None  # until `fit` has set `num_batches`
     before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation
     manual_optimization: Any = None
     datamodule: DataModule | None = None  # that this stage was given; the Trainer's may be an earlier one

@@ -219,6 +219,8 @@ class Trainer(TrainerProperties):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        *,
+        weights_only: bool | None = None,
     ) -> None:
         """Train a module; with the module of the last fit, continue where that ended.
 
@@ -235,12 +237,14 @@ class Trainer(TrainerProperties):
             val_dataloaders: a validation loader or a list, [] for none; by default the module's own, if any.
             datamodule: whose loaders to use; also in the other stages, where it replaces `dataloaders`.
             ckpt_path: a checkpoint to continue from: a path, `"best"`, or `"last"` (which may not exist yet).
+            weights_only: only None and True are accepted: nothing in a checkpoint is run.
 
         Raises:
             ConfigurationError: for a module or loaders that cannot be trained.
             CheckpointError: for a checkpoint that cannot be used.
             WorkerError: when a rank failed.
         """
+        arguments.check_weights_only(weights_only)
         if model is not self._fitted_module:
             self._forget_fit()
             self.strategy.load_comm_hook_states([])
@@ -256,8 +260,13 @@ class Trainer(TrainerProperties):
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         datamodule: DataModule | None = None,
+        *,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a module (that of the last stage, as it is, if none) on validation data; raises as `fit`.
+        """Evaluate a module on validation data; raises as `fit`.
+
+        Without a model it is that of the last stage; after a fit it gets the weights of the best checkpoint,
+        if a `ModelCheckpoint` has saved any, and a warning says so where a metric has chosen it.
 
         A loader that shuffles stays shuffled; with `drop_last`, or a limit on the number of batches, the
         samples that are left out are then random.
@@ -265,6 +274,7 @@ class Trainer(TrainerProperties):
         Returns:
             What was logged, for each loader; each sample counted once, the same on every rank.
         """
+        arguments.check_weights_only(weights_only)
         metrics: list[dict[str, float]] = self._launch(
             Stage("validate", {"validate": dataloaders}, ckpt_path=ckpt_path, datamodule=datamodule), model
         )
@@ -276,8 +286,11 @@ class Trainer(TrainerProperties):
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         datamodule: DataModule | None = None,
+        *,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a module (by default the one of the last stage) on test data; see `validate`."""
+        """Evaluate a module on test data; see `validate`."""
+        arguments.check_weights_only(weights_only)
         metrics: list[dict[str, float]] = self._launch(
             Stage("test", {"test": dataloaders}, ckpt_path=ckpt_path, datamodule=datamodule), model
         )
@@ -288,10 +301,13 @@ class Trainer(TrainerProperties):
         model: TrainingModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
+        return_predictions: bool | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         gather: Gather = "all",
+        *,
+        weights_only: bool | None = None,
     ) -> list[Any]:
-        """Run `predict_step` of a module (by default the one of the last stage) over data.
+        """Run `predict_step` of a module over data; without a model, of the one that `validate` would use.
 
         Loaders are read in the order of the data set, also those with `shuffle=True` or a
         `DistributedSampler`; any other sampler keeps its order. With `use_distributed_sampler=False`
@@ -301,21 +317,32 @@ class Trainer(TrainerProperties):
             model: the module.
             dataloaders: a loader or a list of them; by default the module's own.
             datamodule: whose loaders to use instead.
+            return_predictions: False to keep no outputs, where a callback writes them; None means True.
             ckpt_path: a checkpoint whose weights to use.
             gather: which ranks get the outputs: `"all"`, or `"rank_zero"` alone (others get an empty list);
                 with None each rank gets its own.
+            weights_only: as in `fit`.
 
         Returns:
             The outputs of each batch, in dataset order, for any number of ranks; with several loaders a list
-            of such lists.
+            of such lists. [] without `return_predictions`.
 
         Raises:
             UnshardableLoaderError: for a loader that is split by samples, whose order cannot be restored.
             Others: the same errors as `fit`.
         """
         check_choice("gather", gather, GATHERINGS)
+        check_choice("return_predictions", return_predictions, (True, False, None))
+        arguments.check_weights_only(weights_only)
         predictions: list[Any] = self._launch(
-            Stage("predict", {"predict": dataloaders}, gather, ckpt_path=ckpt_path, datamodule=datamodule),
+            Stage(
+                "predict",
+                {"predict": dataloaders},
+                gather,
+                keeps_outputs=return_predictions is not False,
+                ckpt_path=ckpt_path,
+                datamodule=datamodule,
+            ),
             model,
         )
         return predictions
@@ -343,8 +370,18 @@ class Trainer(TrainerProperties):
         is_given = model is not None or stage.name == "fit"
         model = model if is_given else self.module
         self._check_stage(stage, model)
-        if not is_given and stage.ckpt_path is None:
-            CheckpointFiles(self.context(model)).warn_of_best(stage.name)
+        is_fitted = model is self._fitted_module
+        if not is_given and stage.ckpt_path is None and is_fitted:
+            stage.ckpt_path = CheckpointFiles(self.context(model)).best_of_fit(stage.name)
+        with self.state.running(stage.name):
+            value, state = self._run_stage(stage, model)
+        if state is not None:
+            restore(self.context(model), state)
+            self.state.status = "finished"
+        return value
+
+    def _run_stage(self, stage: Stage, model: TrainingModule) -> tuple[Any, CallerState | None]:
+        """Run a stage on every rank; return its value, and its state if that is in other processes."""
         if not self.strategy.launcher.has_other_ranks:  # which would wait, where this process fails alone
             stage.load_checkpoint(self.context(model))
         if stage.datamodule is not None:
@@ -352,12 +389,10 @@ class Trainer(TrainerProperties):
         self._set_module(model, stage.name)
         brings_state_back = not self.strategy.runs_in_caller
         with read_by_name(named_objects(self.context(model)) if brings_state_back else {}):
-            value, state = self.strategy.launch(
+            returned: tuple[Any, CallerState | None] = self.strategy.launch(
                 _run_on_rank, model=model, trainer=self, stage=stage, brings_state_back=brings_state_back
             )
-        if state is not None:
-            restore(self.context(model), state)
-        return value
+        return returned
 
     def _check_stage(self, stage: Stage, model: Any) -> None:
         """Check model, loaders and options for a stage, before any process starts."""

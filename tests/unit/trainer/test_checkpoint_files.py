@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
@@ -156,15 +158,47 @@ def test_best_by_a_metric(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_the_last_weights_are_not_taken_for_the_best(tmp_path: Path, stage: str) -> None:
-    """A stage without a model has the last weights; where a metric has chosen others, a warning says so."""
-    train, data = trainer(tmp_path, **savers(tmp_path, "loss")), loader()
-    train.fit(Line(), data)
-    run = getattr(train, stage)
-    with pytest.warns(UserWarning, match=rf'{stage}\(\) without a model.* ckpt_path="best"'):
+def test_a_stage_without_a_model_has_the_best_weights(tmp_path: Path, stage: str) -> None:
+    """It loads the checkpoint that a metric has chosen, with a warning; a given model stays as it is."""
+    train, data, model = trainer(tmp_path, max_epochs=3, **savers(tmp_path, "epochs")), loader(), Rising()
+    train.fit(model, data)
+    run, last = getattr(train, stage), model.layer.weight.clone()
+    run(model, data)
+    assert (train.ckpt_path, torch.equal(model.layer.weight, last)) == (None, True)
+    with pytest.warns(UserWarning, match=rf"{stage}\(\) without a model uses .* the best by 'epochs'"):
         run(dataloaders=data)
-    run(train.module, data)
+    [saving] = train.checkpoint_callbacks
+    assert train.ckpt_path == saving.best_model_path
+    best = torch.load(saving.best_model_path, weights_only=True)["state_dict"]["layer.weight"]
+    assert torch.equal(model.layer.weight, best)
+    assert not torch.equal(best, last)
     run(dataloaders=data, ckpt_path="best")
+
+
+class Rising(Line):
+    """Logs a value that is best in the first epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epochs", float(self.current_epoch))
+
+
+def test_a_stage_without_a_model_and_a_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It uses the last checkpoint that was saved; without any the weights as they are. The log says so."""
+    caplog.set_level("INFO")
+    saved, plain = trainer(tmp_path, max_epochs=2, **savers(tmp_path, None)), trainer(tmp_path)
+    for train, which in ((saved, r"of .*\.ckpt"), (plain, "as the last stage left them")):
+        train.fit(Line(), loader())
+        train.test(dataloaders=loader())
+        assert re.search(rf"test\(\) without a model uses the weights {which}\.", caplog.text)
+
+
+def test_a_stage_without_a_model_after_another_module(tmp_path: Path) -> None:
+    """The checkpoints are of the fitted module, so they are not loaded into another one."""
+    train = trainer(tmp_path, **savers(tmp_path, "loss"))
+    train.fit(Line(), loader())
+    train.validate(Line(), loader())
+    train.test(dataloaders=loader())
+    assert train.ckpt_path is None
 
 
 @pytest.mark.parametrize("monitors", [("loss", "val_loss"), (None, None)])

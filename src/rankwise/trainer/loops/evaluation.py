@@ -103,6 +103,15 @@ class EvaluationLoop:
             self._hook("epoch_end")
         return predictions[0] if len(predictions) == 1 else predictions
 
+    def predict_only(self) -> list[Any]:
+        """Predict this rank's batches and keep no outputs; return []."""
+        results = Results(self.context.module, is_evaluation=True)
+        with self._running(None):
+            for dataloader_idx, batch_idx, batch in self._batches(results):
+                self._run_batch(results, batch, batch_idx, dataloader_idx)
+            self._hook("epoch_end")
+        return []
+
     @contextlib.contextmanager
     def _running(self, results: Results | None) -> Iterator[None]:
         module, hooks, name = self.context.module, self.context.hooks, _NAMES[self.stage][1]

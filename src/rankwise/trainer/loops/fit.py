@@ -178,6 +178,7 @@ class FitLoop:
     def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> bool:
         """Train on a batch; return False if a hook has ended the epoch before it instead."""
         before = self._progress.global_step
+        self._stage.is_last_batch = is_last
         batch = self._transfer(batch)
         is_padding = self._schedule.is_padding
         self._results.begin_batch(0 if is_padding else self._share.take_size(), is_muted=is_padding)

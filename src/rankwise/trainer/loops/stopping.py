@@ -98,6 +98,7 @@ class Stopping:
         if number is None:
             self._context.state.should_stop = True
             return
+        self._context.stage.received_sigterm |= number == signal.SIGTERM
         if not self._context.options.fast_dev_run:
             save_stop_checkpoint(self._context)
         environment = self._strategy.environment
@@ -117,6 +118,7 @@ class Stopping:
     def _on_signal(self, request: SignalRequest) -> None:
         if self._caught is None:
             self._caught = request.number
+            self._context.stage.received_sigterm |= request.number == signal.SIGTERM
             self._ask(request.number)
         elif not request.is_repeat:
             raise SystemExit(128 + request.number)
