@@ -44,6 +44,7 @@ class BatchStream(Sampler[Any]):
     Attributes:
         first: the number in the epoch of the first batch that is yielded.
         skipped: the number of the sampler's batches that are skipped before it.
+        variant: numbers that change the order too; none by default.
     """
 
     def __init__(self, batches: Any, *, seed: int, rank: int, worker_seed: int | None) -> None:
@@ -53,6 +54,7 @@ class BatchStream(Sampler[Any]):
         self.rank = rank
         self.worker_seed = worker_seed
         self.epoch = self.first = self.skipped = 0
+        self.variant: tuple[int, ...] = ()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also in a batch sampler that has `set_epoch`."""
@@ -71,13 +73,13 @@ class BatchStream(Sampler[Any]):
         if is_ours or math.isinf(length_of(self.batches)):
             return iter(self.batches)  # a `ShardedSampler` seeds itself; others may be endless
         user_seed = own_seed(self.batches)
-        seed = mixed_seed(self.seed if user_seed is None else user_seed, self.epoch)
+        seed = mixed_seed(self.seed if user_seed is None else user_seed, self.epoch, *self.variant)
         with isolated_random_state(seed, *own_generators(self.batches)):
             return iter(list(self.batches))
 
     def _seeded(self, batches: Iterator[Any], worker_seed: int) -> Iterator[Any]:
         for number, batch in enumerate(batches, self.first):
-            seed = mixed_seed(worker_seed, self.epoch, self.rank, number)
+            seed = mixed_seed(worker_seed, self.epoch, self.rank, number, *self.variant)
             yield SeededBatch(batch, seed) if type(batch) is list else batch
 
 

@@ -36,6 +36,7 @@ class ShardedSampler(Sampler[Any]):
 
     Attributes:
         skip: the number of items that all ranks of an earlier run have taken together.
+        variant: numbers that change the order too; none by default.
 
     Raises:
         InvalidArgumentError: when there is no part `rank` of `num_replicas`.
@@ -52,6 +53,7 @@ class ShardedSampler(Sampler[Any]):
         self.uneven = uneven
         self.epoch = 0
         self.skip = 0
+        self.variant: tuple[int, ...] = ()
         self._drawn: list[Any] | None = None  # before the next pass
 
     def set_epoch(self, epoch: int) -> None:
@@ -60,6 +62,12 @@ class ShardedSampler(Sampler[Any]):
             self._drawn = None
         self.epoch = epoch
         set_epoch_of(epoch, self.sampler)
+
+    def set_variant(self, variant: tuple[int, ...]) -> None:
+        """Set the numbers that change the order in addition to the epoch."""
+        if variant != self.variant:
+            self._drawn = None
+        self.variant = variant
 
     def __iter__(self) -> Iterator[Any]:
         if self._drawn is None and math.isinf(length_of(self.sampler)):
@@ -105,7 +113,9 @@ class ShardedSampler(Sampler[Any]):
     def _drawn_ahead(self) -> list[Any]:
         """Draw the items of the next pass, unless that is done."""
         if self._drawn is None:
-            with isolated_random_state((self.seed + self.epoch) % 2**63, *own_generators(self.sampler)):
+            seed = (self.seed + self.epoch) % 2**63
+            seed = mixed_seed(seed, *self.variant) if self.variant else seed
+            with isolated_random_state(seed, *own_generators(self.sampler)):
                 self._drawn = list(self.sampler)
         return self._drawn
 
@@ -130,7 +140,7 @@ class ShardedSampler(Sampler[Any]):
     def _draw_in_chunks(self) -> Iterator[Any]:
         stream: Iterator[Any] | None = None
         for number in count():
-            seed = mixed_seed(self.seed, self.epoch, number)
+            seed = mixed_seed(self.seed, self.epoch, number, *self.variant)
             with isolated_random_state(seed, *own_generators(self.sampler)):
                 stream = iter(self.sampler) if stream is None else stream
                 chunk = list(islice(stream, _CHUNK))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rankwise.callbacks import ModelSummary
+from rankwise.data import CombinedLoader
 from rankwise.errors import InvalidArgumentError
 from rankwise.hyperparameters import AttributeDict
 from rankwise.lightning._modules import add_other_names, refuse_missing_names
@@ -24,6 +25,7 @@ __all__ = [
     "STEP_OUTPUT",
     "TRAIN_DATALOADERS",
     "AttributeDict",
+    "CombinedLoader",
     "LRScheduler",
     "LRSchedulerConfigType",
     "LRSchedulerTypeUnion",
@@ -78,5 +80,14 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 __getattr__ = refuse_missing_names(__name__)
 add_other_names(
-    __name__, "apply_func", "grads", "model_summary", "parsing", "rank_zero", "seed", "types", "distributed"
+    __name__,
+    "apply_func",
+    "combined_loader",
+    "grads",
+    "model_summary",
+    "parsing",
+    "rank_zero",
+    "seed",
+    "types",
+    "distributed",
 )

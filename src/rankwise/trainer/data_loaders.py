@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from rankwise.data.batches import BatchStream, SizedBatches, sharded_sampler_of, with_batch_stream
-from rankwise.data.sampler import ShardedSampler, length_of, set_epoch_of
+from rankwise.data.batches import SizedBatches
+from rankwise.data.combined_loader import CombinedLoader, check_iterable, is_collection
+from rankwise.data.sampler import length_of, set_epoch_of
 from rankwise.data.sharding import (
     batches_before_split,
     check_interleaved_by_batches,
@@ -25,18 +26,16 @@ from rankwise.data.sharding import (
     shard_for_prediction,
     shard_for_training,
 )
-from rankwise.errors import ConfigurationError, InvalidTypeError
+from rankwise.errors import ConfigurationError
 from rankwise.process_group.collectives import ALONE
-from rankwise.seed import isolated_random_state, mixed_seed
 from rankwise.strategies.data_split import replica_of
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.state import Progress, StageName
+    from rankwise.trainer.state import StageName
 
 PHASE_NAMES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
-_ONE_TO_TRAIN = "train with one, over a data set that reads several, such as torch.utils.data.ConcatDataset."
 _SHARDERS: dict[str, Callable[..., Any]] = {
     "train": shard_for_training,
     "validate": shard_for_evaluation,
@@ -58,7 +57,7 @@ class LoaderShard:
         self.batch_indices: list[Any] | None = None  # of the batch whose size was taken last
 
     def __iter__(self) -> Iterator[Any]:
-        return _first(self.num_batches, self.sized) if self.num_batches else iter(())
+        return first_of(self.num_batches, self.sized) if self.num_batches else iter(())
 
     def take_size(self) -> int | None:
         """Return the number of samples in the batch that follows the last one asked for; None if unknown."""
@@ -73,41 +72,63 @@ class LoaderShard:
         set_epoch_of(epoch, batch_sampler, getattr(self.loader, "sampler", None), iterable)
 
 
-def _first(count: float, batches: Iterable[Any]) -> Iterator[Any]:
+def first_of(count: float, batches: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator over the first `count` batches."""
     return islice(batches, None if math.isinf(count) else max(0, int(count)))
 
 
 def as_list(given: Any) -> list[Any]:
-    """Return the loaders that a user gave: a list of them, one alone (or a list of batches), or None.
+    """Return the loaders that a user gave: several in containers, one alone (or a list of batches), or None.
 
     Raises:
-        ConfigurationError: for a dictionary of loaders.
         InvalidTypeError: for what cannot be iterated over.
     """
-    is_list = isinstance(given, (list, tuple))
-    is_several = is_list and (not given or any(isinstance(item, DataLoader) for item in given))
-    loaders = [] if given is None else list(given) if is_several else [given]
-    for loader in loaders:
-        if isinstance(loader, Mapping):
-            raise ConfigurationError(
-                message=f"A dictionary of loaders is not supported: its keys are {list(loader)}.",
-                remedy=f"evaluate with a list of its values; {_ONE_TO_TRAIN}",
-            )
-        if not isinstance(loader, Iterable) and not callable(getattr(loader, "__getitem__", None)):
-            expected = "a DataLoader, an iterable over batches, or a list of DataLoaders"
-            is_datamodule = callable(getattr(loader, "train_dataloader", None))
-            remedy = "derive it from rankwise.DataModule" if is_datamodule else ""
-            raise InvalidTypeError(argument="dataloaders", value=loader, expected=expected, remedy=remedy)
-    return loaders
+    if isinstance(given, CombinedLoader):
+        return given.flattened
+    if is_collection(given):
+        return CombinedLoader(given).flattened
+    if given is not None:
+        check_iterable(given)
+    return [] if given is None else [given]
+
+
+def combination_of(given: Any) -> CombinedLoader | None:
+    """Return how to combine the loaders of training; None for one alone."""
+    if isinstance(given, CombinedLoader):
+        return given
+    return CombinedLoader(given, "max_size_cycle") if is_collection(given) else None
 
 
 def check_number(stage: StageName, phase: str, loaders: list[Any]) -> None:
-    """Raise ConfigurationError unless there is one loader to train with, or any to evaluate."""
-    is_train = phase == "train"
-    if len(loaders) != 1 if is_train else not loaders and stage == phase:
+    """Raise ConfigurationError unless there is a loader to train with, or any to evaluate."""
+    if not loaders and (phase == "train" or stage == phase):
         raise ConfigurationError(
-            message=f"{stage}() has {len(loaders)} {PHASE_NAMES[phase]} loaders.",
-            remedy=_ONE_TO_TRAIN if is_train else "pass one, or a list of them.",
+            message=f"{stage}() has 0 {PHASE_NAMES[phase]} loaders.",
+            remedy="pass one, or several." if phase == "train" else "pass one, or a list of them.",
+        )
+
+
+def check_combination(phase: str, given: Any, options: TrainerOptions) -> None:
+    """Raise ConfigurationError for a way of combining loaders that a phase does not have."""
+    mode = given.mode if isinstance(given, CombinedLoader) else None
+    if phase != "train" and mode not in (None, "sequential"):
+        raise ConfigurationError(
+            message=f"CombinedLoader(mode={mode!r}) is for training, not for {PHASE_NAMES[phase]}.",
+            facts="an evaluation reads each loader to its end, so that each sample counts once.",
+            remedy='CombinedLoader(..., "sequential"), or a list of the loaders.',
+        )
+    if phase == "train" and mode == "sequential":
+        raise ConfigurationError(
+            message="CombinedLoader(mode='sequential') is for evaluation, not for training.",
+            remedy='another mode, such as "max_size_cycle"; or one loader over a '
+            "torch.utils.data.ConcatDataset.",
+        )
+    if phase == "train" and combination_of(given) is not None and options.uneven_inputs == "join":
+        raise ConfigurationError(
+            message="uneven_inputs='join' needs one training loader.",
+            facts="a rank would lack batches of some loaders only, and weights could not make up for that.",
+            remedy='uneven_inputs="error", which shards loaders evenly; or one loader over a data set that '
+            "reads several.",
         )
 
 
@@ -115,6 +136,7 @@ def check_loaders(stage: StageName, phase: str, given: Any, options: TrainerOpti
     """Check, before any process starts, the number of loaders and that the ranks can split them."""
     if given is None:
         return
+    check_combination(phase, given, options)
     loaders = as_list(given)
     check_number(stage, phase, loaders)
     for loader in loaders if options.use_distributed_sampler and world_size > 1 else ():
@@ -199,108 +221,3 @@ def limited(length: float, limit: float) -> float:
             remedy="limit it to a number of batches, such as limit_train_batches=100.",
         )
     return int(length * limit)
-
-
-@final
-class TrainDataShard:
-    """This rank's batches of an epoch, from its first batch or from where an earlier run stopped.
-
-    The batches, and what a loader's workers draw, depend only on the seed (of the user's generator, if there
-    is one) and the epoch. To continue within an iterable data set, its batches are read again.
-
-    Attributes:
-        num_batches: how many batches the epoch has on this rank, including those of an earlier run.
-        is_certain: whether that number is exact; otherwise it is an upper limit.
-        limit: the Trainer's `limit_train_batches`.
-        samples_per_batch: how many items of the index stream all ranks together use for a batch.
-        replayed: the last batch that was read again to continue from where an earlier run stopped; or None.
-    """
-
-    replayed: Any = None
-
-    def __init__(self, shard: LoaderShard, seed: int, limit: float, strategy: Strategy) -> None:
-        self.limit = limit
-        self._seed, self._rank = seed, strategy.global_rank
-        given: Any = shard.loader
-        generator = getattr(given, "generator", None)
-        if generator is not None:
-            self._seed = mixed_seed(seed, generator.initial_seed())
-        self.loader: Any = with_batch_stream(given, seed=seed, rank=self._rank, worker_seed=self._seed)
-        self._shard = LoaderShard(self.loader, shard.num_batches)
-        self.num_batches = shard.num_batches
-        is_iterable = isinstance(given, DataLoader) and isinstance(given.dataset, IterableDataset)
-        self.is_certain = not is_iterable and not math.isinf(length_of(given))
-        replicas = strategy.distributed_sampler_kwargs["num_replicas"]
-        self.samples_per_batch = replicas * _batch_size_of_samples(self.loader)
-        self._replayed = 0
-        self.take_size = self._shard.take_size
-
-    def place(self, progress: Progress) -> None:
-        """Make the next `start` begin at the position of `progress` in the current epoch.
-
-        Raises:
-            ConfigurationError: within an epoch of data that rankwise does not split by index, if its first
-                batches were for another number of ranks; on every rank.
-        """
-        done, self._replayed = progress.batches_done, 0
-        self._shard.set_epoch(progress.current_epoch)
-        sampler, stream = sharded_sampler_of(self.loader), getattr(self.loader, "batch_sampler", None)
-        if isinstance(stream, BatchStream):
-            stream.first, stream.skipped = done, 0 if sampler is not None else done
-        if sampler is not None:
-            sampler.skip = progress.samples_done
-        elif progress.samples_done != done * self.samples_per_batch:
-            raise _other_ranks_error(progress)
-        elif not isinstance(stream, BatchStream):
-            self._replayed = done
-        left = length_of(self.loader)
-        if sampler is not None and not left and not self._has_any(sampler):
-            done = 0  # there is no batch that this rank could repeat, either
-        self.num_batches = limited(left + (0 if self._replayed else done), self.limit)
-
-    def _has_any(self, sampler: ShardedSampler) -> bool:
-        skip, sampler.skip = sampler.skip, 0
-        try:
-            return length_of(self.loader) > 0
-        finally:
-            sampler.skip = skip
-
-    def start(self, progress: Progress) -> Iterator[Any]:
-        """Start the loader's workers, if it has any; return the batches that are left."""
-        seed = mixed_seed(self._seed, progress.current_epoch, self._rank)
-        generator = getattr(self.loader, "generator", None)
-        with isolated_random_state(seed, *([] if generator is None else [generator])):
-            batches = iter(self._shard.sized)
-        self.replayed = None
-        for batch in islice(batches, self._replayed):  # there may be fewer now
-            self.replayed = batch
-        self._shard.sized.sizes.clear()
-        return _first(self.num_batches - progress.batches_done, batches)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether batches are loaded in this process, and their number is known.
-
-        Then none may be loaded ahead: its random numbers must come after those of the training step.
-        """
-        is_here = is_shardable(self.loader) and self.loader.num_workers == 0
-        return is_here and not math.isinf(self.num_batches)
-
-
-def _other_ranks_error(progress: Progress) -> ConfigurationError:
-    done = progress.batches_done
-    ranks = progress.samples_done / done
-    return ConfigurationError(
-        message="Training cannot continue within an epoch on another number of ranks: rankwise does not "
-        "split these data by index, so nothing tells which samples are left.",
-        facts=f"{done} batches of epoch {progress.current_epoch} are done, on {ranks:g} ranks.",
-        remedy=f"continue on {ranks:g} ranks, or from a checkpoint written at the end of an epoch.",
-    )
-
-
-def _batch_size_of_samples(loader: Any) -> int:
-    """Return how many items of the index stream are in a batch; 1 if whole batches are distributed."""
-    stream = getattr(loader, "batch_sampler", None)
-    if isinstance(stream, BatchStream) and isinstance(stream.sampler, ShardedSampler):
-        return int(stream.batches.batch_size)
-    return 1

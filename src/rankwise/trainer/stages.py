@@ -16,7 +16,14 @@ from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.loggers.base import finalize_all
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.named_options import check_is_a
-from rankwise.seed import drawn_seed, get_random_state, given_seed, seed_process, set_random_state
+from rankwise.seed import (
+    drawn_seed,
+    get_random_state,
+    given_seed,
+    mixed_seed,
+    seed_process,
+    set_random_state,
+)
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model
 from rankwise.strategies.data_split import agreed_order_seeds, fingerprint_of_loaders
 from rankwise.strategies.shared_errors import errors_shared
@@ -24,14 +31,16 @@ from rankwise.trainer.checkpointing import CheckpointFiles, check_contents, rest
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, is_own, undefined
+from rankwise.trainer.data.train_data import CombinedTrainData, TrainData, TrainDataShard
 from rankwise.trainer.data_loaders import (
     PHASE_NAMES,
     LoaderShard,
-    TrainDataShard,
     as_list,
     check_can_be_gathered,
+    check_combination,
     check_limit,
     check_number,
+    combination_of,
     shard_for_phase,
 )
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
@@ -211,7 +220,7 @@ class Stage:
         if strategy.world_size > 1:
             check_ranks_agree(strategy, fingerprint_of(module))
             share_model(strategy, module)
-        shards = self._shards(context, self.name)
+        shards = self._shards(context, self.name, self._given(context, self.name))
         if strategy.world_size > 1:
             seed_rank(strategy, self.stream, 0)
         loop = EvaluationLoop(context, shards, self.name)
@@ -319,33 +328,48 @@ class Stage:
         rank_state.restore_metric_objects()
         return rank_state
 
-    def _train_data(self, context: LoopContext) -> TrainDataShard:
+    def _train_data(self, context: LoopContext) -> TrainData:
+        given, state, strategy = self._given(context, "train"), context.state, context.strategy
         order_seed = (self.checkpoint or {}).get("order_seed")  # a run that continues keeps its order
-        shard = self._shards(context, "train", order_seed)[0]
-        return TrainDataShard(shard, context.state.seed, context.options.limit("train"), context.strategy)
+        shards = self._shards(context, "train", given, order_seed)
+        combination, limit = combination_of(given), context.options.limit("train")
+        if combination is None:
+            return TrainDataShard(shards[0], state.seed, limit, strategy)
+        data = CombinedTrainData(combination, shards, state.seed, limit, strategy)
+        state.num_batches["train"] = [data.num_batches]
+        return data
 
     def _validation(self, context: LoopContext) -> EvaluationLoop | None:
         module = context.module
         if not is_defined(module, "validation_step") or not self._has_loader(module, "validate"):
             return None
-        shards = self._shards(context, "validate")
+        shards = self._shards(context, "validate", self._given(context, "validate"))
         # A rank without batches of its own takes part in the collectives of the others' validation.
         has_batches = context.strategy.reduce_boolean_decision(
             any(shard.num_batches for shard in shards), all=False
         )
         return EvaluationLoop(context, shards, "validate") if has_batches else None
 
-    def _shards(self, context: LoopContext, phase: str, order_seed: int | None = None) -> list[LoaderShard]:
-        """Return this rank's part of each loader of a phase; `order_seed` replaces the training loader's."""
-        given, state, strategy = self.loaders[phase], context.state, context.strategy
-        owner: Any = self.datamodule or context.module
-        loaders = as_list(getattr(owner, _LOADER_HOOKS[phase])() if given is None else given)
+    def _given(self, context: LoopContext, phase: str) -> Any:
+        """Return the loaders of a phase as the user has given them."""
+        given, owner = self.loaders[phase], self.datamodule or context.module
+        return getattr(owner, _LOADER_HOOKS[phase])() if given is None else given
+
+    def _shards(
+        self, context: LoopContext, phase: str, given: Any, order_seed: int | None = None
+    ) -> list[LoaderShard]:
+        """Return this rank's part of each loader of a phase; `order_seed` replaces that of training."""
+        state, strategy = context.state, context.strategy
+        check_combination(phase, given, context.options)
+        loaders = as_list(given)
         is_split_here = context.options.use_distributed_sampler
         check_ranks_agree(strategy, fingerprint_of_loaders(PHASE_NAMES[phase], loaders, is_split_here))
         seeds = agreed_order_seeds(strategy, loaders, default=state.seed, is_split_here=is_split_here)
         check_number(self.name, phase, loaders)
         if phase == "train":
-            state.order_seed = seeds[0] = seeds[0] if order_seed is None else order_seed
+            agreed = seeds[0] if len(set(seeds)) == 1 else mixed_seed(*seeds)
+            state.order_seed = agreed if order_seed is None else order_seed
+            seeds = [state.order_seed] * len(seeds)
         shards = [
             shard_for_phase(phase, loader, seed, context.options, strategy)
             for loader, seed in zip(loaders, seeds, strict=True)

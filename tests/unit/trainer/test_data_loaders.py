@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DistributedSampler
 
-from rankwise.data import shard_for_prediction
+from rankwise.data import CombinedLoader, shard_for_prediction
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnshardableLoaderError
 from rankwise.trainer import Trainer
 from rankwise.trainer.data_loaders import (
@@ -154,19 +154,8 @@ def test_several_loaders() -> None:
     assert as_list([1, 2]) == [[1, 2]]
     assert as_list(None) == as_list([]) == []
     assert as_list([mine, [1, 2]]) == [mine, [1, 2]]
-
-
-@pytest.mark.parametrize("given", [{"a": loader(), "b": loader()}, {}, [loader(), {"a": loader()}]])
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-@pytest.mark.parametrize("is_of_module", [False, True])
-def test_a_dictionary_of_loaders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, given: Any, is_of_module: bool
-) -> None:
-    """A dictionary is refused, and not read as a loader whose batches are its keys."""
-    hook = "train_dataloader" if stage == "fit" else f"{stage.removesuffix('idate')}_dataloader"
-    monkeypatch.setattr(Line, hook, lambda _: given)
-    with pytest.raises(ConfigurationError, match="A dictionary of loaders is not supported"):
-        getattr(trainer(tmp_path), stage)(Line(), None if is_of_module else given)
+    assert as_list({"a": mine, "b": [mine, [1]]}) == [mine, mine, [1]]
+    assert as_list(CombinedLoader((mine, [1]), "sequential")) == [mine, [1]]
 
 
 @pytest.mark.parametrize("given", [5, object(), [loader(), 5]])

@@ -25,7 +25,7 @@ from rankwise.trainer.metrics.results import Results
 from rankwise.trainer.state_transfer import RankState, changing_state, gather_rank_states, seed_rank
 
 if TYPE_CHECKING:
-    from rankwise.trainer.data_loaders import TrainDataShard
+    from rankwise.trainer.data.train_data import TrainData
     from rankwise.trainer.loops.evaluation import EvaluationLoop
     from rankwise.trainer.loops.optimizers import SchedulerConfig
     from rankwise.trainer.state import LoopContext
@@ -42,7 +42,7 @@ class FitLoop:
     def __init__(
         self,
         context: LoopContext,
-        share: TrainDataShard,
+        share: TrainData,
         validation: EvaluationLoop | None,
         rank_state: RankState | None = None,
     ) -> None:
@@ -119,7 +119,7 @@ class FitLoop:
             self._results = self._new_results()
         self._stage.results = self._stage.epoch_results = self._results
         self._hooks.call("on_train_epoch_start")  # may change a sampler
-        check_same_order(self._strategy, PHASE_NAMES["train"], [self._share.loader])
+        check_same_order(self._strategy, PHASE_NAMES["train"], self._share.loaders)
         self._optimization.begin_epoch()
         report_phase("data loading", step=progress.global_step)
         for batch_idx, (batch, is_last) in self._remaining_batches():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.data.batches import sharded_sampler_of
+from rankwise.data.batches import BatchSizes, sharded_sampler_of
 from rankwise.errors import ConfigurationError, UnevenInputsError
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters
@@ -24,7 +24,7 @@ from rankwise.trainer.metrics.metric_objects import metric_objects, set_states, 
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
-    from rankwise.trainer.data_loaders import TrainDataShard
+    from rankwise.trainer.data.train_data import TrainData
     from rankwise.trainer.state import LoopContext
 
 _LOADER = "The training loader"
@@ -49,7 +49,7 @@ class BatchSchedule:
         has_padding: whether the last batch is a zero-weight padding step on any rank.
     """
 
-    def __init__(self, strategy: Strategy, module: nn.Module, share: TrainDataShard, policy: str) -> None:
+    def __init__(self, strategy: Strategy, module: nn.Module, share: TrainData, policy: str) -> None:
         self._strategy = strategy
         self._policy = policy
         self._module = module
@@ -77,6 +77,7 @@ class BatchSchedule:
 
         Collective: every rank must call this, and raises when the policy does not allow the numbers.
         """
+        self._check_lengths_of_several()
         numbers = self._strategy.all_gather_object((self._share.num_batches, self._share.is_certain))
         self._lengths, certain = zip(*numbers, strict=True)
         is_uneven = len(set(self._lengths)) > 1 and (self._policy == "error" or 0 in self._lengths)
@@ -87,6 +88,20 @@ class BatchSchedule:
             self._counter = StoreCounter(self._strategy.data_parallel_group, self._strategy.timeout)
         self.num_batches = (min if self._policy == "truncate" else max)(self._lengths)
         return self.num_batches
+
+    def _check_lengths_of_several(self) -> None:
+        """Raise if one of several loaders has another length on another rank: batches would not match."""
+        if not self._share.lengths:
+            return
+        by_rank = self._strategy.all_gather_object(self._share.lengths)
+        for number, lengths in enumerate(zip(*by_rank, strict=True)):
+            if len(set(lengths)) > 1:
+                shown = tuple(_shown(length, is_certain=True) for length in lengths)
+                raise UnevenInputsError(f"Training loader {number} of several", shown)
+
+    def batch_sizes(self) -> BatchSizes | None:
+        """Return the sizes of all ranks' batches; None if a rank cannot compute those of others."""
+        return self._share.batch_sizes()
 
     def batches(self, own: Iterator[Any], done: int = 0) -> Batches:
         """Yield the batches that this rank takes, each with whether it is the last of the epoch.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from rankwise.data.batches import BatchSizes, batch_sizes
+from rankwise.data.batches import BatchSizes
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class BatchWeighting:
         self._begin = self._progress.batches_done
         if self._strategy.gradient_weighting != "samples" or not self._has_effect:
             return
-        self._sizes = sizes = batch_sizes(self._schedule.loader)
+        self._sizes = sizes = self._schedule.batch_sizes()
         replicas = self._strategy.distributed_sampler_kwargs["num_replicas"]
         if sizes is not None and sizes.num_replicas == replicas:
             return

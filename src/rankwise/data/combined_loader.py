@@ -1,0 +1,196 @@
+"""`CombinedLoader`: several loaders as one, whose batches have the loaders' structure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Literal, final
+
+from torch.utils.data import DataLoader
+
+from rankwise.data.sampler import length_of
+from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
+
+Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
+Row = list[Any]
+
+_LENGTHS: Mapping[str, Callable[[Iterable[float]], float]] = {
+    "min_size": min,
+    "max_size_cycle": max,
+    "max_size": max,
+    "sequential": sum,
+}
+
+
+@final
+class CombinedLoader:
+    """Several loaders as one; iterating yields `(batch, batch_idx, dataloader_idx)`.
+
+    A batch has the structure of `iterables`, with a batch of each loader in its place; in the mode
+    `"sequential"` it is a batch of one loader, whose number is `dataloader_idx`. Elsewhere that is 0.
+
+    Args:
+        iterables: loaders, or other iterables over batches, in dictionaries, lists and tuples.
+        mode: when it ends. `"min_size"`: with the shortest loader. `"max_size_cycle"`: with the longest;
+            shorter ones begin again. `"max_size"`: with the longest; there is None for those that have ended.
+            `"sequential"`: each loader is read to its end, one after another.
+
+    Attributes:
+        iterables, mode: the arguments.
+        flattened: the loaders, in their order.
+
+    Raises:
+        UnknownNameError: for another mode.
+        InvalidTypeError: for what cannot be iterated over, and for a `CombinedLoader` within another.
+
+    Example:
+        >>> loaders = {"a": range(3), "b": range(10, 12)}
+        >>> for batch, batch_idx, _ in CombinedLoader(loaders, "max_size_cycle"):
+        ...     print(batch_idx, batch)
+        0 {'a': 0, 'b': 10}
+        1 {'a': 1, 'b': 11}
+        2 {'a': 2, 'b': 10}
+    """
+
+    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+        if mode not in _LENGTHS:
+            raise UnknownNameError(kind="mode of CombinedLoader", name=mode, known=tuple(_LENGTHS))
+        self.iterables = iterables
+        self.mode: Mode = mode
+        self.flattened: list[Any] = []
+        self._structure = _numbered(iterables, self.flattened)
+        for loader in self.flattened:
+            check_iterable(loader)
+            if isinstance(loader, CombinedLoader):
+                expected = "loaders in dictionaries, lists and tuples; one CombinedLoader takes all of them"
+                raise InvalidTypeError(argument="iterables", value=loader, expected=expected)
+
+    @property
+    def sampler(self) -> Any:
+        """The loaders' samplers, in the structure of `iterables`."""
+        return self.restored([getattr(loader, "sampler", None) for loader in self.flattened])
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The loaders' batch samplers, in the structure of `iterables`."""
+        return self.restored([getattr(loader, "batch_sampler", None) for loader in self.flattened])
+
+    def restored(self, items: Sequence[Any]) -> Any:
+        """Return items, one for each loader, in the structure of `iterables`."""
+        return _restored(self._structure, items)
+
+    def length(self, lengths: Sequence[float]) -> float:
+        """Return the number of batches, if the loaders have `lengths`; `inf` for unknown."""
+        return _LENGTHS[self.mode](lengths) if lengths else 0
+
+    def __len__(self) -> int:
+        length = self.length([length_of(loader) for loader in self.flattened])
+        if math.isinf(length):
+            raise TypeError(f"a CombinedLoader of the mode {self.mode!r} with a loader that has no length")
+        return int(length)
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        if self.mode == "sequential":
+            for number, loader in enumerate(self.flattened):
+                for batch_idx, batch in enumerate(loader):
+                    yield batch, batch_idx, number
+            return
+        starts = [lambda _, loader=loader: iter(loader) for loader in self.flattened]
+        for batch_idx, row in enumerate(rows(self.mode, starts)):
+            yield self.restored(row), batch_idx, 0
+
+
+def rows(
+    mode: Mode, starts: Sequence[Callable[[int], Iterator[Any]]], passes: Sequence[int] | None = None
+) -> Iterator[Row]:
+    """Yield a batch of each loader at a time, by a mode that is not sequential.
+
+    `starts` begin a pass over a loader, of which they get the number; the first is in `passes`, 0 by default.
+    """
+    first = [0] * len(starts) if passes is None else passes
+    iterators = [start(number) for start, number in zip(starts, first, strict=True)]
+    if mode == "min_size":
+        return map(list, zip(*iterators))  # noqa: B905  the shortest ends it
+    if mode == "max_size":
+        return map(list, zip_longest(*iterators))
+    return _cycled(starts, iterators, list(first))
+
+
+def _cycled(
+    starts: Sequence[Callable[[int], Iterator[Any]]], iterators: list[Iterator[Any]], passes: list[int]
+) -> Iterator[Row]:
+    """Yield rows until each loader has ended once; those that have ended begin again."""
+    has_ended = [number > 0 for number in passes]
+    while True:
+        row = []
+        for number, iterator in enumerate(iterators):
+            for batch in iterator:
+                row.append(batch)
+                break
+            else:
+                has_ended[number] = True
+                if all(has_ended):
+                    return
+                passes[number] += 1
+                iterators[number] = starts[number](passes[number])
+                row.append(_first_of(iterators[number], number))
+        yield row
+
+
+def _first_of(iterator: Iterator[Any], number: int) -> Any:
+    for batch in iterator:
+        return batch
+    raise ConfigurationError(
+        message=f"Loader {number} of several has no batch, so it cannot begin again.",
+        facts='with the mode "max_size_cycle" a loader that has ended begins again.',
+        remedy="give it data that can be read again, which a generator cannot; or choose another mode.",
+    )
+
+
+def check_iterable(loader: Any) -> None:
+    """Raise InvalidTypeError for what cannot be iterated over."""
+    if isinstance(loader, Iterable) or callable(getattr(loader, "__getitem__", None)):
+        return
+    expected = "a DataLoader, an iterable over batches, or several DataLoaders"
+    is_datamodule = callable(getattr(loader, "train_dataloader", None))
+    remedy = "derive it from rankwise.DataModule" if is_datamodule else ""
+    raise InvalidTypeError(argument="dataloaders", value=loader, expected=expected, remedy=remedy)
+
+
+def is_collection(given: Any) -> bool:
+    """Return whether a value is a container of loaders; a list without any `DataLoader` is one of batches."""
+    if isinstance(given, Mapping):
+        return True
+    return isinstance(given, (list, tuple)) and (not given or any(map(_has_loader, given)))
+
+
+def _has_loader(item: Any) -> bool:
+    if isinstance(item, (list, tuple, Mapping)):
+        return any(map(_has_loader, item.values() if isinstance(item, Mapping) else item))
+    return isinstance(item, (DataLoader, CombinedLoader))
+
+
+def _numbered(collection: Any, leaves: list[Any]) -> Any:
+    """Return a collection with numbers in place of its loaders, which are appended to `leaves`."""
+    items = collection.values() if isinstance(collection, Mapping) else collection
+    is_container = isinstance(collection, (Mapping, list, tuple))
+    if not is_container or (items and all(isinstance(item, (int, float, str)) for item in items)):
+        leaves.append(collection)
+        return len(leaves) - 1
+    if isinstance(collection, Mapping):
+        return {key: _numbered(item, leaves) for key, item in collection.items()}
+    return _like(collection, [_numbered(item, leaves) for item in collection])
+
+
+def _restored(structure: Any, items: Sequence[Any]) -> Any:
+    if isinstance(structure, int):
+        return items[structure]
+    if isinstance(structure, dict):
+        return {key: _restored(part, items) for key, part in structure.items()}
+    return _like(structure, [_restored(part, items) for part in structure])
+
+
+def _like(container: Any, items: list[Any]) -> Any:
+    kind: Any = type(container)
+    return kind(*items) if getattr(kind, "_fields", None) else kind(items)
