@@ -290,9 +290,8 @@ class Stage:
                 logger.log_graph(module)
         context.hooks.call("on_fit_start")
         is_checked = context.options.num_sanity_val_steps and self.checkpoint is None
-        validation = (
-            self._validation(context) if is_checked else None
-        )  # as in Lightning, before training data
+        # Its loaders come before those of training then, as in Lightning.
+        validation = self._validation(context) if is_checked else None
         context.state.has_validation = validation is not None
         if validation is not None:
             run_sanity_check(context, validation.shares)
