@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.hooks import RemovableHandle
 
-from rankwise.processes.shared_memory import can_be_packed
+from rankwise.processes.shared_memory import (
+    Isolated,
+    Unreadable,
+    fingerprint,
+    modules_needed,
+    sent_by_name,
+)
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_trainer", "_compiled_call_impl"}
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -21,23 +31,139 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, to
 _STAY_THERE = (Dataset, DataLoader, Sampler, Optimizer, LRScheduler, RemovableHandle)
 
 
-def changed_attributes(owner: object, before: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return an object's plain attributes that may have changed, and the names of those that cannot be sent.
+# Modules that every process of a job can import.
+_EVERYWHERE = ("builtins", "collections", "copyreg", "numpy", "pathlib", "rankwise", "torch", "_codecs")
 
-    Neither has data, optimizers, schedulers and handles of hooks, nor what `__getstate__` leaves out.
+
+@final
+class AttributesBefore:
+    """The plain attributes of an object before a stage, by which those that it changes are found.
+
+    `named` are the objects that are sent by name.
+    """
+
+    def __init__(self, owner: object, named: Mapping[str, object]) -> None:
+        self.values = dict(vars(owner))
+        plain = {
+            name: value
+            for name, value in self.values.items()
+            if name not in _OF_TORCH and not isinstance(value, (*_CONSTANTS, *_STAY_THERE))
+        }
+        with sent_by_name(named):
+            self._known = {name: _known(value) for name, value in plain.items()}
+
+    def has_changed(self, name: str, value: Any) -> bool:
+        """Return whether an attribute, or something in it, has changed since then."""
+        if value is not self.values.get(name, _OF_TORCH):
+            return True
+        return name in self._known and self._known[name] != _known(value)
+
+    def had(self, name: str, item: Any) -> bool:
+        """Return whether an attribute, of which something cannot be sent, had an item then."""
+        known = self._known.get(name)
+        return isinstance(known, _Leaves) and known.has(item)
+
+
+def _known(value: Any) -> object:
+    """Return what changes with a value: a digest, or all that is in its containers."""
+    if _holds(value, _STAY_THERE):
+        return _Leaves(value)
+    return fingerprint(value) or _Leaves(value)
+
+
+@final
+class _Leaves:
+    """The objects in nested containers; equal to another with the same objects."""
+
+    def __init__(self, value: Any) -> None:
+        self._leaves = list(_walked(value))
+
+    def has(self, item: Any) -> bool:
+        return any(leaf is item for leaf in self._leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Leaves)
+            and len(self._leaves) == len(other._leaves)
+            and all(map(operator.is_, self._leaves, other._leaves))
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # not needed
+
+
+def changed_attributes(owner: object, before: AttributesBefore) -> tuple[dict[str, Any], list[str]]:
+    """Return an object's plain attributes that have changed, and the names of those that cannot be sent.
+
+    Neither has data, optimizers, schedulers and handles of hooks, nor what `__getstate__` leaves out. Of a
+    dictionary in which some items cannot be sent, the others are.
     """
     state = _state_of(owner)
-    changed, lost = {}, []
+    changed: dict[str, Any] = {}
+    lost: list[str] = []
     for name, value in vars(owner).items():
         is_kept = name in _OF_TORCH or state.get(name) is not value
-        is_same = value is before.get(name, _OF_TORCH)
-        if is_kept or (is_same and isinstance(value, _CONSTANTS)) or _holds(value, _STAY_THERE):
+        if is_kept or not before.has_changed(name, value):
             continue
-        if can_be_packed(value):
-            changed[name] = value
-        elif not is_same or isinstance(value, (list, dict, set)):
-            lost.append(name)
+        sent, missing = _sendable(value, partial(before.had, name))
+        lost += [name + place for place in missing]
+        if sent is not _KEPT:
+            changed[name] = sent
     return changed, lost
+
+
+_KEPT: Any = object()
+
+
+def _sendable(value: Any, is_old: Callable[[Any], bool]) -> tuple[Any, list[str]]:
+    """Return what is sent of a value, or `_KEPT`, and the places of new items that cannot be sent."""
+    if isinstance(value, _STAY_THERE):
+        return _KEPT, []
+    needed = None if _holds(value, _STAY_THERE) else modules_needed(value)
+    if needed is not None:
+        return (value if _are_everywhere(needed) else Isolated(value)), []
+    parts = _parts(value)
+    if parts is None:
+        is_lost = not (is_old(value) or _holds(value, _STAY_THERE))
+        return _KEPT, [""] if is_lost else []
+    sent, lost = {}, []
+    for key, item in parts.items():
+        sent[key], missing = _sendable(item, is_old)
+        lost += [f"[{key!r}]{place}" for place in missing]
+    items = {key: item for key, item in sent.items() if item is not _KEPT}
+    return _SomeItems([*parts], items), lost
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return a dictionary with names as keys, or the fields of a dataclass; None for anything else."""
+    if isinstance(value, dict):
+        return value if all(isinstance(key, (str, int)) for key in value) else None
+    is_data = is_dataclass(value) and not isinstance(value, type)
+    return getattr(value, "__dict__", None) if is_data else None
+
+
+def _are_everywhere(modules: Iterable[str]) -> bool:
+    return all(module.partition(".")[0] in _EVERYWHERE for module in modules)
+
+
+@final
+class _SomeItems:
+    """The keys of a dictionary, or the fields of a dataclass, and those of its items that could be sent."""
+
+    def __init__(self, keys: list[Any], items: dict[Any, Any]) -> None:
+        self._keys = keys
+        self._items = items
+
+    def given_to(self, current: Any) -> Any:
+        """Return `current`, or a new dictionary, with these items; it keeps those that were not sent."""
+        parts = _parts(current)
+        if parts is None:
+            parts = current = {}
+        new = {key: updated(parts.get(key), item) for key, item in self._items.items()}
+        new = {key: item for key, item in new.items() if not isinstance(item, Unreadable)}
+        merged = {key: new.get(key, parts.get(key)) for key in self._keys if key in new or key in parts}
+        parts.clear()
+        parts.update(merged)
+        return current
 
 
 def _state_of(owner: Any) -> dict[str, Any]:
@@ -52,21 +178,27 @@ def _state_of(owner: Any) -> dict[str, Any]:
 
 
 def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Return whether a value, or an item of it, is of some kind; a container may contain itself."""
+    """Return whether a value, or an item of it, is of some kind."""
+    return any(isinstance(item, kinds) for item in _walked(value))
+
+
+def _walked(value: Any) -> Iterator[Any]:
+    """Yield a value and what is in its containers; one may contain itself."""
     seen: set[int] = set()
     left = [value]
     while left:
         item = left.pop()
-        if isinstance(item, kinds):
-            return True
-        if type(item) in (list, tuple, dict) and id(item) not in seen:
+        yield item
+        parts = _parts(item) if not isinstance(item, (list, tuple, set, dict)) else item
+        if parts is not None and id(item) not in seen:
             seen.add(id(item))
-            left.extend(item.values() if type(item) is dict else item)
-    return False
+            left.extend(parts.values() if isinstance(parts, dict) else parts)
 
 
 def updated(current: Any, value: Any) -> Any:
     """Return `current` with the contents of `value`, if it can be changed in place; otherwise `value`."""
+    if isinstance(value, _SomeItems):
+        return value.given_to(current)
     if type(current) is not type(value):
         return value
     if type(value) is list:

@@ -6,7 +6,9 @@ multiple of 64. The length is written last.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import hashlib
 import io
 import mmap
 import os
@@ -73,6 +75,16 @@ def send_by_name(objects: Mapping[str, object]) -> None:
 
 
 @contextmanager
+def sent_by_name(objects: Mapping[str, object]) -> Iterator[None]:
+    """Pack only the names of these objects in the block."""
+    token = _sent_by_name.set(objects)
+    try:
+        yield
+    finally:
+        _sent_by_name.reset(token)
+
+
+@contextmanager
 def read_by_name(objects: Mapping[str, object]) -> Iterator[None]:
     """In the block, put these objects where a value was packed with their names."""
     token = _read_by_name.set(objects)
@@ -80,6 +92,22 @@ def read_by_name(objects: Mapping[str, object]) -> Iterator[None]:
         yield
     finally:
         _read_by_name.reset(token)
+
+
+@final
+class Isolated:
+    """A value that is packed by itself: a reader that cannot read it gets an `Unreadable` in its place."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+@final
+class Unreadable:
+    """A value that could not be read; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
 
 def pack(value: object, descriptor: int) -> None:
@@ -129,14 +157,25 @@ def _aligned(offset: int) -> int:
 class _Pickler(pickle.Pickler):
     """Collect each storage once; pickle its offset in its place."""
 
-    def __init__(self, stream: io.BytesIO) -> None:
+    def __init__(self, stream: io.IOBase) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.storages: list[tuple[int, torch.UntypedStorage]] = []
         self.size = 0
         self._places: dict[int, int] = {}
         self._names = {id(named): name for name, named in _sent_by_name.get().items()}
 
-    def persistent_id(self, obj: object) -> tuple[int, int, torch.dtype | None] | str | None:
+    def _isolated(self, value: object) -> bytes:
+        """Return the pickle of a value; its storages are among this one's."""
+        stream = io.BytesIO()
+        pickler = _Pickler(stream)
+        pickler.storages, pickler._places, pickler.size = self.storages, self._places, self.size
+        pickler.dump(value)
+        self.size = pickler.size
+        return stream.getvalue()
+
+    def persistent_id(self, obj: object) -> tuple[int, int, torch.dtype | None] | str | bytes | None:
+        if type(obj) is Isolated:
+            return self._isolated(obj.value)
         if (name := self._names.get(id(obj))) is not None:
             return name
         storage, dtype = obj, None
@@ -177,7 +216,17 @@ class _Unpickler(pickle.Unpickler):
         found = super().find_class(module, name)
         return _rebuild_tensor if found is torch._utils._rebuild_tensor_v3 else found
 
-    def persistent_load(self, pid: tuple[int, int, torch.dtype | None] | str) -> object:
+    def _isolated(self, pickled: bytes) -> object:
+        unpickler = _Unpickler(io.BytesIO(pickled), self._memory, self._start, self._copy)
+        unpickler._storages = self._storages
+        try:
+            return unpickler.load()
+        except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+            return Unreadable(f"{type(error).__name__}: {text_of(error)}")
+
+    def persistent_load(self, pid: tuple[int, int, torch.dtype | None] | str | bytes) -> object:
+        if isinstance(pid, bytes):
+            return self._isolated(pid)
         if isinstance(pid, str):
             return _read_by_name.get()[pid]
         offset, size, dtype = pid
@@ -191,17 +240,47 @@ class _Unpickler(pickle.Unpickler):
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def can_be_packed(value: object) -> bool:
-    """Return whether a value can be pickled and read back; the data of its tensors is not copied."""
+def modules_needed(value: object) -> set[str] | None:
+    """Return the modules that a reader of the value imports; None if it cannot be packed.
+
+    The data of its tensors is not copied.
+    """
     stream = io.BytesIO()
     try:
         pickler = _KeepingPickler(stream)
         pickler.dump(value)
         stream.seek(0)
-        _KeepingUnpickler(stream, pickler.kept).load()
+        unpickler = _KeepingUnpickler(stream, pickler.kept)
+        unpickler.load()
     except Exception:  # noqa: BLE001  pickling runs anybody's code
-        return False
-    return True
+        return None
+    return unpickler.modules
+
+
+def fingerprint(value: object) -> bytes | None:
+    """Return a digest of a value and the data of its tensors on the CPU; None if it cannot be pickled."""
+    digest = _Digest()
+    try:
+        pickler = _Pickler(digest)
+        pickler.dump(value)
+        for _, storage in pickler.storages:
+            on_cpu = storage.cpu()
+            digest.write((ctypes.c_char * on_cpu.nbytes()).from_address(on_cpu.data_ptr()))
+    except Exception:  # noqa: BLE001  pickling runs anybody's code
+        return None
+    return digest.value.digest()
+
+
+@final
+class _Digest(io.RawIOBase):
+    """A stream of which only the digest is kept."""
+
+    def __init__(self) -> None:
+        self.value = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self.value.update(data)
+        return memoryview(data).nbytes
 
 
 @final
@@ -226,6 +305,11 @@ class _KeepingUnpickler(_Unpickler):
     def __init__(self, stream: io.BytesIO, kept: list[object]) -> None:
         super().__init__(stream, mmap.mmap(-1, mmap.PAGESIZE), 0, copy=False)
         self._kept = kept
+        self.modules: set[str] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.modules.add(module)
+        return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> object:
         return self._kept[pid]

@@ -296,6 +296,13 @@ def _accepts(method: Callable[..., Any], count: int) -> bool:
     return True
 
 
+def _adapted(method: Callable[..., Any], hook: Hook, num_first: int) -> Callable[..., Any]:
+    """Return a method that takes all arguments of a hook, and leaves out a last one that it does not have."""
+    if len(hook.names) == hook.num_required or _accepts(method, num_first + len(hook.names)):
+        return method
+    return lambda *args: method(*args[:-1])
+
+
 def num_step_arguments(module: TrainingModule, step: str, num_loaders: int = 1) -> int:
     """Return how many of `batch, batch_idx, dataloader_idx` a step gets; `batch_idx` may be missing.
 
@@ -392,9 +399,13 @@ class Hooks:
 
     def _search(self, hook: Hook) -> _Calls:
         name, callbacks = hook.name, self._callbacks if "callback" in hook.owners else []
-        methods = [(each, method) for each in callbacks if (method := own_method(each, name)) is not None]
+        methods = [
+            (each, _adapted(method, hook, 2))
+            for each in callbacks
+            if (method := own_method(each, name)) is not None
+        ]
         has_own = "module" in hook.owners and is_defined(self.module, name)
-        own = getattr(self.module, name) if has_own else None
+        own = _adapted(getattr(self.module, name), hook, 0) if has_own else None
         datamodule = self.trainer.datamodule if "datamodule" in hook.owners else None
         return _Calls(
             None

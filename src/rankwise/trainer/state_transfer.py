@@ -15,9 +15,14 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.nested import map_tensors, to_device
-from rankwise.processes.changed_attributes import changed_attributes, updated, with_contents
+from rankwise.processes.changed_attributes import (
+    AttributesBefore,
+    changed_attributes,
+    updated,
+    with_contents,
+)
 from rankwise.processes.parametrized_modules import kind_of, set_kind
-from rankwise.processes.shared_memory import send_by_name
+from rankwise.processes.shared_memory import Unreadable, send_by_name
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metrics.metric_objects import (
     merged,
@@ -72,8 +77,9 @@ class KnownToCaller:
         self.parts = named_parts(context.module)
         self.named = named_objects(context)
         self.callbacks, self.loggers = list(context.callbacks), list(context.loggers)
-        self.attributes = {id(part): dict(vars(part)) for part in context.module.modules()}
-        self.datamodule = None if context.datamodule is None else dict(vars(context.datamodule))
+        self.attributes = {id(part): AttributesBefore(part, self.named) for part in context.module.modules()}
+        data = context.datamodule
+        self.datamodule = None if data is None else AttributesBefore(data, self.named)
 
 
 def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
@@ -207,24 +213,36 @@ class _Attributes:
         lost: the names of attributes that may have changed, but cannot be sent.
     """
 
-    def __init__(self, owner: object, before: dict[str, Any]) -> None:
+    def __init__(self, owner: object, before: AttributesBefore) -> None:
         self._changed, self.lost = changed_attributes(owner, before)
-        self._removed = [name for name in before if name not in vars(owner)]
+        self._removed = [name for name in before.values if name not in vars(owner)]
 
     def give_to(self, owner: object, *, removes: bool = True) -> None:
         """Give an object these attributes; with `removes`, take away those that the stage has removed."""
         attributes = vars(owner)
         for name in self._removed if removes else ():
             attributes.pop(name, None)
+        unreadable = {}
         for name, value in self._changed.items():
-            attributes[name] = updated(attributes.get(name), value)
+            new = updated(attributes.get(name), value)
+            if isinstance(new, Unreadable):
+                unreadable[name] = new.reason
+            else:
+                attributes[name] = new
+        if unreadable:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in unreadable.items())
+            warnings.warn(
+                f"These attributes of {type(owner).__name__} were set in a worker process, and cannot be "
+                f"read in the calling process, where they stay as they are: {reasons}.",
+                stacklevel=2,
+            )
 
 
 @final
 class _Contents:
     """What one submodule consists of; `before` are its attributes when the stage started."""
 
-    def __init__(self, module: nn.Module, before: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, before: AttributesBefore) -> None:
         self.attributes = _Attributes(module, before)
         self._kind = kind_of(module)
         self._modules = dict(module._modules.items())

@@ -206,6 +206,35 @@ def test_dataloader_idx(tmp_path: Path) -> None:
         trainer(tmp_path).validate(Line(), loaders)
 
 
+def test_dataloader_idx_of_hooks(tmp_path: Path) -> None:
+    """A hook that requires the argument gets 0 with one loader; one that does not take it gets none."""
+    seen: list[tuple[str, int]] = []
+
+    class Numbered(Line):
+        def on_validation_batch_end(  # type: ignore[override]
+            self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
+        ) -> None:
+            seen.append(("module", dataloader_idx))
+
+        def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            seen.append(("short", batch_idx))
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            pass
+
+    class Counting(Callback):
+        def on_validation_batch_end(  # type: ignore[override]
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
+        ) -> None:
+            seen.append(("callback", dataloader_idx))
+
+    trainer(tmp_path, callbacks=Counting()).validate(Numbered(), loader(2))
+    assert seen == [("short", 0), ("callback", 0), ("module", 0)]
+    seen.clear()
+    trainer(tmp_path, callbacks=Counting()).validate(Numbered(), [loader(2), loader(2)])
+    assert seen[3:] == [("short", 0), ("callback", 1), ("module", 1)]
+
+
 # ------------------------------------------------------------------ callbacks of the module
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.lr_scheduler import LambdaLR
 
 from rankwise.callbacks import ModelCheckpoint
+from rankwise.processes.changed_attributes import AttributesBefore, changed_attributes
 from rankwise.trainer import Trainer
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state_transfer import restore
@@ -419,6 +421,72 @@ def test_attributes_that_cannot_come_back(tmp_path: Path) -> None:
         fit_elsewhere(trainer(tmp_path), model)
     assert not {"function", "fails"} & {*vars(model), *vars(model.layer)}
     assert model.seen
+
+
+class OnlyThere:
+    """Can be read by the process that has packed it, which tries that once, and by no other."""
+
+    reads_left = 1
+
+    def __reduce__(self) -> Any:
+        return _made_there, ()
+
+
+def _made_there() -> OnlyThere:
+    if not OnlyThere.reads_left:
+        raise ImportError("no module named 'there'")
+    OnlyThere.reads_left -= 1
+    return OnlyThere()
+
+
+class Partly(Line):
+    """Has attributes of which only some can be sent, or that stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"lr": 0.1, "function": lambda: None, "data": samples()})
+        self.functions = [lambda: None]
+        self.table = torch.zeros(3)
+
+    def setup(self, stage: str) -> None:
+        self.hparams["lr"] = 0.2
+        self.hparams["data"] = samples(4)
+        self.read_back, self.note = OnlyThere(), "new"
+
+
+def test_items_that_can_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items beside one that cannot be sent come back; so do attributes beside one that cannot be read.
+
+    What has not changed is neither sent nor in a warning, and data sets stay where they are.
+    """
+    monkeypatch.setattr(OnlyThere, "reads_left", 1)
+    model = Partly()
+    function, data, table = model.hparams["function"], model.hparams["data"], model.table
+    read_back = pytest.warns(UserWarning, match=r"cannot be read.*read_back: ImportError: no module")
+    with warnings.catch_warnings(), read_back:
+        warnings.filterwarnings("error", "These attributes of the module")
+        fit_elsewhere(trainer(tmp_path), model, copy.deepcopy(model))  # as a fork
+    assert (model.hparams["lr"], model.note) == (0.2, "new")
+    assert model.hparams["function"] is function
+    assert model.hparams["data"] is data
+    assert model.table is table
+    assert not hasattr(model, "read_back")
+
+
+@pytest.mark.parametrize("value", [[1], {"a": torch.zeros(2)}, torch.zeros(2), {"f": [print, Line]}, [open]])
+def test_unchanged_attributes(value: Any) -> None:
+    """What has not changed is not sent; a change within it is found."""
+    model = Line()
+    vars(model)["value"] = value
+    before = AttributesBefore(model, {})
+    assert changed_attributes(model, before) == ({}, [])
+    if isinstance(value, list):
+        value.append(2)
+    elif isinstance(value, dict):
+        value["new"] = 2
+    else:
+        value += 1
+    assert "value" in changed_attributes(model, before)[0]
 
 
 def test_module_is_copied_without_its_trainer(tmp_path: Path) -> None:

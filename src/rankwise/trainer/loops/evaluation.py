@@ -151,7 +151,7 @@ class EvaluationLoop:
         """Run the module's step on a batch, and the hooks around it; return the outputs."""
         context, precision = self.context, self.context.strategy.precision
         phase, name = _NAMES[self.stage]
-        indices = (batch_idx, dataloader_idx) if len(self.shares) > 1 else (batch_idx,)
+        indices = batch_idx, dataloader_idx
         report_phase(phase)
         batch = self._transfer(batch, dataloader_idx)
         results.begin_batch(self.shares[dataloader_idx].take_size())
