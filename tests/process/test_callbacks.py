@@ -18,6 +18,7 @@ from rankwise.callbacks import (
     BasePredictionWriter,
     EarlyStopping,
     EMAWeightAveraging,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -128,6 +129,28 @@ def test_the_average_of_one_process() -> None:
         assert len(trainer.lr_scheduler_configs) == 1
     for one, two in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
+
+
+class WithRate(Regression):
+    """Has a learning rate that can be set."""
+
+    lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+def test_the_learning_rate_of_one_process() -> None:
+    """Two ranks search as one process does, and train with the same learning rate; the caller has both."""
+    found: list[Any] = []
+    for devices, strategy in ((1, "single_device"), (2, "ddp_fork")):
+        module, finder = WithRate(), LearningRateFinder(1e-3, 1.0, 20)
+        trainer = quiet_trainer(strategy, devices, max_epochs=1, callbacks=finder)
+        trainer.fit(module, loader(16, 8 // devices))
+        assert finder.optimal_lr is not None
+        assert trainer.optimizers[0].param_groups[0]["lr"] == module.lr == finder.optimal_lr.suggestion()
+        found.append([module.lr, *finder.optimal_lr.results["loss"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
 class WithBackbone(Regression):

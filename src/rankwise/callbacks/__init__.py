@@ -4,6 +4,7 @@ from rankwise.callbacks.base import Callback, MonitoringCallback
 from rankwise.callbacks.early_stopping import EarlyStopping
 from rankwise.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from rankwise.callbacks.lambda_callback import LambdaCallback
+from rankwise.callbacks.learning_rate_finder import LearningRateCurve, LearningRateFinder
 from rankwise.callbacks.model_checkpoint import ModelCheckpoint
 from rankwise.callbacks.model_summary import ModelSummary
 from rankwise.callbacks.monitors import DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor
@@ -29,6 +30,8 @@ __all__ = [
     "EarlyStopping",
     "GradientAccumulationScheduler",
     "LambdaCallback",
+    "LearningRateCurve",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",

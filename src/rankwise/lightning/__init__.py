@@ -26,7 +26,9 @@ _HOMES = {
     "Trainer": "rankwise.lightning.trainer",
     "seed_everything": "rankwise.lightning.utilities",
 }
-_MODULES = ("callbacks", "core", "fabric", "loggers", "plugins", "strategies", "trainer", "utilities")
+_MODULES = (
+    *("callbacks", "core", "fabric", "loggers", "plugins", "strategies", "trainer", "tuner", "utilities"),
+)
 
 __all__ = ["Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"]
 

@@ -21,14 +21,13 @@ _MISSING_MODULES: Mapping[str, str] = {
     **dict.fromkeys(("demos", "demos.boring_classes"), "write the module in your script."),
     **dict.fromkeys(("loops", "overrides"), _NOT_PUBLIC),
     "serve": "serve the module with a server of your choice; it is a torch.nn.Module.",
-    "tuner": _FINDER,
 }
 """Modules of Lightning's without a counterpart, and what to do."""
 
 _MISSING_NAMES: Mapping[str, str] = {
     **_MISSING_MODULES,
     "LightningCLI": _NO_LIGHTNING_CLI,
-    **dict.fromkeys(("Tuner", "BatchSizeFinder", "LearningRateFinder"), _FINDER),
+    "BatchSizeFinder": _FINDER,
     **dict.fromkeys(("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"), _MODEL_SHARDING),
     **dict.fromkeys(("FSDPPrecision", "DeepSpeedPrecision"), _MODEL_SHARDING),
     **dict.fromkeys(("XLAPrecision", "XLAEnvironment", "XLACheckpointIO", "XLAProfiler"), _DEVICES),

@@ -117,6 +117,22 @@ class NoExperiment:
         """End nothing."""
 
 
+@final
+class NoLogger(Logger):
+    """Stands for the loggers of a trainer in a fit that is not to be logged: its methods do nothing."""
+
+    @property
+    def experiment(self) -> NoExperiment:
+        """An object whose methods do nothing."""
+        return NoExperiment()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(NoExperiment(), name)  # also for methods that only some loggers have
+
+
 def rank_zero_experiment(experiment: Callable[[Any], T]) -> Callable[[Any], T | NoExperiment]:
     """Make a logger's `experiment` return the real object on global rank 0 only.
 

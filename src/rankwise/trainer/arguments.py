@@ -326,7 +326,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "max_duration": "Trainer(max_epochs=...), max_steps=... or max_time=...",
     "terminate_on_nan": 'Trainer(on_nonfinite="raise").',
     "gradient_accumulation_steps": "Trainer(accumulate_grad_batches={value!r}).",
-    "auto_lr_find": "leave it out: rankwise does not look for a learning rate.",
+    "auto_lr_find": "callbacks=[LearningRateFinder()]",
     "auto_scale_batch_size": "leave it out: rankwise does not look for a batch size.",
     "track_grad_norm": "log it in on_before_optimizer_step of the module.",
     "stochastic_weight_avg": "Trainer(callbacks=[StochasticWeightAveraging(swa_lrs=...)]).",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import TYPE_CHECKING, Any, final
 
-from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from rankwise.callbacks import Callback, EarlyStopping, LearningRateFinder, ModelCheckpoint
 from rankwise.errors import InvalidTypeError, LifecycleError
+from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.plugins import agreed_placement, collect_plugins, collect_strategy
 from rankwise.processes.shared_memory import read_by_name
@@ -370,6 +372,8 @@ class Trainer(TrainerProperties):
         is_given = model is not None or stage.name == "fit"
         model = model if is_given else self.module
         self._check_stage(stage, model)
+        if stage.name == "fit":
+            self._find_learning_rates(stage, model)
         is_fitted = model is self._fitted_module
         if not is_given and stage.ckpt_path is None and is_fitted:
             stage.ckpt_path = CheckpointFiles(self.context(model)).best_of_fit(stage.name)
@@ -393,6 +397,30 @@ class Trainer(TrainerProperties):
                 _run_on_rank, model=model, trainer=self, stage=stage, brings_state_back=brings_state_back
             )
         return returned
+
+    def _find_learning_rates(self, stage: Stage, model: TrainingModule) -> None:
+        """Run the searches of callbacks before a run begins; one that continues keeps its learning rate."""
+        finders = [callback for callback in self.callbacks if isinstance(callback, LearningRateFinder)]
+        if not finders or self.global_step > 0:
+            return
+        if CheckpointFiles(self.context(model)).find(stage.ckpt_path) is None:
+            for finder in finders:
+                finder.lr_find(self, model, stage.loaders["train"], stage.datamodule)
+
+    def trial(self, model: TrainingModule, callback: Callback, **options: Any) -> Trainer:
+        """Return a trainer for a fit of `model` that leaves this one as it is, on the same strategy.
+
+        It logs nothing, and has one callback, not those that the model configures. `options` replace this
+        trainer's.
+        """
+        other = copy.copy(self)
+        other.strategy, other.options = self.strategy, copy.copy(self.options)
+        for name, value in options.items():
+            setattr(other.options, name, value)
+        other.callbacks, other.loggers = [callback], [NoLogger()] if self.loggers else []
+        other._forget_fit()
+        other._configured = model
+        return other
 
     def _check_stage(self, stage: Stage, model: Any) -> None:
         """Check model, loaders and options for a stage, before any process starts."""

@@ -36,6 +36,7 @@ PACKAGE = "rankwise.lightning"
         (".fabric", "seed_everything", rankwise.seed_everything),
         (".fabric.utilities.seed", "seed_everything", rankwise.seed_everything),
         (".fabric.strategies", "DDPStrategy", rankwise.DDPStrategy),
+        (".callbacks.lr_finder", "LearningRateFinder", rankwise.callbacks.LearningRateFinder),
         (".loggers", "WandbLogger", rankwise.loggers.WandbLogger),
         (".loggers.tensorboard", "TensorBoardLogger", rankwise.loggers.TensorBoardLogger),
         (".plugins.environments", "ClusterEnvironment", rankwise.ClusterEnvironment),
@@ -80,8 +81,8 @@ def test_missing_names(statement: str, remedy: str) -> None:
 def test_special_names_are_not_refused() -> None:
     """Special and private names are missing in the ordinary way, as Python's own tools expect."""
     pl = importlib.import_module(PACKAGE)
-    tuner = importlib.import_module(f"{PACKAGE}.tuner")
-    for module in (pl, pl.callbacks, tuner):
+    missing = importlib.import_module(f"{PACKAGE}.serve")
+    for module in (pl, pl.callbacks, missing):
         assert getattr(module, "__wrapped__", None) is None
         assert getattr(module, "_private", None) is None
 
