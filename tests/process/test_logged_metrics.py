@@ -557,3 +557,35 @@ def test_sizes_that_nobody_knows() -> None:
     for batches in loaders:
         with pytest.raises(ConfigurationError, match=r"log\('error'(.|\n)*batch_size="):
             trainer_on(1).test(AnyShape(), batches)
+
+
+class ReadsItsEpoch(Regression):
+    """Notes, in the hooks at the end of an epoch, the metrics of that epoch, and logs the best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.val_losses: list[float] = []
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        self.losses.append(self.trainer.callback_metrics["train_loss_epoch"].item())
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self.val_losses.append(self.trainer.callback_metrics["val_loss"].item())
+        self.log("best", min(self.val_losses))
+
+
+def test_hooks_read_the_metrics_of_their_epoch() -> None:
+    """At the end of an epoch hooks read its metrics, reduced over the ranks, and may log more."""
+    read = []
+    for world_size in (1, 2):
+        model, trainer = ReadsItsEpoch(), trainer_on(world_size, max_epochs=2)
+        trainer.fit(model, loader(16, 8 // world_size), loader(16, 8))
+        metrics = metrics_of(trainer)
+        assert len(model.losses) == len(model.val_losses) == 2
+        assert metrics["best"] == pytest.approx(min(model.val_losses))
+        assert [model.losses[-1], model.val_losses[-1]] == [metrics["train_loss_epoch"], metrics["val_loss"]]
+        read.append([*model.losses, *model.val_losses])
+    assert read[0] == pytest.approx(read[1])

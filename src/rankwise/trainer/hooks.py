@@ -387,6 +387,11 @@ class Hooks:
         calls = self._find(name)
         return bool(calls.of_data or calls.first or calls.own or calls.last)
 
+    def is_before_metrics(self, name: str) -> bool:
+        """Return whether anything defines a hook that runs before the metrics are published; see `call`."""
+        calls = self._find(name)
+        return bool(calls.of_data or calls.first or calls.own)
+
     def _find(self, name: str) -> _Calls:
         callbacks = self.trainer.callbacks
         if callbacks != self._callbacks:

@@ -250,6 +250,13 @@ class LoopContext:
         """The Trainer's data module: the last that a stage was given."""
         return self.hooks.trainer.datamodule
 
+    def show_so_far(self, results: Results, hook: str) -> None:
+        """Show what was logged by epoch to the hook at its end, if a rank has one. Collective."""
+        is_read = self.hooks.is_before_metrics(hook)
+        values = results.values_so_far(self.strategy, is_read=is_read)
+        if is_read:
+            self.publish(values, is_logged=False)
+
     def publish(self, values: list[Reported], *, is_logged: bool) -> None:
         """Show metrics to callbacks and the progress bar, and with `is_logged` to rank 0's loggers."""
         state, metrics = self.state, self.state.metrics

@@ -63,28 +63,76 @@ def test_over_ranks(reduce_fx: str, expected: float) -> None:
     other = logged((2, 7.0), reduce_fx=reduce_fx)
     parts = {name: metric.part() for name, metric in other._metrics.items()}
     mine = logged((1, 1.0), (1, 1.0), *([(2, 5.0)] if reduce_fx == "sum" else []), reduce_fx=reduce_fx)
-    assert epoch(mine, with_second_rank(lambda _: (True, parts, {}))) == {"x": expected}
+    assert epoch(mine, with_second_rank(lambda _: (True, parts, {}, False))) == {"x": expected}
+
+
+def test_values_for_a_hook(alone: Strategy) -> None:
+    """What a hook at the epoch's end reads is what was logged so far; what it logs itself counts too."""
+    results = logged((3, 1.0), (1, 5.0))
+    [shown] = results.values_so_far(alone, is_read=True)
+    assert (shown.name, shown.value.item()) == ("x", 2.0)
+    results.log("late", 3.0)
+    assert epoch(results, alone) == {"x": 2.0, "late": 3.0}
+
+
+@pytest.mark.parametrize(("is_read_here", "is_read_there", "exchanges"), [(0, 0, 1), (1, 0, 2), (0, 1, 2)])
+def test_exchanges_of_an_epoch(is_read_here: bool, is_read_there: bool, exchanges: int) -> None:
+    """All ranks exchange the values once more at the end if any of them has a hook that may log."""
+    seen = []
+
+    def other(mine: Any) -> Any:
+        seen.append(mine)
+        return (True, mine[1], {}, bool(is_read_there))
+
+    results, strategy = logged((2, 3.0)), with_second_rank(other)
+    results.values_so_far(strategy, is_read=bool(is_read_here))
+    assert epoch(results, strategy) == {"x": 3.0}
+    assert len(seen) == exchanges
+
+
+class ReadsSteps(Line):
+    """Notes the metrics that its hook after each batch can read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("number", float(batch_idx), on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = self.trainer.callback_metrics
+        self.read.append((metrics["number"].item(), metrics["number_step"].item()))
+
+
+def test_hooks_read_the_metrics_of_their_step(tmp_path: Path) -> None:
+    """After a batch, hooks read what was logged in its step, also before the end of an accumulation."""
+    model = ReadsSteps()
+    trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(model, loader())
+    assert len(model.read) > 2
+    assert model.read == [(number, number) for number in range(len(model.read))]
 
 
 def test_rank_without_batches() -> None:
     """A rank whose shard was empty takes part without having logged anything."""
-    assert epoch(logged((2, 3.0)), with_second_rank(lambda _: (False, {}, {}))) == {"x": 3.0}
+    assert epoch(logged((2, 3.0)), with_second_rank(lambda _: (False, {}, {}, False))) == {"x": 3.0}
     parts = {name: metric.part() for name, metric in logged((2, 3.0))._metrics.items()}
-    assert epoch(Results(nn.Module(), is_evaluation=True), with_second_rank(lambda _: (True, parts, {}))) == {
-        "x": 3.0
-    }
+    assert epoch(
+        Results(nn.Module(), is_evaluation=True), with_second_rank(lambda _: (True, parts, {}, False))
+    ) == {"x": 3.0}
 
 
 def test_different_names() -> None:
     """Ranks that log different metrics get an error that names them."""
     with pytest.raises(ConfigurationError, match=r"not all logged \['x'\](.|\n)*'x' on global_rank 0 only"):
-        logged((2, 3.0)).epoch_values(with_second_rank(lambda _: (True, {}, {})))
+        logged((2, 3.0)).epoch_values(with_second_rank(lambda _: (True, {}, {}, False)))
 
 
 def test_training_is_local_by_default() -> None:
     """In training only sync_dist=True reduces over the ranks."""
     local = logged((1, 3.0), is_evaluation=False, on_epoch=True)
-    assert epoch(local, with_second_rank(lambda _: (True, {}, {}))) == {"x_epoch": 3.0}
+    assert epoch(local, with_second_rank(lambda _: (True, {}, {}, False))) == {"x_epoch": 3.0}
     synced = logged((1, 3.0), is_evaluation=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
     assert epoch(synced, with_second_rank(lambda mine: mine)) == {"x_epoch": 6.0}
 
@@ -197,7 +245,7 @@ def test_ranks_with_different_options() -> None:
     """Ranks that reduce a metric in different ways get an error that names it."""
     parts = {name: metric.part() for name, metric in logged((2, 7.0), reduce_fx="max")._metrics.items()}
     with pytest.raises(ConfigurationError, match="logged 'x' with different reduce_fx: \\['max', 'mean'\\]"):
-        logged((1, 1.0)).epoch_values(with_second_rank(lambda _: (True, parts, {})))
+        logged((1, 1.0)).epoch_values(with_second_rank(lambda _: (True, parts, {}, False)))
 
 
 @pytest.mark.parametrize("options", [{"reduce_fx": "sum"}, {"on_epoch": False, "on_step": True}])

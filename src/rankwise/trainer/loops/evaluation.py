@@ -72,6 +72,7 @@ class EvaluationLoop:
             for dataloader_idx, batch_idx, batch in stopping.evaluated(batches) if stopping else batches:
                 self._run_batch(results, batch, batch_idx, dataloader_idx)
             results.end_loaders()
+            context.show_so_far(results, f"on_{_NAMES[self.stage][1]}_epoch_end")
             self._hook("epoch_end")
             values = results.epoch_values(context.strategy)
             if not context.stage.is_sanity_check:

@@ -132,6 +132,7 @@ class FitLoop:
         report_phase("end of the epoch")
         if not progress.is_epoch_done:
             self._results.stop()
+        self._context.show_so_far(self._results, "on_train_epoch_end")
         self._hooks.call("on_train_epoch_end", before_monitoring=self._end_metrics)
         is_unsized = math.isinf(self._schedule.num_batches)
         if self._validation is not None and progress.is_epoch_done and is_unsized:
@@ -193,6 +194,8 @@ class FitLoop:
             _step_schedulers(self._context, "epoch", needs_metric=False)
         self._stage.is_validation_due = is_window_end and self._must_validate(batch_idx, is_last)
         publish = self._publish_step if is_window_end else None
+        if self._hooks.is_before_metrics("on_train_batch_end"):
+            self._context.publish(self._results.own_step_values(self._strategy), is_logged=False)
         self._hooks.call("on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
         self._results.end_batch()
         if is_window_end:

@@ -148,6 +148,7 @@ class Results:
         self._object_steps: dict[str, _Metric] = {}  # the values that metric objects had in steps
         self._loaders: dict[str, int] = {}  # the loader whose batches have logged a name
         self._history: dict[str, list[tuple[tuple[int, int], Part]]] = {}  # of steps of an evaluation
+        self._final: list[Reported] | None = None  # the values of the epoch, if no hook can log more
 
     def begin_loader(self, dataloader_idx: int, suffix: str) -> None:
         """Append `suffix` to the names that are logged from here on, in the batches of a loader."""
@@ -373,11 +374,7 @@ class Results:
         """
         if self._is_evaluation:
             return []
-        fresh = {
-            name: logged
-            for name, logged in {**self._metrics, **self._object_steps}.items()
-            if logged.is_fresh and logged.options.on_step
-        }
+        fresh = self._fresh_steps()
         values = {name: logged.last for name, logged in fresh.items()}
         if strategy.world_size > 1:
             synced = {name: logged for name, logged in fresh.items() if logged.options.sync_steps}
@@ -386,6 +383,21 @@ class Results:
         for name in fresh.keys() & values.keys():
             fresh[name].is_fresh = False
         return self._reported(values, "_step", self._synced or {})
+
+    def own_step_values(self, strategy: Strategy) -> list[Reported]:
+        """Return what `step_values` will, without the values that it reduces over the ranks."""
+        is_alone = strategy.world_size == 1
+        fresh = {
+            name: logged.last
+            for name, logged in self._fresh_steps().items()
+            if is_alone or not logged.options.sync_steps
+        }
+        return self._reported(fresh, "_step", {})
+
+    def _fresh_steps(self) -> dict[str, _Metric]:
+        """Return what was logged by step since the last `step_values`."""
+        metrics = {**self._metrics, **self._object_steps}
+        return {name: each for name, each in metrics.items() if each.is_fresh and each.options.on_step}
 
     def _synced_steps(
         self, strategy: Strategy, own: dict[str, _Metric], *, is_checked: bool
@@ -436,6 +448,16 @@ class Results:
             for (is_counted, _), *found in by_rank
         ]
 
+    def values_so_far(self, strategy: Strategy, *, is_read: bool) -> list[Reported]:
+        """Return what `epoch_values` would, for a hook at the end of the epoch, which may still log.
+
+        If `is_read` is false on all ranks, there is no such hook: nothing changes until `epoch_values`, which
+        then takes no further exchange. Collective: every rank must call this.
+        """
+        values, is_read_anywhere = self._exchanged(strategy, is_read=is_read)
+        self._final = None if is_read_anywhere else values
+        return values
+
     def epoch_values(self, strategy: Strategy, *, is_continued: bool = False) -> list[Reported]:
         """Return what was logged by epoch, reduced over the ranks with `sync_dist=True`.
 
@@ -443,26 +465,34 @@ class Results:
         afterwards. Collective: every rank must call this, and raises when the ranks logged different names.
         """
         self.is_open = False
+        values = self._exchanged(strategy)[0] if self._final is None else self._final
+        if not is_continued:
+            self.object_states = {}
+        for logged in self._objects.values():
+            logged.metric.reset()
+        return values
+
+    def _exchanged(self, strategy: Strategy, *, is_read: bool = False) -> tuple[list[Reported], bool]:
+        """Return what was logged by epoch, and whether `is_read` is true on any rank; see `epoch_values`."""
         own = {name: logged.part() for name, logged in self._metrics.items()}
         shared = {name: part for name, part in own.items() if part.options.is_gathered}
         synced = {name: self._with_history(name, part) for name, part in shared.items()}
         synced = {name: part for name, part in synced.items() if part.options.on_epoch or part.steps}
         objects = metric_objects(self._module, [logged.metric for logged in self._objects.values()])
-        states_here = to_device(states_of(objects), "cpu")
+        self.object_states = to_device(states_of(objects), "cpu")
         gathered = strategy.all_gather_object(
-            (self._is_counted, {**dict.fromkeys(self._objects), **synced}, states_here)
+            (self._is_counted, {**dict.fromkeys(self._objects), **synced}, self.object_states, is_read)
         )
-        by_name = parts_by_name([(is_counted, parts) for is_counted, parts, _ in gathered])
+        by_name = parts_by_name([(is_counted, parts) for is_counted, parts, *_ in gathered])
         known = {name: next(iter(found.values())).options for name, found in by_name.items()}
         local = {name: {self._global_rank: part} for name, part in own.items() if name not in shared}
         ended = {name: found for name, found in {**local, **by_name}.items() if _is_by_epoch(found)}
         values = self._reduced(ended)
         self.steps = self._steps_of_evaluation(by_name)
-        self.object_states = states_here if is_continued else {}
-        states = [found for *_, found in gathered]
+        states = [found for _, _, found, _ in gathered]
         if any(states):
             values.update(self._computed(strategy, objects, states))
-        return self._reported(values, "_epoch", known)
+        return self._reported(values, "_epoch", known), any(is_read for *_, is_read in gathered)
 
     def _with_history(self, name: str, part: Part) -> Part:
         """Return a part with the values of the steps that are reduced over the ranks."""
@@ -496,8 +526,6 @@ class Results:
                 for name, logged in self._objects.items()
                 if logged.options.on_epoch
             }
-        for logged in self._objects.values():
-            logged.metric.reset()
         values: dict[str, Tensor] = {}
         for found in strategy.all_gather_object(to_device(own, "cpu")):
             values = {**found, **values}
