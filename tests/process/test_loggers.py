@@ -60,7 +60,7 @@ PROGRAM = """
             logger=loggers, log_every_n_steps=1, enable_checkpointing=False, enable_progress_bar=False,
         )
         trainer.fit(model, loader(8, 2))
-        trainer.test(model, loader(8, 2))
+        trainer.test(model, loader(8, 2), verbose=False)
         print(loggers[2].version, loggers[3].run_id)
 """
 

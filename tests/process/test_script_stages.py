@@ -60,7 +60,7 @@ SCRIPT = """
     facts = {"before": [trainer.global_rank, trainer.is_global_zero, rank_zero_only.rank], "drawn": [drawn()]}
     trainer.fit(model, DataLoader(data, 4))
     facts["drawn"].append(drawn())
-    facts["test"] = float(trainer.test(model, DataLoader(data, 8))[0]["test"])
+    facts["test"] = float(trainer.test(model, DataLoader(data, 8), verbose=False)[0]["test"])
     facts["drawn"].append(drawn())
     model.eval()
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks import Callback, EarlyStopping, LearningRateFinder, ModelCheckpoint
@@ -23,6 +24,7 @@ from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
 from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
 from rankwise.trainer.loops.optimizers import OptimizerSet
+from rankwise.trainer.metrics.table import metrics_table
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.properties import TrainerProperties
 from rankwise.trainer.stages import Stage
@@ -261,6 +263,7 @@ class Trainer(TrainerProperties):
         model: TrainingModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
         datamodule: DataModule | None = None,
         *,
         weights_only: bool | None = None,
@@ -273,30 +276,35 @@ class Trainer(TrainerProperties):
         A loader that shuffles stays shuffled; with `drop_last`, or a limit on the number of batches, the
         samples that are left out are then random.
 
+        With `verbose`, global rank 0 prints a table of the metrics; not with `barebones`.
+
         Returns:
             What was logged, for each loader; each sample counted once, the same on every rank.
         """
+        check_choice("verbose", verbose, (True, False))
         arguments.check_weights_only(weights_only)
-        metrics: list[dict[str, float]] = self._launch(
-            Stage("validate", {"validate": dataloaders}, ckpt_path=ckpt_path, datamodule=datamodule), model
+        return self._evaluate(
+            Stage("validate", {"validate": dataloaders}, ckpt_path=ckpt_path, datamodule=datamodule),
+            model,
+            verbose,
         )
-        return metrics
 
     def test(
         self,
         model: TrainingModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
         datamodule: DataModule | None = None,
         *,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module on test data; see `validate`."""
+        check_choice("verbose", verbose, (True, False))
         arguments.check_weights_only(weights_only)
-        metrics: list[dict[str, float]] = self._launch(
-            Stage("test", {"test": dataloaders}, ckpt_path=ckpt_path, datamodule=datamodule), model
+        return self._evaluate(
+            Stage("test", {"test": dataloaders}, ckpt_path=ckpt_path, datamodule=datamodule), model, verbose
         )
-        return metrics
 
     def predict(
         self,
@@ -366,6 +374,12 @@ class Trainer(TrainerProperties):
                 remedy="call trainer.fit(model, ...) first.",
             )
         save_checkpoint(self.context(self._fitted_module), path, weights_only=weights_only)
+
+    def _evaluate(self, stage: Stage, model: Any, verbose: bool) -> list[dict[str, float]]:
+        metrics: list[dict[str, float]] = self._launch(stage, model)
+        if verbose and any(metrics) and self.is_global_zero and not self.barebones:
+            sys.stdout.write(f"{metrics_table(stage.name, metrics)}\n")
+        return metrics
 
     def _launch(self, stage: Stage, model: Any) -> Any:
         """Run a stage on every rank, and restore its state here."""

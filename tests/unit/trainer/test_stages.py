@@ -82,3 +82,19 @@ def test_values_that_cannot_be(tmp_path: Path, arguments: dict[str, Any]) -> Non
     """Other values are refused."""
     with pytest.raises(InvalidArgumentError):
         trainer(tmp_path, **arguments)
+
+
+def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`validate` and `test` print what they return, unless told not to."""
+    train, model = trainer(tmp_path), Line()
+    train.test(model, loader(), verbose=False)
+    train.predict(model, loader())
+    assert capsys.readouterr().out == ""
+    [metrics] = train.test(model, loader())
+    header, _, line = capsys.readouterr().out.splitlines()
+    assert header.split(" | ") == ["Test metric", "DataLoader 0"]
+    name, value = line.split("|")
+    assert name.strip() == "test_loss"
+    assert float(value) == pytest.approx(metrics["test_loss"])
+    train.validate(model, loader())
+    assert capsys.readouterr().out.startswith("Validate metric | DataLoader 0")
