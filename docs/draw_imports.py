@@ -24,6 +24,7 @@ SUBJECTS = {
     "trainer": "the Trainer and its loops",
     "callbacks": "called during training",
     "loggers": "record metrics",
+    "profilers": "measure stages",
     "data": "split data over ranks",
     "plugins": "strategy and plug-ins given",
     "registry": "the table of strategy names",

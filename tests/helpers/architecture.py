@@ -36,6 +36,7 @@ ORDER = (
     "plugins",
     "callbacks",
     "loggers",
+    "profilers",
     "fabric",
     "trainer",
     "",  # rankwise/__init__.py
@@ -47,7 +48,7 @@ ORDER = (
 )
 INDEPENDENT = (
     {"gradient_sync", "precision", "checkpoint", "data"},
-    {"callbacks", "loggers"},
+    {"callbacks", "loggers", "profilers"},
     {"fabric", "trainer"},
 )
 

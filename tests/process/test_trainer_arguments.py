@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rankwise.callbacks import Callback
+from rankwise.profilers import SimpleProfiler
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
@@ -32,7 +34,7 @@ class Draws(Regression):
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)
-        assert (steps, self.trainer.num_training_batches) == (8, 2)
+        assert steps == (self.trainer.max_epochs or 0) * self.trainer.num_training_batches
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -79,3 +81,12 @@ def test_inference_mode(is_on: bool) -> None:
     predictions, ours = trainer.predict(model, loader(14, 4)), expected.predict(alone, loader(14, 4))
     torch.testing.assert_close(torch.cat(predictions), torch.cat(ours))
     assert set(model.modes) == set(alone.modes) == {is_on}
+
+
+def test_each_rank_has_a_profile(tmp_path: Path) -> None:
+    """Each rank measures its own batches, and writes a file."""
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, profiler=SimpleProfiler(tmp_path, "mine"))
+    trainer.fit(Draws(), loader(16, 4))
+    for rank in range(2):
+        rows = (tmp_path / f"fit-mine-{rank}.txt").read_text().splitlines()
+        assert [row.split()[1] for row in rows if row.startswith(("backward", "training_step"))] == ["2", "2"]

@@ -128,9 +128,6 @@ class TrainerOptions:
     log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1, default=50))
     check_ranks_every_n_steps: int | None = field(metadata=_by(_check_number, minimum=1, is_optional=True))
     default_root_dir: str
-    profiler: None = field(
-        metadata=_by(_check_is, only=None, reason="torch.profiler.profile() around fit() measures it")
-    )
     enable_autolog_hparams: bool = field(metadata=_by(_check_flag))
     model_registry: None = field(
         metadata=_by(_check_is, only=None, reason="models are in files, as ModelCheckpoint writes them")
@@ -208,6 +205,7 @@ _BAREBONES: Mapping[str, tuple[Any, ...]] = {
     "log_every_n_steps": (None, 0),
     "fast_dev_run": (False, 0),
     "detect_anomaly": (False,),
+    "profiler": (None,),
 }
 """The arguments that `barebones` switches off, and the values that agree with it."""
 

@@ -404,13 +404,16 @@ class Hooks:
 
     def _search(self, hook: Hook) -> _Calls:
         name, callbacks = hook.name, self._callbacks if "callback" in hook.owners else []
+        profiled = self.trainer.profiler.profiled
         methods = [
-            (each, _adapted(method, hook, 2))
+            (each, profiled(f"[Callback]{each.state_key}.{name}", _adapted(method, hook, 2)))
             for each in callbacks
             if (method := own_method(each, name)) is not None
         ]
         has_own = "module" in hook.owners and is_defined(self.module, name)
         own = _adapted(getattr(self.module, name), hook, 0) if has_own else None
+        if callable(own):
+            own = profiled(f"[Module]{type(self.module).__name__}.{name}", own)
         datamodule = self.trainer.datamodule if "datamodule" in hook.owners else None
         return _Calls(
             None

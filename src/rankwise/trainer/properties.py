@@ -119,7 +119,7 @@ class TrainerProperties:
     accelerator, devices = _argument_only(), _argument_only()
     plugins, max_time = _argument_only(), _argument_only()
     enable_progress_bar, enable_checkpointing = _argument_only(), _argument_only()
-    enable_model_summary, model_registry, profiler = _argument_only(), _argument_only(), _argument_only()
+    enable_model_summary, model_registry = _argument_only(), _argument_only()
 
     progress: Progress = _forwarded("state.progress")
     seed: int = _forwarded("state.seed")

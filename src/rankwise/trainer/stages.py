@@ -88,6 +88,27 @@ def _torch_flags(options: TrainerOptions) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _profiled(context: LoopContext, stage: StageName) -> Iterator[None]:
+    """Measure a stage, and the parts of it that are the strategy's; describe it if it succeeds."""
+    profiler, strategy = context.profiler, context.strategy
+    if not profiler.is_active:
+        yield
+        return
+    methods = {
+        method: method for method in ("backward", "optimizer_step", "batch_to_device", "save_checkpoint")
+    }
+    profiler.setup(stage, strategy.local_rank, context.hooks.trainer.log_dir)
+    profiler.instrument(strategy, **methods, call_method="training_step")
+    try:
+        yield
+    finally:
+        for method in (*methods, "call_method"):
+            delattr(strategy, method)
+        profiler.teardown(stage)
+    profiler.describe()
+
+
 @final
 @dataclass
 class Stage:
@@ -166,6 +187,7 @@ class Stage:
             with (
                 _torch_flags(context.options),
                 self._random_state_kept(context),
+                _profiled(context, self.name),
             ):
                 value = self._run(context)
             status = "success"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from rankwise.callbacks import Callback
     from rankwise.loggers import Logger
+    from rankwise.profilers import Profiler
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.data import DataModule
@@ -239,6 +240,11 @@ class LoopContext:
     def callbacks(self) -> list[Callback]:
         """The Trainer's callbacks; a callback may replace the list."""
         return self.hooks.trainer.callbacks
+
+    @property
+    def profiler(self) -> Profiler:
+        """The Trainer's profiler."""
+        return self.hooks.trainer.profiler
 
     @property
     def loggers(self) -> list[Logger]:

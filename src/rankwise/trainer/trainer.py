@@ -13,6 +13,7 @@ from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.plugins import agreed_placement, collect_plugins, collect_strategy
 from rankwise.processes.shared_memory import read_by_name
+from rankwise.profilers import Profiler, create_profiler
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
@@ -96,7 +97,8 @@ class Trainer(TrainerProperties):
         enable_progress_bar: whether there is a progress bar; None for one if tqdm is installed.
         enable_model_summary: whether to add a `ModelSummary` if `callbacks` has none; None means True.
         enable_autolog_hparams: whether loggers get the module's hyperparameters when `fit` starts.
-        profiler: only None is accepted.
+        profiler: `"simple"` for the time that each part of a stage takes, `"pytorch"` for operators of some
+            batches, or a `Profiler`; printed at the end of each stage.
         model_registry: only None is accepted.
         barebones: whether nothing is logged, saved or shown, to measure the training loop; `self.log` has no
             effect then.
@@ -107,6 +109,8 @@ class Trainer(TrainerProperties):
         datamodule: the last data module that a stage was given; None without any.
         strategy: the strategy, bound: the given one, or a copy of it if the trainer has a precision, a
             checkpoint IO or `sync_batchnorm` for it, or if the given one is bound already.
+        profiler: the profiler, or one that measures nothing. In a module,
+            `with self.trainer.profiler.profile("x"):` measures a block. Other processes have copies.
         callbacks: all callbacks, those that save checkpoints last. A list that is assigned within a stage
             counts from the next hook on, in the processes of the stage.
         loggers: all loggers; a list that is assigned within a stage counts likewise.
@@ -174,7 +178,7 @@ class Trainer(TrainerProperties):
         enable_progress_bar: bool | None = None,
         enable_checkpointing: bool | None = None,
         enable_model_summary: bool | None = False,
-        profiler: None = None,
+        profiler: Profiler | str | None = None,
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
         barebones: bool = False,
@@ -192,6 +196,7 @@ class Trainer(TrainerProperties):
             enable_model_summary=keywords["enable_model_summary"],
             max_time=max_time,
         )
+        self.profiler = create_profiler(profiler)
         self.loggers = arguments.collect_loggers(keywords["logger"], self.default_root_dir)
         if self.fast_dev_run:
             self.callbacks, self.loggers = _for_dev_run(self.callbacks), []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +61,9 @@ class EvaluationLoop:
     shares: list[LoaderShard]
     stage: Literal["validate", "test", "predict"]
 
+    def __post_init__(self) -> None:
+        self.context.profiler.instrument(self, _run_batch=f"run_{_NAMES[self.stage][1]}_batch")
+
     def run(self, stopping: Stopping | None = None) -> list[dict[str, float]]:
         """Evaluate; return the metrics of each loader, the same on every rank.
 
@@ -106,7 +109,7 @@ class EvaluationLoop:
 
     def predict_only(self) -> list[Any]:
         """Predict this rank's batches and keep no outputs; return []."""
-        results = Results(self.context.module, is_evaluation=True)
+        results = self._new_results()
         with self._running(None):
             for dataloader_idx, batch_idx, batch in self._batches(results):
                 self._run_batch(results, batch, batch_idx, dataloader_idx)
@@ -145,7 +148,8 @@ class EvaluationLoop:
         )
         for dataloader_idx, share in enumerate(self.shares):
             results.begin_loader(dataloader_idx, self._suffixes[dataloader_idx])
-            for batch_idx, batch in enumerate(share):
+            batches = self.context.profiler.iterated(f"{_NAMES[self.stage][1]}_dataloader_next", share)
+            for batch_idx, batch in enumerate(batches):
                 yield dataloader_idx, batch_idx, batch
 
     def _run_batch(self, results: Results, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
@@ -159,7 +163,7 @@ class EvaluationLoop:
         arguments = (batch, batch_idx, dataloader_idx)[: self._step_arguments]
         context.hooks.call(f"on_{name}_batch_start", batch, *indices)
         with precision.forward_context():
-            outputs = getattr(context.module, f"{name}_step")(*arguments)
+            outputs = self._step(*arguments)
         context.hooks.call(f"on_{name}_batch_end", outputs, batch, *indices)
         results.end_batch()
         return outputs
@@ -170,6 +174,12 @@ class EvaluationLoop:
     @cached_property
     def _transfer(self) -> BatchTransfer:
         return BatchTransfer(self.context)
+
+    @cached_property
+    def _step(self) -> Callable[..., Any]:
+        name = f"{_NAMES[self.stage][1]}_step"
+        step: Callable[..., Any] = getattr(self.context.module, name)
+        return self.context.profiler.profiled(name, step)
 
     @cached_property
     def _step_arguments(self) -> int:

@@ -66,6 +66,7 @@ class FitLoop:
         self._has_begun = False
         self._transfer = BatchTransfer(context)
         self._skipping = _Skipping(context)
+        context.profiler.instrument(self, _run_epoch="run_training_epoch", _run_batch="run_training_batch")
 
     def run(self) -> None:
         """Train; exit on every rank when a signal has stopped training. Collective."""
@@ -122,7 +123,8 @@ class FitLoop:
         check_same_order(self._strategy, PHASE_NAMES["train"], self._share.loaders)
         self._optimization.begin_epoch()
         report_phase("data loading", step=progress.global_step)
-        for batch_idx, (batch, is_last) in self._remaining_batches():
+        batches = self._context.profiler.iterated("train_dataloader_next", self._remaining_batches())
+        for batch_idx, (batch, is_last) in batches:
             is_window_end = is_last or (batch_idx + 1) % self._settings.accumulate_grad_batches == 0
             if not self._run_batch(batch, batch_idx, is_last, is_window_end):
                 break

@@ -1,0 +1,129 @@
+"""`Profiler`: the base class of profilers; `PassThroughProfiler`, which measures nothing."""
+
+from __future__ import annotations
+
+import functools
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import ParamSpec, TypeVar, final
+
+from rankwise.ranks import rank_zero_only
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Profiler(ABC):
+    """Measures named actions of a stage: subclass it, and define `start` and `stop`.
+
+    Each rank has its own; at the end of a stage global rank 0 prints its `summary`.
+
+    Args:
+        dirpath: a folder in which each rank writes its summary instead; the Trainer's `log_dir` if only
+            `filename` is given.
+        filename: a part of the file's name, which is `"<stage>-<filename>-<local rank>.txt"`.
+    """
+
+    is_active = True
+
+    def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
+        self.dirpath, self.filename = dirpath, filename
+        self._stage = ""
+        self._local_rank = 0
+        self._log_dir = "."
+
+    @abstractmethod
+    def start(self, action_name: str) -> None:
+        """Begin to measure an action."""
+
+    @abstractmethod
+    def stop(self, action_name: str) -> None:
+        """End the measurement of an action."""
+
+    def summary(self) -> str:
+        """Return what was measured, as text; "" for nothing."""
+        return ""
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Called when a stage begins, in the process that runs it."""
+        self._stage, self._local_rank, self._log_dir = stage, local_rank or 0, log_dir or "."
+
+    def teardown(self, stage: str | None) -> None:
+        """Called when a stage ends, also after an exception."""
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[str]:
+        """Measure the block: `with self.trainer.profiler.profile("augmentation"): ...`."""
+        self.start(action_name)
+        try:
+            yield action_name
+        finally:
+            self.stop(action_name)
+
+    def profiled(self, action_name: str, function: Callable[P, T]) -> Callable[P, T]:
+        """Return `function`, measured in each call."""
+
+        @functools.wraps(function, updated=())
+        def measured(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self.profile(action_name):
+                return function(*args, **kwargs)
+
+        return measured
+
+    def iterated(self, action_name: str, items: Iterable[T]) -> Iterator[T]:
+        """Yield `items`, and measure how long each takes to come."""
+        iterator, end = iter(items), object()
+        while True:
+            with self.profile(action_name):
+                item = next(iterator, end)
+            if item is end:
+                return
+            yield item  # type: ignore[misc]  # not the end
+
+    def instrument(self, owner: object, **actions: str) -> None:
+        """Measure methods of an object, given as `method="action"`."""
+        for method, action in actions.items():
+            object.__setattr__(owner, method, self.profiled(action, getattr(owner, method)))
+
+    def path(self, extension: str) -> Path:
+        """Return this rank's file for the stage, in a folder that exists then."""
+        folder = Path(self.dirpath or self._log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = [self._stage, self.filename, str(self._local_rank)]
+        return folder / ("-".join(filter(None, parts)) + extension)
+
+    def describe(self) -> None:
+        """Print the summary on global rank 0, or write it to this rank's file."""
+        text = self.summary()
+        if text and (self.dirpath or self.filename):
+            self.path(".txt").write_text(text + "\n", encoding="utf-8")
+        elif text:
+            rank_zero_only(print)(text, flush=True)
+
+
+@final
+class PassThroughProfiler(Profiler):
+    """Measures nothing, and costs nothing."""
+
+    is_active = False
+
+    def start(self, action_name: str) -> None:
+        """Do nothing."""
+
+    def stop(self, action_name: str) -> None:
+        """Do nothing."""
+
+    def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]  # is one, too
+        return nullcontext(action_name)
+
+    def profiled(self, action_name: str, function: Callable[P, T]) -> Callable[P, T]:
+        return function
+
+    def iterated(self, action_name: str, items: Iterable[T]) -> Iterator[T]:
+        return iter(items)
+
+    def instrument(self, owner: object, **actions: str) -> None:
+        """Leave the methods as they are."""
