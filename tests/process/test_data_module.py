@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, random_split
 
 from rankwise import DataModule
 from rankwise.errors import NotPicklableError, WorkerRaisedError
@@ -61,6 +61,27 @@ def test_two_processes_as_one(tmp_path: Path) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
     assert data.path.read_text() == "prepared\n"
     assert (data.stages, data.world_size, data.hparams.batch_size) == (["fit"], 2, 3)
+
+
+class Drawn(Prepared):
+    """Draws the samples of its training loader each time it is asked for it."""
+
+    def train_dataloader(self) -> Any:
+        part, _ = random_split(self.data, [12, 12])
+        return DataLoader(part, self.hparams.batch_size, shuffle=True)
+
+
+def test_loaders_of_later_epochs(tmp_path: Path) -> None:
+    """Loaders that are made again have the same samples on all ranks, as in one process."""
+
+    def weights(strategy: str, devices: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(4)
+        module = Regression()
+        options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+        quiet_trainer(strategy, devices, **options).fit(module, Drawn(tmp_path / "data", 6 // devices))
+        return module.state_dict()
+
+    torch.testing.assert_close(weights("ddp_fork", 2), weights("single_device", 1), rtol=0, atol=1e-12)
 
 
 def test_a_failure_of_prepare_data(tmp_path: Path) -> None:

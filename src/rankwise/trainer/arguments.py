@@ -121,9 +121,7 @@ class TrainerOptions:
     detect_anomaly: bool = field(metadata=_by(_check_flag))
     inference_mode: bool = field(metadata=_by(_check_flag))
     use_distributed_sampler: bool = field(metadata=_by(_check_flag))
-    reload_dataloaders_every_n_epochs: int = field(
-        metadata=_by(_check_is, only=0, reason="loaders are asked for once in a stage")
-    )
+    reload_dataloaders_every_n_epochs: int = field(metadata=_by(_check_number, minimum=0))
     uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
     log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1, default=50))
     check_ranks_every_n_steps: int | None = field(metadata=_by(_check_number, minimum=1, is_optional=True))

@@ -25,6 +25,7 @@ from rankwise.data.sharding import (
     shard_for_evaluation,
     shard_for_prediction,
     shard_for_training,
+    with_attributes,
 )
 from rankwise.errors import ConfigurationError
 from rankwise.process_group.collectives import ALONE
@@ -97,6 +98,18 @@ def combination_of(given: Any) -> CombinedLoader | None:
     if isinstance(given, CombinedLoader):
         return given
     return CombinedLoader(given, "max_size_cycle") if is_collection(given) else None
+
+
+def restored_loaders(given: Any, shards: list[LoaderShard]) -> Any:
+    """Return the parts of the loaders that a user gave, in the user's containers, without their workers."""
+    loaders = [
+        with_attributes(shard.loader) if isinstance(shard.loader, DataLoader) else shard.loader
+        for shard in shards
+    ]
+    combination = combination_of(given)
+    if combination is None:
+        return loaders[0] if loaders else None
+    return combination.restored(loaders)
 
 
 def check_number(stage: StageName, phase: str, loaders: list[Any]) -> None:

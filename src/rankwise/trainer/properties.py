@@ -60,6 +60,14 @@ def _num_batches(phase: str) -> Any:
     return property(lambda trainer: trainer.state.num_batches.get(phase, []))
 
 
+def _loaders(phase: str) -> Any:
+    """Return a property: this rank's part of the loaders of `phase`, in the containers they were given in.
+
+    They are those of the last stage; None in a process in which it did not run.
+    """
+    return property(lambda trainer: trainer._stage.loaders.get(phase))
+
+
 def _first(kind: type[Callback]) -> Any:
     """Return a property: the first callback of `kind`, or None."""
     return property(
@@ -130,6 +138,10 @@ class TrainerProperties:
     callback_metrics: dict[str, Tensor] = _forwarded("state.metrics.callback")
     logged_metrics: dict[str, Tensor] = _forwarded("state.metrics.logged")
     has_validation: bool = _forwarded("state.has_validation")
+    train_dataloader: Any = _loaders("train")
+    val_dataloaders: Any = _loaders("validate")
+    test_dataloaders: Any = _loaders("test")
+    predict_dataloaders: Any = _loaders("predict")
     num_val_batches: list[float] = _num_batches("validate")
     num_test_batches: list[float] = _num_batches("test")
     num_predict_batches: list[float] = _num_batches("predict")

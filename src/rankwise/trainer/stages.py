@@ -20,6 +20,7 @@ from rankwise.seed import (
     drawn_seed,
     get_random_state,
     given_seed,
+    isolated_random_state,
     mixed_seed,
     seed_process,
     set_random_state,
@@ -41,6 +42,7 @@ from rankwise.trainer.data_loaders import (
     check_limit,
     check_number,
     combination_of,
+    restored_loaders,
     shard_for_phase,
 )
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
@@ -156,15 +158,19 @@ class Stage:
         if step is not None and not is_defined(module, step):
             raise undefined(module, step)
         if not has_loader[phase]:
-            raise undefined(self.datamodule or module, _LOADER_HOOKS[phase])
+            raise undefined(self._source(module), _LOADER_HOOKS[phase])
         if self.datamodule is not None:
             _warn_of_hidden(module, self.datamodule, [_LOADER_HOOKS[phase] for phase in self.loaders])
         if as_list(self.loaders.get("validate")) and not is_defined(module, "validation_step"):
             raise undefined(module, "validation_step")  # of fit: its loaders would be ignored
 
+    def _source(self, module: TrainingModule) -> Any:
+        """Return what has the methods that return loaders: the data module, or else the module."""
+        return module if self.datamodule is None else self.datamodule  # either may have a length of 0
+
     def _has_loader(self, module: TrainingModule, phase: str) -> bool:
         """Return whether there are loaders for a phase: arguments, or a method that returns them."""
-        hook, owner = _LOADER_HOOKS[phase], self.datamodule or module
+        hook, owner = _LOADER_HOOKS[phase], self._source(module)
         base = TrainingModule if self.datamodule is None else DataModule
         if self.loaders[phase] is not None or not is_own(owner, base, hook):
             return self.loaders[phase] is not None
@@ -320,7 +326,8 @@ class Stage:
         data, context.stage.load_train_data = train_data(), None
         validation = validation if is_checked else self._validation(context)
         context.state.has_validation = validation is not None
-        FitLoop(context, data, validation, rank_state).run()
+        reload = {"train": self._train_data, "validate": self._validation}
+        FitLoop(context, data, validation, rank_state, reload).run()
         strategy.restore_module(module)
         # Nothing may keep the wrapper when the process group is destroyed.
         context.wrapped, context.stage.wrapped = module, None
@@ -352,6 +359,8 @@ class Stage:
     def _train_data(self, context: LoopContext) -> TrainData:
         given, state, strategy = self._given(context, "train"), context.state, context.strategy
         order_seed = (self.checkpoint or {}).get("order_seed")  # a run that continues keeps its order
+        if context.options.reload_dataloaders_every_n_epochs and self.loaders["train"] is None:
+            order_seed = None  # loaders that are made again have their own
         shards = self._shards(context, "train", given, order_seed)
         combination, limit = combination_of(given), context.options.limit("train")
         if combination is None:
@@ -372,9 +381,18 @@ class Stage:
         return EvaluationLoop(context, shards, "validate") if has_batches else None
 
     def _given(self, context: LoopContext, phase: str) -> Any:
-        """Return the loaders of a phase as the user has given them."""
-        given, owner = self.loaders[phase], self.datamodule or context.module
-        return getattr(owner, _LOADER_HOOKS[phase])() if given is None else given
+        """Return the loaders of a phase as the user has given them.
+
+        Those that a fit asks for again are made with random numbers of their epoch; so are they by a run that
+        resumes there.
+        """
+        given, owner = self.loaders[phase], self._source(context.module)
+        epoch, every = context.state.progress.current_epoch, context.options.reload_dataloaders_every_n_epochs
+        context.stage.loaded_epochs[phase] = epoch
+        if given is not None or self.name != "fit" or not every:
+            return getattr(owner, _LOADER_HOOKS[phase])() if given is None else given
+        with isolated_random_state(mixed_seed(context.state.seed, epoch // every)):
+            return getattr(owner, _LOADER_HOOKS[phase])()
 
     def _shards(
         self, context: LoopContext, phase: str, given: Any, order_seed: int | None = None
@@ -398,6 +416,7 @@ class Stage:
         check_limit(strategy, phase, shards, context.options)
         state.num_batches[phase] = [shard.num_batches for shard in shards]
         context.stage.shards[phase] = shards
+        context.stage.loaders[phase] = restored_loaders(given, shards)
         return shards
 
 

@@ -192,6 +192,8 @@ class StageState:
     before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation
     manual_optimization: Any = None
     datamodule: DataModule | None = None  # that this stage was given; the Trainer's may be an earlier one
+    loaders: dict[str, Any] = field(default_factory=dict)  # of each phase, split; also after the stage
+    loaded_epochs: dict[str, int] = field(default_factory=dict)  # when the loaders of a phase were made
     shards: dict[str, list[Any]] = field(
         default_factory=dict
     )  # `LoaderShard`s: this rank's part of each loader

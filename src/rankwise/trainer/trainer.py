@@ -86,7 +86,8 @@ class Trainer(TrainerProperties):
         inference_mode: whether `validate`, `test` and `predict` run under `torch.inference_mode` instead of
             `torch.no_grad`, as a validation within `fit` always does.
         use_distributed_sampler: whether loaders are split over the ranks; without it they are used as given.
-        reload_dataloaders_every_n_epochs: only 0 is accepted: loaders are asked for once in a stage.
+        reload_dataloaders_every_n_epochs: after how many epochs `fit` asks for loaders of training and
+            validation again, with random numbers that depend on the seed and the epoch alone; 0 for never.
         uneven_inputs: what happens when ranks have different numbers of training batches: `"error"`,
             `"truncate"` (all stop with the shortest) or `"join"` (a rank without batches repeats its last one
             with weight 0 and steps like the others; shards are then uneven instead of padded).
@@ -462,7 +463,9 @@ class Trainer(TrainerProperties):
             check_can_compare(self.strategy, self.check_ranks_every_n_steps)
             if self.world_size > 1:
                 self.strategy.gradients.check_module(model)
-            check_hyper_parameters(self.context(model), stage.datamodule or self.datamodule)
+            check_hyper_parameters(
+                self.context(model), self.datamodule if stage.datamodule is None else stage.datamodule
+            )
         for phase, given in stage.loaders.items():
             check_loaders(stage.name, phase, given, self.options, self.world_size)
 
@@ -506,6 +509,7 @@ class Trainer(TrainerProperties):
         """Pickle without strategy and modules, which the launcher sends with the trainer."""
         return {
             **self.__dict__,
+            "_stage": StageState(),
             "strategy": None,
             "_module": None,
             "_fitted_module": None,
@@ -532,6 +536,6 @@ def _run_on_rank(
     try:
         value = stage.run(context)
     finally:
-        trainer._stage = StageState()
+        trainer._stage = StageState(loaders=trainer._stage.loaders)
         report_phase("running")
     return value, None if known is None else capture(context, known)

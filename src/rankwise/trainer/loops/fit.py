@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.data.sampler import length_of
@@ -36,7 +36,7 @@ class FitLoop:
     """Train until a limit is reached or a stop is requested.
 
     `share` are this rank's batches, and `rank_state` is its part of the checkpoint, or of the last fit, from
-    which training continues. The loop of `validation` runs in between.
+    which training continues. The loop of `validation` runs in between. `reload` makes both anew, by phase.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class FitLoop:
         share: TrainData,
         validation: EvaluationLoop | None,
         rank_state: RankState | None = None,
+        reload: Mapping[str, Callable[[LoopContext], Any]] | None = None,
     ) -> None:
         self._context = context
         self._strategy = context.strategy
@@ -63,6 +64,7 @@ class FitLoop:
         self._optimization = kind(context, schedule)
         self._stage.manual_optimization = None if is_automatic else self._optimization
         self._stopping = Stopping(context)
+        self._reload = reload or {}
         self._has_begun = False
         self._transfer = BatchTransfer(context)
         self._skipping = _Skipping(context)
@@ -99,6 +101,9 @@ class FitLoop:
 
     def _agree_on_num_batches(self) -> float:
         """Return the epoch's number of batches, the same on every rank."""
+        if self._must_reload("train"):
+            self._share = self._reload["train"](self._context)
+            self._schedule.use(self._share)
         self._share.place(self._progress)
         number = self._schedule.agree()
         if not number and self._share.limit:
@@ -240,8 +245,16 @@ class FitLoop:
             self._strategy.gradients.average_models()  # validate one model
             share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
             self._hooks.call("on_validation_model_zero_grad")
+            if self._must_reload("validate"):
+                self._validation = self._reload["validate"](self._context) or self._validation
             self._validate(self._validation)
             self._stage.is_validation_due = False
+
+    def _must_reload(self, phase: str) -> bool:
+        """Return whether the loaders of a phase are from before a multiple of the epochs of reloading."""
+        every, loaded = self._settings.reload_dataloaders_every_n_epochs, self._stage.loaded_epochs
+        epoch = self._progress.current_epoch
+        return bool(every and phase in self._reload and loaded.get(phase, epoch) // every != epoch // every)
 
     def _validate(self, validation: EvaluationLoop) -> None:
         self._stage.before_validation = changing_state(self._context)

@@ -72,6 +72,10 @@ class BatchSchedule:
         is_known = len(self._lengths) == num_replicas
         return [int(min(length, end)) for length in self._lengths] if is_known else [end] * num_replicas
 
+    def use(self, share: TrainData) -> None:
+        """Yield the batches of other data from the next epoch on."""
+        self._share, self.loader = share, share.loader
+
     def agree(self) -> float:
         """Compare the ranks' numbers of batches of the next epoch, and return the common number.
 
