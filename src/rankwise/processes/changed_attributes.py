@@ -171,7 +171,7 @@ def _state_of(owner: Any) -> dict[str, Any]:
     if isinstance(owner, nn.Module) and parametrize.is_parametrized(owner):  # whose method only raises
         return vars(owner)
     try:
-        state = owner.__getstate__()
+        state = getattr(type(owner), "__getstate__", vars)(owner)  # Python 3.10's object has none
     except Exception:  # noqa: BLE001  pickling runs anybody's code
         return {}
     return state if isinstance(state, dict) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -52,6 +53,7 @@ class CallerState:
     values: dict[str, tuple[Tensor, bool] | None]  # of the parameters that the caller has, by `named_parts`
     contents: dict[str, _Contents]  # of the submodules that the caller has; others are in these
     datamodule: _Attributes | None  # of the data module
+    attributes: list[_Attributes]  # of the callbacks
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     callbacks: list[dict[str, Any]]
@@ -71,6 +73,7 @@ class KnownToCaller:
         parts: the `named_parts` of the module.
         attributes: the attributes of its submodules, by the submodule's id.
         datamodule: the attributes of the data module, if there is one.
+        of_callbacks: those of each callback.
     """
 
     def __init__(self, context: LoopContext) -> None:
@@ -80,6 +83,7 @@ class KnownToCaller:
         self.attributes = {id(part): AttributesBefore(part, self.named) for part in context.module.modules()}
         data = context.datamodule
         self.datamodule = None if data is None else AttributesBefore(data, self.named)
+        self.of_callbacks = [AttributesBefore(callback, self.named) for callback in self.callbacks]
 
 
 def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
@@ -107,13 +111,18 @@ def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
         if isinstance(part, nn.Module) and id(part) in present
     }
     datamodule = None if known.datamodule is None else _Attributes(context.datamodule, known.datamodule)
-    _warn_of_lost_attributes(context.strategy, contents, datamodule)
+    attributes = list(map(_Attributes, known.callbacks, known.of_callbacks))
+    owners = [(name.removeprefix("module "), each.attributes) for name, each in contents.items()]
+    owners += [] if datamodule is None else [("datamodule", datamodule)]
+    owners += zip((type(callback).__name__ for callback in known.callbacks), attributes, strict=True)
+    _warn_of_lost_attributes(context.strategy, owners)
     return CallerState(
         values={
             name: _value_of(part) for name, part in known.parts.items() if isinstance(part, nn.Parameter)
         },
         contents=contents,
         datamodule=datamodule,
+        attributes=attributes,
         optimizers=_on_cpu(optimizers),
         schedulers=_on_cpu(schedulers),
         callbacks=_on_cpu([callback.state_dict() for callback in known.callbacks]),
@@ -138,7 +147,8 @@ def restore(context: LoopContext, state: CallerState) -> None:
         state.datamodule.give_to(context.datamodule)
     for field in dataclasses.fields(state.trainer):
         setattr(context.state, field.name, getattr(state.trainer, field.name))
-    for callback, saved in zip(context.callbacks, state.callbacks, strict=True):
+    for callback, attributes, saved in zip(context.callbacks, state.attributes, state.callbacks, strict=True):
+        attributes.give_to(callback)
         callback.load_state_dict(saved)
     for logger, saved in zip(context.loggers, state.loggers, strict=True):
         logger.load_state_dict(saved)
@@ -270,21 +280,14 @@ class _Contents:
             module.register_forward_pre_hook(hook)
 
 
-def _warn_of_lost_attributes(
-    strategy: Strategy, contents: dict[str, _Contents], datamodule: _Attributes | None
-) -> None:
-    """Warn on rank 0 of attributes that cannot be sent."""
-    lost = [
-        f"{name.removeprefix('module ')}.{attribute}".removeprefix(".")
-        for name, each in contents.items()
-        for attribute in each.attributes.lost
-    ]
-    lost += [] if datamodule is None else [f"datamodule.{attribute}" for attribute in datamodule.lost]
+def _warn_of_lost_attributes(strategy: Strategy, owners: Iterable[tuple[str, _Attributes]]) -> None:
+    """Warn on rank 0 of attributes that cannot be sent; `owners` have names."""
+    lost = [f"{name}.{attribute}".removeprefix(".") for name, each in owners for attribute in each.lost]
     if lost and strategy.is_global_zero:
         warnings.warn(
-            "These attributes of the module, or of its data module, were set in a worker process, and cannot "
-            f"be pickled: {', '.join(lost)}. They stay as they are in the calling process. Set what can be "
-            "pickled, or delete the others in teardown().",
+            "These attributes of the module, its data module or callbacks were set in a worker process, and "
+            f"cannot be pickled: {', '.join(lost)}. They stay as they are in the calling process. Set what "
+            "can be pickled, or delete the others in teardown().",
             stacklevel=2,
         )
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.callbacks import LearningRateMonitor
+from rankwise.callbacks import LearningRateMonitor, ModelCheckpoint
+from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 from rankwise.loggers import CSVLogger
 from tests.unit.trainer.helpers import Line, loader, trainer
@@ -181,9 +182,10 @@ def test_wrong_interval() -> None:
         LearningRateMonitor("batch")
 
 
-def test_state_round_trip() -> None:
-    """The logged values are part of the state."""
-    monitor, resumed = LearningRateMonitor(), LearningRateMonitor()
-    monitor.lrs = {"lr-SGD": [0.1]}
-    resumed.load_state_dict(monitor.state_dict())
-    assert resumed.lrs == {"lr-SGD": [0.1]}
+def test_checkpoints_do_not_grow(tmp_path: Path) -> None:
+    """The record is in memory only: a checkpoint has as much of it after many steps as after none."""
+    monitor, saving = LearningRateMonitor(), ModelCheckpoint(tmp_path)
+    train = trainer(tmp_path, callbacks=[monitor, saving], logger=True, enable_checkpointing=True)
+    train.fit(Decaying(interval="step"), loader())
+    saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
+    assert monitor.state_key not in saved["callbacks"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.lr_scheduler import LambdaLR
 
-from rankwise.callbacks import ModelCheckpoint
+from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.processes.changed_attributes import AttributesBefore, changed_attributes
 from rankwise.trainer import Trainer
 from rankwise.trainer.stages import Stage
@@ -369,6 +369,28 @@ def test_attributes_come_back(tmp_path: Path) -> None:
     assert type(new) is nn.ReLU
     assert elsewhere.data is data  # data sets are not sent
     assert elsewhere.optimizer is train.optimizers[0]
+
+
+class KeepingCallback(Callback):
+    """Has attributes that a stage changes."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.module: Any = None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs.item())
+        self.module = module
+
+
+def test_attributes_of_callbacks_come_back(tmp_path: Path) -> None:
+    """They need no `state_dict` for it; references to the module are to the caller's."""
+    callback, model = KeepingCallback(), Line()
+    losses = callback.losses
+    fit_elsewhere(trainer(tmp_path, callbacks=callback), model)
+    assert callback.losses is losses
+    assert len(losses) == 4
+    assert callback.module is model
 
 
 class Fixed(Line):

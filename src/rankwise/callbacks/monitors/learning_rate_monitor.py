@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from rankwise.trainer import Trainer, TrainingModule
 
-_STATE = ("lrs", "last_momentum_values", "last_weight_decay_values")
-
 
 @final
 class LearningRateMonitor(LoggingCallback):
@@ -38,7 +36,7 @@ class LearningRateMonitor(LoggingCallback):
         log_weight_decay: log the weight decay too.
 
     Attributes:
-        lrs: all values that were logged, by name.
+        lrs: all values that were logged, by name; of a run that continues those since then.
         last_momentum_values: the last momentum of each group.
         last_weight_decay_values: the last weight decay of each group.
 
@@ -66,13 +64,6 @@ class LearningRateMonitor(LoggingCallback):
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float] = {}
         self.last_weight_decay_values: dict[str, float] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _STATE}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in _STATE:
-            setattr(self, name, dict(state_dict[name]))
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         if trainer.global_step == 0:  # a new run, perhaps of another module
