@@ -273,6 +273,12 @@ def _check_submodules(module: TrainingModule) -> None:
 def _check_arguments(owner: object, hook: Hook) -> None:
     """Raise ConfigurationError unless a method can be called with the hook's arguments."""
     method = getattr(owner, hook.name)
+    if callable(method) and "dataloader_iter" in _parameters_of(method):
+        raise ConfigurationError(
+            message=f"{type(owner).__name__}.{hook.name}() takes dataloader_iter, which there is not.",
+            facts="the Trainer reads the loaders, so that a run can stop and continue at any batch.",
+            remedy=f"def {hook.name}(self, batch, batch_idx).",
+        )
     first = ["trainer", "module"] if isinstance(owner, Callback) else []
     names = [*first, *hook.names]
     counts = range(len(first) + hook.num_required, len(names) + 1)
@@ -283,6 +289,13 @@ def _check_arguments(owner: object, hook: Hook) -> None:
             facts=f"it takes {inspect.signature(method)}, and would get ({', '.join(names)}).",
             remedy=f"def {hook.name}({', '.join(['self', *names])}).",
         )
+
+
+def _parameters_of(method: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(method).parameters
+    except ValueError:  # it has no signature
+        return ()
 
 
 def _accepts(method: Callable[..., Any], count: int) -> bool:

@@ -31,7 +31,7 @@ from rankwise.strategies.shared_errors import errors_shared
 from rankwise.trainer.checkpointing import CheckpointFiles, check_contents, restore_module, restore_training
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from rankwise.trainer.data import DataModule
-from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, is_own, undefined
+from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, is_own, prepares_data, undefined
 from rankwise.trainer.data.train_data import CombinedTrainData, TrainData, TrainDataShard
 from rankwise.trainer.data_loaders import (
     PHASE_NAMES,
@@ -234,7 +234,7 @@ class Stage:
         context.stage.datamodule = self.datamodule
         owners: list[DataHooks] = [each for each in (context.datamodule, module) if each is not None]
         for owner in owners:
-            if strategy.local_rank == 0 and (owner.prepare_data_per_node or strategy.node_rank == 0):
+            if prepares_data(owner, strategy.local_rank, strategy.node_rank):
                 owner.prepare_data()
             strategy.barrier("prepare_data")
         context.hooks.call("setup", self.name)

@@ -23,6 +23,9 @@ PACKAGE = "rankwise.lightning"
     ("module", "name", "own"),
     [
         ("", "LightningModule", rankwise.TrainingModule),
+        ("", "LightningDataModule", rankwise.DataModule),
+        (".core.datamodule", "LightningDataModule", rankwise.DataModule),
+        (".pytorch.utilities.combined_loader", "CombinedLoader", rankwise.data.CombinedLoader),
         ("", "Trainer", rankwise.Trainer),
         ("", "Callback", rankwise.Callback),
         ("", "seed_everything", rankwise.seed_everything),

@@ -118,6 +118,17 @@ def test_of_modules_that_optimise_manually(tmp_path: Path, name: str) -> None:
         trainer(tmp_path).fit(model, loader())
 
 
+def test_an_iterator_in_place_of_a_batch(tmp_path: Path) -> None:
+    """A step that takes `dataloader_iter`, as in Lightning, would get a batch instead: it is refused."""
+
+    class Reading(Line):
+        def training_step(self, dataloader_iter):  # type: ignore[no-untyped-def, override]
+            return next(dataloader_iter)
+
+    with pytest.raises(ConfigurationError, match=r"Reading\.training_step\(\) takes dataloader_iter"):
+        trainer(tmp_path).fit(Reading(), loader())
+
+
 def test_arguments_of_an_older_lightning(tmp_path: Path) -> None:
     """A method that takes other arguments is refused, with those that it would get."""
 

@@ -66,6 +66,11 @@ class DataHooks:
         return batch
 
 
+def prepares_data(owner: DataHooks, local_rank: int, node_rank: int) -> bool:
+    """Return whether the process with these ids calls `prepare_data`."""
+    return local_rank == 0 and (owner.prepare_data_per_node or node_rank == 0)
+
+
 def is_own(owner: object, base: type, method: str) -> bool:
     """Return whether an object has a method of its own in place of `base`'s; None is none."""
     found = getattr(owner, method)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from rankwise import DataModule, Trainer
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
-from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS
+from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, prepares_data
 from tests.unit.trainer.helpers import Line, loader, samples, trainer
 
 
@@ -289,6 +289,17 @@ def test_logged_hyperparameters(tmp_path: Path) -> None:
     assert "width" in saved
     with pytest.raises(ConfigurationError, match="different values of the hyperparameter 'batch_size'"):
         trainer(tmp_path, logger=True).fit(Sized(batch_size=3), Numbers())
+
+
+@pytest.mark.parametrize(("per_node", "expected"), [(True, [(0, 0), (0, 1)]), (False, [(0, 0)])])
+def test_which_processes_prepare_data(per_node: bool, expected: list[tuple[int, int]]) -> None:
+    """The first of each node, or of the first node; the same for modules."""
+    owners: list[DataHooks] = [Numbers(), Line()]
+    for owner in owners:
+        assert owner.prepare_data_per_node
+        owner.prepare_data_per_node = per_node
+        ids = [(local_rank, node_rank) for node_rank in range(2) for local_rank in range(2)]
+        assert [each for each in ids if prepares_data(owner, *each)] == expected
 
 
 def test_transfer_hooks_get_the_number_of_the_loader(tmp_path: Path) -> None:
