@@ -8,7 +8,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -230,23 +230,29 @@ class WorkerContext:
         self._has_reported = True  # not before: a signal handler may raise meanwhile, which is reported
 
     def run(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
-        """Run `entry` as this rank, then `finish` with its value; report how it ended.
+        """Run `entry` as this rank, then `finish` with its value; see `running`."""
+        with self.running(finish) as run:
+            run.value = entry(self)
+        return run.value
+
+    @contextmanager
+    def running(self, finish: Callable[[Any], None]) -> Iterator[RankRun]:
+        """Be this rank in the block, then call `finish` with the block's value; report how it ended.
 
         Raises:
-            JobStopped: after STOP from the supervisor. Anything that `entry` raises.
+            JobStopped: after STOP from the supervisor. Anything that the block raises.
             StoppedBySignal: when all ranks have stopped for a signal.
         """
-        channel = self.channel
+        channel, run = self.channel, RankRun(self)
         if channel is None:
-            value = entry(self)
-            finish(value)
-            return value
+            yield run
+            finish(run.value)
+            return
         try:
             with Interruptible() as block:
                 channel.call_on_stop(partial(self._on_stop, block))
-                value = entry(self)
-                finish(value)
-                return value
+                yield run
+                finish(run.value)
         except StoppedBySignal as stopped:
             channel.send(Kind.STOPPED, b"%d" % stopped.signal_number)
             raise
@@ -260,6 +266,38 @@ class WorkerContext:
         if self.on_stop is not None:
             self.on_stop()
         block.interrupt()
+
+
+@final
+@dataclass
+class RankRun:
+    """What a launcher gives to the block that is a rank, and gets from it.
+
+    Attributes:
+        worker: the rank's place in the job.
+        value: set by the block: what the rank returns.
+        values: after the block, every local rank's value by global rank.
+    """
+
+    worker: WorkerContext
+    value: Any = None
+    values: dict[int, Any] = field(default_factory=dict)
+
+
+class CallerLauncher(Launcher):
+    """A launcher whose calling process is a rank itself, for a function or for the rest of the script."""
+
+    runs_in_caller = True
+
+    @abstractmethod
+    def running(self, rendezvous: str) -> AbstractContextManager[RankRun]:
+        """Return the block in which this process is a rank of the next job; errors are those of `launch`."""
+
+    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
+        """Run `entry` as this process's rank, wait for the others; see `Launcher.launch`."""
+        with self.running(rendezvous) as run:
+            run.value = entry(run.worker)
+        return run.values
 
 
 def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None) -> dict[str, str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from typing import final
 
-from rankwise.launchers.context import Entry, Launcher, WorkerContext
+from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext
 from rankwise.launchers.preconditions import refuse_patched_threads
 from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to
 from rankwise.monitoring.stacks import stacks_on_signal
@@ -25,10 +25,8 @@ _jobs = itertools.count(1)
 
 @final
 @dataclass(frozen=True)
-class InlineLauncher(Launcher):
+class InlineLauncher(CallerLauncher):
     """Run the function in this process, which is a rank already."""
-
-    runs_in_caller = True
 
     ranks: RankInfo
     address: tuple[str, int] | None = None  # of the store; of a single rank only where it is an agent's
@@ -39,8 +37,9 @@ class InlineLauncher(Launcher):
     def has_other_ranks(self) -> bool:
         return self.ranks.world_size > 1
 
-    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
-        """Call `entry`; report a failure, and raise it."""
+    @contextmanager
+    def running(self, rendezvous: str) -> Iterator[RankRun]:
+        """Be the rank in the block; report a failure, and raise it."""
         if self.has_other_ranks:
             refuse_patched_threads()
         address = self.address
@@ -60,7 +59,8 @@ class InlineLauncher(Launcher):
                 stack.enter_context(stacks_on_signal())
                 stack.enter_context(parent_death.children_end_with_parent())
                 stack.enter_context(heartbeat_written_to(None if address is None else NO_FILE))
-                return {self.ranks.global_rank: entry(worker)}
+                yield (run := RankRun(worker))
+                run.values = {self.ranks.global_rank: run.value}
         except Exception as error:
             worker.report_failure(error)
             raise

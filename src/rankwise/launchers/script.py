@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NoReturn, final
 
 from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.launchers.context import Entry, Launcher, WorkerContext
+from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext
 from rankwise.launchers.preconditions import (
     refuse_patched_threads,
     refuse_removed_directory,
@@ -30,7 +30,7 @@ from rankwise.launchers.worker_main import describe_context, inherited_context
 from rankwise.monitoring.heartbeat import HeartbeatReader, heartbeat_written_to
 from rankwise.processes import parent_death
 from rankwise.processes.command_line import count_launch, launch_count, rerun_command
-from rankwise.processes.exit_codes import LAST_LINES_TIMEOUT_S, exit_code_of, exit_now, write_stderr
+from rankwise.processes.exit_codes import exit_code_of, exit_now, report_at_exit
 from rankwise.processes.shared_memory import owned_descriptor, unpack
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import PopenProcess
@@ -41,13 +41,11 @@ from rankwise.stores.tcp import forget_store
 
 @final
 @dataclass(eq=False)
-class ScriptLauncher(Launcher):
+class ScriptLauncher(CallerLauncher):
     """Be local rank 0 and start the others by re-running the script; the next job uses the same processes.
 
     Where `command` replaces this process's own command line, its first launch must be this one.
     """
-
-    runs_in_caller = True
 
     local_ranks: tuple[RankInfo, ...]
     options: SupervisionOptions
@@ -57,10 +55,11 @@ class ScriptLauncher(Launcher):
     def has_other_ranks(self) -> bool:
         return script_place() is not None or not self.local_ranks[0].is_one_node
 
-    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
-        """Run as this process's rank, wait for the others; see `Launcher.launch`.
+    @contextmanager
+    def running(self, rendezvous: str) -> Iterator[RankRun]:
+        """Be this process's rank in the block, then wait for the others.
 
-        The main process returns the values of the other ranks too, where these can be pickled.
+        The main process gets the values of the other ranks too, where these can be pickled.
         """
         earlier = count_launch()
         worker = inherited_context()
@@ -72,10 +71,13 @@ class ScriptLauncher(Launcher):
             )
         if worker is not None:
             self._check_fits(worker.ranks, worker.address, rendezvous)
-            return worker.run(entry, self.options.teardown_timeout_s)
+            with worker.running(self.options.teardown_timeout_s) as run:
+                yield run
+            return
         script = self._start_script(earlier, rendezvous) if _script is None else _script
         self._check_fits(script.local_ranks[0], script.group.address, rendezvous)
-        return script.run(entry)
+        with script.running() as run:
+            yield run
 
     def _start_script(self, earlier: int, rendezvous: str) -> _Script:
         global _script
@@ -173,8 +175,9 @@ class _Script:
         self._supervisor.start()
         _finish_at_exit()
 
-    def run(self, entry: Entry) -> dict[int, Any]:
-        """Run one job; return every local rank's value."""
+    @contextmanager
+    def running(self) -> Iterator[RankRun]:
+        """Run one job, as this process's rank in the block."""
         if error := self._supervisor.error():
             self.end()
             raise error
@@ -189,9 +192,10 @@ class _Script:
                 heartbeat_written_to(self._heartbeat),
                 parent_death.children_end_with_parent(),
             ):
-                value = worker.run(entry, finish=lambda _: self._channel.send(Kind.DONE))
+                with worker.running(finish=lambda _: self._channel.send(Kind.DONE)) as run:
+                    yield run
                 self._supervisor.wait_job()
-            values = {worker.ranks.global_rank: value, **self._other_values()}
+            run.values = {worker.ranks.global_rank: run.value, **self._other_values()}
         except StoppedBySignal as stopped:
             self._supervisor.begin_exit()
             with suppress(SystemExit, WorkerError):  # raised below
@@ -204,7 +208,6 @@ class _Script:
         finally:
             self._is_in_job = False
         self._supervisor.release()
-        return values
 
     def _other_values(self) -> dict[int, Any]:
         values = {}
@@ -255,10 +258,8 @@ class _Script:
         self.end()
 
     def _exit_for(self, error: BaseException) -> NoReturn:
-        is_ours = isinstance(error, WorkerError)  # its own traceback says more than ours
-        text = f"{type(error).__name__}: {error}\n" if is_ours else "".join(traceback.format_exception(error))
         try:
-            write_stderr(text, LAST_LINES_TIMEOUT_S)
+            report_at_exit(error)
             self.end()
         finally:
             exit_now(exit_code_of(error))

@@ -13,7 +13,8 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 from rankwise.errors import RendezvousTimeoutError
 from rankwise.failures.classify import start_exception_chain
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.launchers.context import Entry, WorkerContext
+from rankwise.launchers.context import Entry, RankRun, WorkerContext
 from rankwise.monitoring.heartbeat import LEAVING, report_phase, write_heartbeat_to
 from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import parent_death
@@ -112,10 +113,12 @@ class InheritedContext:
     jobs: int = 0
     pid: int = field(default_factory=os.getpid)  # a process that this one forks is not the rank
 
-    def run(self, entry: Entry, timeout_s: float | None) -> dict[int, Any]:
-        """Run one job as this rank, until it is over on every rank; `timeout_s` is `_wait_until_over`'s.
+    @contextmanager
+    def running(self, timeout_s: float | None) -> Iterator[RankRun]:
+        """Run one job, as this rank in the block, until it is over on every rank.
 
-        After a failure it raises `SystemExit`: the main process raises what ended the job.
+        `timeout_s` is `_wait_until_over`'s. After a failure this raises `SystemExit`: the main process raises
+        what ended the job.
         """
         self.jobs += 1
         if self.jobs == 1:
@@ -133,7 +136,9 @@ class InheritedContext:
             _wait_until_over(self.channel, timeout_s)
 
         try:
-            return {self.ranks.global_rank: worker.run(entry, finish)}
+            with worker.running(finish) as run:
+                yield run
+            run.values = {self.ranks.global_rank: run.value}
         except StoppedBySignal:
             raise
         except BaseException:  # noqa: BLE001  whatever ended it

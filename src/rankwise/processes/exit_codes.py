@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,13 @@ def _flush_streams() -> None:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             continue  # closed, without a reader, or None
+
+
+def report_at_exit(error: BaseException) -> None:
+    """Print an error as the interpreter does; of a worker's error its text, which has its own traceback."""
+    is_ours = isinstance(error, WorkerError)
+    text = f"{type(error).__name__}: {error}\n" if is_ours else "".join(traceback.format_exception(error))
+    write_stderr(text, LAST_LINES_TIMEOUT_S)
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import copy
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
@@ -34,7 +34,7 @@ from rankwise.process_group import collectives, objects, rank_zero_first
 from rankwise.process_group.distributed_optimizers import consolidate, is_sharded
 from rankwise.process_group.group import check_group_ranks
 from rankwise.processes.exit_codes import exit_code_kept
-from rankwise.ranks import RankInfo, set_rank_zero_only
+from rankwise.ranks import RankInfo, job_entry, set_rank_zero_only
 from rankwise.strategies.config import (
     Devices,
     GroupConfig,
@@ -234,12 +234,13 @@ class Strategy(ABC):
     @property
     def job(self) -> Job:
         """This rank's part of the launch that runs now; a `LifecycleError` outside of a launched function."""
-        if not self._is_in_job:
+        if not self.is_in_job:
             raise self._wrong_state("job", "'in a job'")
         return self._current_job
 
     @property
-    def _is_in_job(self) -> bool:
+    def is_in_job(self) -> bool:
+        """Whether this process is a rank of a launch that runs."""
         return self._job is not None and self._job.is_launched
 
     @property
@@ -296,12 +297,20 @@ class Strategy(ABC):
         """Return `"private"` or `"tcp"`, for a launch."""
         return "private"
 
-    @start_exception_chain()
+    @job_entry
     def _run_as_rank(self, has_group: bool, run: Callable[[], T], worker: WorkerContext) -> T:
         """Run the launched function as the rank of `worker`; return its value."""
-        self.attach(worker, has_group=has_group)
-        with sigterm_deferred(self.checkpoint_io):
-            return self.job.run(run, self.setup_environment, self.teardown, self.checkpoint_io)
+        with self.running_as(worker, has_group=has_group):
+            return run()
+
+    @contextmanager
+    def running_as(self, worker: WorkerContext, *, has_group: bool = True) -> Iterator[None]:
+        """Be the rank of `worker` in the block; `has_group` is as for `attach`."""
+        with start_exception_chain():
+            self.attach(worker, has_group=has_group)
+            enter, leave, checkpoint_io = self.setup_environment, self.teardown, self.checkpoint_io
+            with sigterm_deferred(checkpoint_io), self.job.running(enter, leave, checkpoint_io):
+                yield
 
     def attach(self, worker: WorkerContext, *, has_group: bool = True) -> None:
         """Start a job as the rank of `worker`; `has_group` is False where the function creates the group."""
@@ -353,9 +362,9 @@ class Strategy(ABC):
         """Return the user's module from what `setup_module` returned."""
         return module.module if isinstance(module, DistributedDataParallel) else uncompiled(module)
 
-    def call_method(self, wrapped: nn.Module, method: str, *args: Any) -> Any:
+    def call_method(self, wrapped: nn.Module, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the user's module through the wrapper, as its forward pass."""
-        return forward_redirect(wrapped, self.unwrap_module(wrapped), method, *args)
+        return forward_redirect(wrapped, self.unwrap_module(wrapped), method, *args, **kwargs)
 
     def batch_to_device(self, batch: T) -> T:
         """Move every tensor of a batch, also in nested containers, to this rank's device."""
@@ -434,10 +443,7 @@ class Strategy(ABC):
         return self.gradients.weight_loss(loss, weight)
 
     def end_training(self) -> None:
-        """Average the model over the ranks if a communication hook has let them diverge.
-
-        Collective: every rank must call this.
-        """
+        """Average the model over the ranks if a communication hook has let them diverge. Collective."""
         self.gradients.average_models()
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -465,10 +471,7 @@ class Strategy(ABC):
         return optimizer.state_dict() if self.is_global_zero else {}
 
     def comm_hook_states(self) -> list[list[dict[str, Any]]]:
-        """Return the states of communication hooks, by rank and wrapped module; on rank 0, elsewhere [].
-
-        Collective: every rank must call this.
-        """
+        """Return the states of communication hooks, by rank and module; [] but on rank 0. Collective."""
         return self.gradients.gathered_states()
 
     def load_comm_hook_states(self, states: list[list[dict[str, Any]]]) -> None:
@@ -578,14 +581,14 @@ class Strategy(ABC):
         return rank_zero_first(local, ranks=self.ranks)
 
     def _check_not_in_job(self, call: str) -> None:
-        if self._is_in_job:
+        if self.is_in_job:
             remedy = "a launched function calls what it needs directly: it runs on every rank already."
             raise self._wrong_state(call, "'bound'", remedy)
 
     def _wrong_state(
         self, call: str, needed: str, remedy: str = "call bind() or launch() first."
     ) -> LifecycleError:
-        state = "in a job" if self._is_in_job else "bound" if self.is_bound else "configured"
+        state = "in a job" if self.is_in_job else "bound" if self.is_bound else "configured"
         return LifecycleError(call=call, state=state, needed=needed, remedy=remedy)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, final
 
 import torch
 
@@ -25,12 +25,10 @@ from rankwise.processes.event_loop import signals_delivered_in_thread
 from rankwise.processes.exit_codes import forked_children_exit
 from rankwise.processes.fork_safety import SET_BY_DYNAMO
 from rankwise.processes.signals import ROUTER, SignalRequest, exit_by_signal
-from rankwise.ranks import job_entry
 from rankwise.strategies.module_wrapping import WrappedModules
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -67,26 +65,21 @@ class Job:
             refuse_in_rank_zero_section(name, None if group is None else group.size())
         return blocked_in(name)
 
-    @job_entry
-    def run(
-        self,
-        function: Callable[[], T],
-        setup: Callable[[], None],
-        teardown: Callable[[], None],
-        checkpoint_io: CheckpointIO,
-    ) -> T:
-        """Run what is launched between `setup` and `teardown`; return its value, or report its failure."""
+    @contextmanager
+    def running(
+        self, setup: Callable[[], None], teardown: Callable[[], None], checkpoint_io: CheckpointIO
+    ) -> Iterator[None]:
+        """Run what is launched, in the block, between `setup` and `teardown`; report its failure."""
         worker = self.worker
         try:
             setup()
             with forked_children_exit():
-                value = function()
+                yield
             if self.check is not None:
                 self.check.finish()
             checkpoint_io.teardown()
             if (exchange := worker.failure_exchange) is not None and not worker.ranks.is_one_node:
                 exchange.wait_for_other_ranks()
-            return value
         except BaseException as error:
             own = readable(error)
             own = explain_unused(own) or own

@@ -146,14 +146,14 @@ def compile_within(module: nn.Module, compiled: nn.Module) -> Callable[[], None]
     return lambda: module.__dict__.update({_COMPILED: before})
 
 
-def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, *args: Any) -> Any:
-    """Call `wrapper(*args)` so that it runs `module.<method>` instead of `module.forward`; return the result.
+def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `wrapper(...)` so that it runs `module.<method>` instead of `module.forward`; return the result.
 
     Inside the method `self(...)` and `self.forward(...)` are the module's own again, compiled if
     `module.compile()` was called.
     """
     if wrapper is module:
-        return getattr(module, method)(*args)
+        return getattr(module, method)(*args, **kwargs)
     own = module.__dict__
     hidden = [(each, each[_COMPILED]) for each in (own, wrapper.__dict__) if each.get(_COMPILED) is not None]
 
@@ -162,16 +162,16 @@ def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, *args: 
         for each, compiled in hidden:
             each[_COMPILED] = compiled
 
-    def run(*inner: Any) -> Any:
+    def run(*inner: Any, **named: Any) -> Any:
         restore()
-        return getattr(module, method)(*inner)
+        return getattr(module, method)(*inner, **named)
 
     # An instance attribute hides the class's method. Written to __dict__: nn.Module.__setattr__ is slow.
     own["forward"] = run
     for each, _ in hidden:
         each[_COMPILED] = None
     try:
-        return wrapper(*args)
+        return wrapper(*args, **kwargs)
     finally:
         restore()
 
