@@ -22,6 +22,7 @@ SUBJECTS = {
     "doctor": "diagnoses a job",
     "lightning": "Lightning's names",
     "trainer": "the Trainer and its loops",
+    "fabric": "for loops of your own",
     "callbacks": "called during training",
     "loggers": "record metrics",
     "profilers": "measure stages",

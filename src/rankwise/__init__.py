@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rankwise import callbacks, errors
     from rankwise.callbacks import Callback
     from rankwise.environments import ClusterEnvironment
+    from rankwise.fabric import Fabric
     from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context, register_ddp_comm_hook
     from rankwise.launchers import Launcher
     from rankwise.ranks import RankInfo, rank_zero_info, rank_zero_only, rank_zero_warn
@@ -45,6 +46,7 @@ _HOMES = {
     "DDPSpawnStrategy": "rankwise.strategies",
     "DDPStrategy": "rankwise.strategies",
     "DataModule": "rankwise.trainer",
+    "Fabric": "rankwise.fabric",
     "GradientSyncMode": "rankwise.gradient_sync",
     "Launcher": "rankwise.launchers",
     "RankInfo": "rankwise.ranks",
@@ -70,6 +72,7 @@ __all__ = [
     "DDPSpawnStrategy",
     "DDPStrategy",
     "DataModule",
+    "Fabric",
     "GradientSyncMode",
     "Launcher",
     "RankInfo",

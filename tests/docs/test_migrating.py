@@ -53,6 +53,7 @@ OURS = set(NAMES) - {"ZeroRedundancyOptimizer", *vars(builtins)}
 OBJECTS: dict[str, tuple[type, ...]] = {
     "strategy": (rankwise.DDPStrategy,),
     "trainer": (Trainer,),
+    "fabric": (rankwise.Fabric,),
     "self": (
         *(TrainingModule, rankwise.DDPStrategy, precision.Precision),
         callbacks.BasePredictionWriter,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Callback": "rankwise.lightning.callbacks",
+    "Fabric": "rankwise.lightning.fabric",
     "LightningDataModule": "rankwise.lightning.core",
     "LightningModule": "rankwise.lightning.core",
     "Trainer": "rankwise.lightning.trainer",
@@ -30,7 +31,7 @@ _MODULES = (
     *("callbacks", "core", "fabric", "loggers", "plugins", "strategies", "trainer", "tuner", "utilities"),
 )
 
-__all__ = ["Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"]
+__all__ = ["Callback", "Fabric", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"]
 
 add_other_names(__name__, "pytorch")
 add_missing_modules(__name__)

@@ -1,6 +1,6 @@
 """The number format in which a module computes, and how gradients are scaled and clipped in it."""
 
-from rankwise.precision.base import Precision, gradient_values
+from rankwise.precision.base import Precision, configured_optimizers, gradient_values
 from rankwise.precision.formats import (
     DoublePrecision,
     HalfPrecision,
@@ -17,6 +17,7 @@ __all__ = [
     "MixedPrecision",
     "Precision",
     "are_finite",
+    "configured_optimizers",
     "create_precision",
     "gradient_values",
 ]

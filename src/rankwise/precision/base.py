@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from rankwise.errors import UnknownNameError
+from rankwise.errors import InvalidTypeError, UnknownNameError
 from rankwise.nested import map_tensors
 
 T = TypeVar("T")
@@ -47,6 +47,9 @@ class Precision:
 
     def prepare_to_load(self, module: nn.Module) -> None:
         """Prepare a module to load a checkpoint's weights without rounding them."""
+
+    def reload_weights(self) -> None:
+        """Take over weights that were loaded into the module, where the optimizers have copies of them."""
 
     def configure(
         self, module: nn.Module, optimizers: list[Optimizer]
@@ -145,6 +148,23 @@ class Precision:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+
+def configured_optimizers(
+    precision: Precision, module: nn.Module, optimizers: list[Optimizer]
+) -> list[Optimizer]:
+    """Call `precision.configure`; return the optimizers to use, checked."""
+    match returned := precision.configure(module, optimizers):
+        case None:
+            return optimizers
+        case [own, [*others]] if own is module and len(others) == len(optimizers):
+            are_optimizers = all(isinstance(each, Optimizer) for each in others)
+        case _:
+            are_optimizers = False
+    if not are_optimizers:
+        expected = "None, or (module, optimizers): the same module, and as many optimizers as were given"
+        raise InvalidTypeError(argument="Precision.configure()", value=returned, expected=expected)
+    return list(returned[1])
 
 
 class DtypePrecision(Precision):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, ClassVar, final
 
 import torch
@@ -71,6 +72,12 @@ class MasterWeightsPrecision(ScaledPrecision):
         super().configure(module, optimizers)
         if self._pending:
             self._load_masters(self._pending)
+
+    def reload_weights(self) -> None:
+        """Copy the module's 16-bit weights."""
+        with torch.no_grad():
+            for half, master in chain.from_iterable(self._pairs.values()):
+                master.copy_(half)
 
     def _pair(self, optimizers: list[Optimizer]) -> None:
         """Replace the 16-bit parameters in the optimizers by copies."""

@@ -27,6 +27,8 @@ PACKAGE = "rankwise.lightning"
         (".core.datamodule", "LightningDataModule", rankwise.DataModule),
         (".pytorch.utilities.combined_loader", "CombinedLoader", rankwise.data.CombinedLoader),
         ("", "Trainer", rankwise.Trainer),
+        ("", "Fabric", rankwise.Fabric),
+        (".fabric", "Fabric", rankwise.Fabric),
         ("", "Callback", rankwise.Callback),
         ("", "seed_everything", rankwise.seed_everything),
         (".pytorch", "Trainer", rankwise.Trainer),

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
 from rankwise.gradient_sync.parameters import parameters_of
+from rankwise.precision import configured_optimizers
 from rankwise.trainer.loops.parameter_groups import groups_of, restore_groups
 from rankwise.trainer.module import is_defined
 
@@ -172,7 +173,7 @@ class OptimizerSet:
                 states = strategy.broadcast(states)
         for optimizer, state in zip(self.optimizers, states[0] if states else (), strict=False):
             self._restore_groups(optimizer, state)
-        self._replace_optimizers(strategy.precision.configure(module, self.optimizers), module)
+        self._configure(strategy.precision, module)
         if states is not None:
             self.load(*states)
         self._pending = None
@@ -202,19 +203,9 @@ class OptimizerSet:
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
-    def _replace_optimizers(self, returned: Any, module: TrainingModule) -> None:
+    def _configure(self, precision: Precision, module: TrainingModule) -> None:
         """Use the optimizers that `Precision.configure` has returned, if it has."""
-        match returned:
-            case None:
-                return
-            case [own, [*others]] if own is module and len(others) == len(self.optimizers):
-                are_optimizers = all(isinstance(each, Optimizer) for each in others)
-            case _:
-                are_optimizers = False
-        if not are_optimizers:
-            expected = "None, or (module, optimizers): the same module, and as many optimizers as were given"
-            raise InvalidTypeError(argument="Precision.configure()", value=returned, expected=expected)
-        self.optimizers = list(returned[1])
+        self.optimizers = configured_optimizers(precision, module, self.optimizers)
         changed = [getattr(config.scheduler, "optimizer", None) for config in self.schedulers]
         if any(optimizer is not None and optimizer not in self.optimizers for optimizer in changed):
             raise ConfigurationError(

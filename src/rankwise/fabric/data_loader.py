@@ -1,0 +1,139 @@
+"""`FabricDataLoader`: this rank's batches of a loader, in another order in each iteration, on its device."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, SequentialSampler
+
+from rankwise.data import shard_for_evaluation, shard_for_training
+from rankwise.data.batches import sharded_sampler_of, with_batch_stream
+from rankwise.data.sampler import length_of, set_epoch_of
+from rankwise.data.sharding import is_shardable, is_split_for_one_rank
+from rankwise.errors import ConfigurationError
+from rankwise.seed import isolated_random_state, mixed_seed
+from rankwise.strategies import Strategy
+from rankwise.strategies.agreement import check_ranks_agree
+from rankwise.strategies.data_split import (
+    agreed_order_seeds,
+    check_same_order,
+    fingerprint_of_loaders,
+    replica_of,
+)
+
+_SHARDERS = {False: shard_for_training, True: shard_for_evaluation}
+
+
+@final
+class FabricDataLoader:
+    """What `Fabric.setup_dataloaders` returns for a loader: all other attributes are the loader's.
+
+    Attributes:
+        epoch: the number of the next iteration, which determines its order; samplers and iterable data sets
+            that have `set_epoch` get it.
+    """
+
+    def __init__(self, loader: Any, strategy: Strategy, *, seed: int | None, move_to_device: bool) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self._strategy = strategy
+        self._seed = seed
+        self._move_to_device = move_to_device
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, epoch = self.loader, self.epoch
+        self.epoch += 1
+        dataset = getattr(loader, "dataset", None)
+        samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+        set_epoch_of(epoch, *samplers, None if is_shardable(loader) else dataset)
+        if self._seed is not None:
+            check_same_order(self._strategy, "data", [loader])
+        for batch in self._start(epoch):
+            yield self._strategy.batch_to_device(batch) if self._move_to_device else batch
+
+    def _start(self, epoch: int) -> Iterator[Any]:
+        """Start the loader's workers; what they draw depends on seed, epoch and rank, if there is a seed."""
+        if self._seed is None:
+            return iter(self.loader)
+        seed = mixed_seed(self._seed, epoch, self._strategy.global_rank)
+        generator = self.loader.generator
+        with isolated_random_state(seed, *([] if generator is None else [generator])):
+            return iter(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def fabric_data_loaders(
+    loaders: tuple[DataLoader[Any], ...],
+    strategy: Strategy,
+    *,
+    use_distributed_sampler: bool,
+    move_to_device: bool,
+    each_sample_once: bool,
+) -> list[FabricDataLoader]:
+    """Return this rank's part of each loader. Collective: every rank must call this."""
+    if not use_distributed_sampler:
+        return [
+            FabricDataLoader(loader, strategy, seed=None, move_to_device=move_to_device) for loader in loaders
+        ]
+    check_ranks_agree(strategy, fingerprint_of_loaders("data", list(loaders), is_split_here=True))
+    default = strategy.broadcast(torch.initial_seed())
+    seeds = agreed_order_seeds(strategy, list(loaders), default=default, is_split_here=True)
+    return [
+        _split(loader, strategy, seed, move_to_device=move_to_device, each_sample_once=each_sample_once)
+        for loader, seed in zip(loaders, seeds, strict=True)
+    ]
+
+
+def _split(
+    loader: DataLoader[Any], strategy: Strategy, seed: int, *, move_to_device: bool, each_sample_once: bool
+) -> FabricDataLoader:
+    shard = loader
+    if strategy.world_size > 1 or is_split_for_one_rank(loader, keeps_order=True):
+        shard = _SHARDERS[each_sample_once](loader, **replica_of(strategy), seed=seed)
+    if each_sample_once:
+        _check_no_rank_is_empty(shard)
+    elif strategy.is_global_zero:
+        _warn_of_repeated_samples(shard)
+    generator = getattr(loader, "generator", None)
+    worker_seed = seed if generator is None else mixed_seed(seed, generator.initial_seed())
+    stream = with_batch_stream(shard, seed=seed, rank=strategy.global_rank, worker_seed=worker_seed)
+    return FabricDataLoader(stream, strategy, seed=worker_seed, move_to_device=move_to_device)
+
+
+def _check_no_rank_is_empty(loader: DataLoader[Any]) -> None:
+    """Raise ConfigurationError if a rank has no sample: it could not take part in what the others average."""
+    sampler = sharded_sampler_of(loader)
+    if sampler is None or math.isinf(length_of(sampler.sampler)):
+        return
+    last = sampler.num_replicas - 1
+    if not sampler.length_of(last):
+        raise ConfigurationError(
+            message=f"each_sample_once=True leaves no sample for global_rank {last}.",
+            facts=f"there are {length_of(sampler.sampler)} for {sampler.num_replicas} ranks.",
+            remedy="use fewer ranks or more samples, or leave each_sample_once out.",
+        )
+
+
+def _warn_of_repeated_samples(loader: DataLoader[Any]) -> None:
+    """Warn if a loader that reads the data in order, perhaps to evaluate, gets samples twice."""
+    sampler = sharded_sampler_of(loader)
+    if sampler is None or sampler.uneven != "pad" or type(sampler.sampler) is not SequentialSampler:
+        return
+    length, ranks = len(sampler.sampler), sampler.num_replicas
+    if length % ranks:
+        warnings.warn(
+            f"{-length % ranks} of {length} samples are read twice, so that all {ranks} ranks have as many. "
+            "To evaluate on each sample once: fabric.setup_dataloaders(loader, each_sample_once=True).",
+            stacklevel=2,
+        )

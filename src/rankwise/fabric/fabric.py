@@ -1,0 +1,586 @@
+"""`Fabric`: the imperative form: a loop that you write, on the strategies and precisions of the Trainer."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn, TypeVar, overload
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from rankwise.errors import (
+    ConfigurationError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    UnknownArgumentError,
+)
+from rankwise.fabric.checkpoint import check_filters, checkpoint_of, restore, restore_object
+from rankwise.fabric.checks import absent, check_is_on, check_set_up, check_strategy, check_unwrapped
+from rankwise.fabric.data_loader import fabric_data_loaders
+from rankwise.fabric.launching import check_function, launching_itself, run_function, share_loggers
+from rankwise.fabric.module import FabricModule
+from rankwise.fabric.optimizer import FabricOptimizer, fabric_optimizer
+from rankwise.fabric.process import FabricProcess
+from rankwise.gradient_sync import GradientSyncMode
+from rankwise.loggers import Logger
+from rankwise.loggers.base import finalize_all, numbers
+from rankwise.named_options import check_is_a
+from rankwise.plugins import agreed_placement, as_list, collect_plugins, collect_strategy
+from rankwise.precision import Precision, configured_optimizers
+from rankwise.seed import given_seed, seed_everything
+from rankwise.strategies import Strategy
+from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model
+from rankwise.strategies.module_wrapping import uncompiled
+from rankwise.strategies.open_job import begin_job
+from rankwise.strategies.shared_errors import errors_shared
+
+T = TypeVar("T")
+_BACKWARD = ("gradient", "retain_graph", "create_graph", "inputs")  # of Tensor.backward, in order
+
+
+class Fabric(FabricProcess):
+    """Run a training loop of your own on the processes of a strategy; the names are Lightning's.
+
+    Wrap what the loop uses: `setup` modules and optimizers, `setup_dataloaders` loaders; call `backward`
+    instead of `loss.backward()`. With several processes, `launch` the function with the loop first.
+
+    A subclass may define `run(self, ...)`: calling it launches it.
+
+    Args:
+        accelerator: `"auto"`, `"cpu"`, `"cuda"` or `"gpu"`.
+        strategy: a registered name, or an instance, whose own arguments must not contradict the others.
+        devices: processes on this node: a number, `"auto"` or device indices.
+        num_nodes: nodes; `"auto"` for as many as were started.
+        precision: as for the Trainer; None uses the strategy's.
+        plugins: a cluster environment (or its name), a precision, a checkpoint IO, a strategy; one of each.
+        callbacks: one object or a list, with any methods, which `call` calls.
+        loggers: one, or a list.
+
+    Attributes:
+        strategy: the strategy, bound: the given one, or a copy of it, as the Trainer's.
+        loggers: all loggers.
+        callbacks: all callbacks.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError, UnknownNameError, ConfigurationError: for wrong arguments.
+        WorldSizeMismatchError: when other processes exist than were asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        strategy: str | Strategy = "auto",
+        devices: Any = "auto",
+        num_nodes: Any = "auto",
+        precision: str | int | None = None,
+        plugins: Any = None,
+        callbacks: Any = None,
+        loggers: Logger | list[Logger] | None = None,
+    ) -> None:
+        self.callbacks: list[Any] = as_list("callbacks", callbacks, object)
+        self.loggers: list[Logger] = as_list("loggers", loggers, Logger)
+        found = collect_plugins(plugins)
+        self.strategy = collect_strategy(strategy, precision, found)
+        check_strategy(self.strategy)
+        environment = found["cluster environment"]
+        given = {"accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
+        placement = agreed_placement(self.strategy, **given, cluster_environment=environment)
+        self.strategy.bind(environment=placement.pop("cluster_environment"), **placement)
+        self.strategy.precision.device_type = self.strategy.root_device.type
+        self._modules: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._num_contexts = 0  # blocks of `gradient_sync_context` that are open
+        self._is_in_backward = False
+        self._is_open = False  # whether a job without a function runs
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if (run := vars(cls).get("run")) is not None:
+            cls.run = launching_itself(run)  # type: ignore[method-assign]  # calling it launches it
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in every process of the strategy; a subclass defines it."""
+        raise ConfigurationError(
+            message=f"{type(self).__name__} does not define run().",
+            remedy="define run(self, ...) in a subclass of Fabric, or call fabric.launch(function).",
+        )
+
+    @property
+    def logger(self) -> Logger:
+        """The first logger."""
+        if not self.loggers:
+            raise ConfigurationError(
+                message="This Fabric has no logger.", remedy="Fabric(loggers=CSVLogger(...))."
+            )
+        return self.loggers[0]
+
+    @overload
+    def launch(self, function: None = None) -> None: ...
+
+    @overload
+    def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T: ...
+
+    def launch(self, function: Callable[..., T] | None = None, *args: Any, **kwargs: Any) -> T | None:
+        """Run `function(fabric, *args, **kwargs)` on every rank.
+
+        Without a function every rank runs the rest of the script, with strategy `"ddp"` and where an outer
+        launcher (torchrun) has started the processes; a second such call does nothing.
+
+        Args:
+            function: what to run; it takes the Fabric first.
+            args: its further arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            Global rank 0's value, as `Strategy.launch`.
+
+        Raises:
+            InvalidTypeError: for what cannot be called with the Fabric.
+            WorkerError: when a rank failed; all other ranks have ended by then.
+            LifecycleError: in a launched function.
+            LaunchRefusedError, NotPicklableError: when nothing could be started.
+        """
+        if function is None:
+            if self._must_be_launched():
+                begin_job(self.strategy)
+                share_loggers(self.strategy, self.loggers)
+                self._is_open = True
+            return None
+        check_function(function)
+        if self._is_open:
+            return function(self, *args, **kwargs)
+        value: T = self.strategy.launch(run_function, self, function, args, kwargs)
+        return value
+
+    def setup(
+        self,
+        module: nn.Module,
+        *optimizers: Optimizer,
+        scheduler: Any = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any:
+        """Prepare a module and its optimizers for training. Collective: every rank must call this.
+
+        Args:
+            module: moved to this rank's device, converted to the precision, and wrapped if there are several
+                ranks. A compiled module is compiled within its wrapper.
+            optimizers: of the module's parameters, which stay the same objects.
+            scheduler: a learning rate scheduler of one of the optimizers, returned as it is.
+            move_to_device: with False the module must be on the device already.
+            _reapply_compile: only True is accepted.
+
+        Returns:
+            The `FabricModule`; with optimizers a tuple: it, the `FabricOptimizer`s, and the scheduler if
+            there is one.
+
+        Raises:
+            InvalidTypeError, InvalidArgumentError, ConfigurationError: for what cannot be prepared, or was
+                already.
+            LifecycleError: before the launch.
+            RankMismatchError: when the ranks have different modules or versions.
+        """
+        if scheduler is not None and not optimizers:
+            raise ConfigurationError(
+                message="setup() got a scheduler without an optimizer.",
+                remedy="module, optimizer, scheduler = fabric.setup(module, optimizer, scheduler=scheduler).",
+            )
+        for optimizer in optimizers:
+            check_unwrapped(optimizer, Optimizer, FabricOptimizer, "optimizer")
+        wrapped = self._setup_module(module, move_to_device, _reapply_compile)
+        prepared = self._setup_optimizers(optimizers, scheduler)
+        self.call("on_after_setup", fabric=self, module=wrapped)
+        if not optimizers:
+            return wrapped
+        return (wrapped, *prepared, *([] if scheduler is None else [scheduler]))
+
+    def setup_module(
+        self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
+    ) -> FabricModule:
+        """Prepare a module alone, as `setup` does."""
+        return self._setup_module(module, move_to_device, _reapply_compile)
+
+    def _setup_module(self, module: nn.Module, move_to_device: bool, reapply_compile: bool) -> FabricModule:
+        self._check_launched("setup()")
+        check_unwrapped(module, nn.Module, FabricModule, "module")
+        original = uncompiled(module)
+        if not reapply_compile and original is not module:
+            expected = "True: a compiled module is compiled within its wrapper"
+            raise InvalidArgumentError(argument="_reapply_compile", value=False, expected=expected)
+        if not move_to_device:
+            check_is_on(original, self.device)
+        check_ranks_agree(self.strategy, fingerprint_of(original, given_seed()))
+        wrapped = self.strategy.setup_module(module)
+        if wrapped is module:
+            share_model(self.strategy, original)  # a wrapper does that itself
+        self._modules.append(original)
+        return FabricModule(wrapped, self.strategy, self._guarded)
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Prepare optimizers alone, after their modules; return the one, or a tuple of them."""
+        self._check_launched("setup_optimizers()")
+        if not optimizers:
+            raise ConfigurationError(message="setup_optimizers() got none.", remedy="pass the optimizers.")
+        for optimizer in optimizers:
+            check_unwrapped(optimizer, Optimizer, FabricOptimizer, "optimizer")
+        prepared = self._setup_optimizers(optimizers, None)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _setup_optimizers(self, optimizers: Iterable[Optimizer], scheduler: Any) -> list[Any]:
+        """Return the wrapped optimizers; the precision configures them with all earlier ones."""
+        new, precision = list(optimizers), self.strategy.precision
+        if not new:
+            return []
+        self.strategy.on_after_setup_optimizers(new)
+        module = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
+        used = configured_optimizers(precision, module, [*self._optimizers, *new])
+        if scheduler is not None and getattr(scheduler, "optimizer", None) not in (*used, None):
+            raise ConfigurationError(
+                message="The scheduler changes another optimizer than those that were given.",
+                facts=f"its optimizer is a {type(scheduler.optimizer).__name__}.",
+                remedy="pass the optimizer with which the scheduler was created.",
+            )
+        self._optimizers = used
+        for optimizer in used[-len(new) :]:
+            if optimizer.state:  # of an earlier training, where the parameters were before
+                optimizer.load_state_dict(optimizer.state_dict())
+        return [fabric_optimizer(each, self.strategy, self.callbacks) for each in used[-len(new) :]]
+
+    def setup_dataloaders(
+        self,
+        *dataloaders: DataLoader[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        each_sample_once: bool = False,
+    ) -> Any:
+        """Split loaders over the ranks. Collective: every rank must call this.
+
+        The ranks' n-th batches together are the n-th batch of one process with a batch size that is the sum
+        of theirs, also in a shuffled order, which changes with each iteration over the loader.
+
+        Args:
+            dataloaders: torch's loaders.
+            use_distributed_sampler: with False loaders are used as they are, on every rank.
+            move_to_device: whether batches are moved to this rank's device.
+            each_sample_once: for evaluation: each sample is on exactly one rank, and ranks may have one
+                batch less than others. Otherwise, for training, every rank has the same number of samples:
+                the first are repeated, or the last left out if the loader drops its last batch.
+
+        Returns:
+            The `FabricDataLoader`, or a list of them.
+
+        Raises:
+            InvalidTypeError: for what is not a `DataLoader`.
+            UnshardableLoaderError: when a loader cannot be split.
+            RankMismatchError: when the ranks have different data.
+        """
+        self._check_launched("setup_dataloaders()")
+        if not dataloaders:
+            raise ConfigurationError(message="setup_dataloaders() got none.", remedy="pass the loaders.")
+        for loader in dataloaders:
+            check_is_a("dataloaders", loader, DataLoader, "a torch DataLoader that was not set up before")
+        if each_sample_once and not use_distributed_sampler:
+            raise ConfigurationError(
+                message="each_sample_once=True has no effect with use_distributed_sampler=False.",
+                remedy="leave out one of the two.",
+            )
+        prepared = fabric_data_loaders(
+            dataloaders,
+            self.strategy,
+            use_distributed_sampler=use_distributed_sampler,
+            move_to_device=move_to_device,
+            each_sample_once=each_sample_once,
+        )
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def backward(
+        self, tensor: Tensor, *args: Any, weight: float | Tensor | None = None, **kwargs: Any
+    ) -> None:
+        """Compute gradients of a loss, scaled as the precision says; the ranks' gradients are averaged.
+
+        Args:
+            tensor: the loss.
+            args: for `Tensor.backward`, by position.
+            weight: with `gradient_weighting="logged"`, the number of items of which the loss is the mean;
+                within `gradient_sync_context`.
+            kwargs: for `Tensor.backward`.
+
+        Raises:
+            ConfigurationError: with a weight that nothing asks for, or without one that is asked for.
+        """
+        self._check_launched("backward()")
+        options = {**dict(zip(_BACKWARD, args, strict=False)), **kwargs}
+        for name in options.keys() - set(_BACKWARD):
+            raise UnknownArgumentError(target="Fabric.backward()", name=name, known=(*_BACKWARD, "weight"))
+        if self.strategy.gradient_weighting == "logged" and weight is None:
+            raise ConfigurationError(
+                message="A loss has no weight.",
+                facts='the strategy has gradient_weighting="logged".',
+                remedy="fabric.backward(loss, weight=n), where the loss is the mean of n items.",
+            )
+        if self._needs_context and not self._num_contexts:
+            raise ConfigurationError(
+                message="backward() was called outside of the block that averages gradients.",
+                facts=f"the strategy has sync_mode={self.strategy.gradients.mode.value!r}, "
+                f"gradient_weighting={self.strategy.gradient_weighting!r}.",
+                remedy="with fabric.gradient_sync_context(module, optimizer): for forward and backward pass.",
+            )
+        loss = tensor if weight is None else self.strategy.weighted_loss(tensor, weight)
+        self._is_in_backward = True
+        try:
+            self.strategy.backward(loss, **options)
+        finally:
+            self._is_in_backward = False
+
+    @property
+    def _needs_context(self) -> bool:
+        gradients = self.strategy.gradients
+        return gradients.weighting is not None or gradients.mode is GradientSyncMode.FORCED_SYNC
+
+    def _guarded(self, output: Tensor) -> Tensor:
+        """Make `output.backward()` an error where only `Fabric.backward` computes the right gradients."""
+        precision = self.strategy.precision
+        is_own = type(precision).backward is not Precision.backward and precision.scales_loss
+        if output.requires_grad and (is_own or self._needs_context):
+            output.register_hook(self._check_in_backward)
+        return output
+
+    def _check_in_backward(self, gradient: Tensor) -> None:
+        if not self._is_in_backward:
+            raise ConfigurationError(
+                message="loss.backward() was called instead of fabric.backward(loss).",
+                facts=f"{self.strategy.precision!r}, "
+                f"gradient_weighting={self.strategy.gradient_weighting!r}: the loss must be scaled.",
+                remedy="fabric.backward(loss).",
+            )
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes average nothing, for accumulating gradients.
+
+        Forward and backward pass of a microbatch belong in it; the last microbatch's do not.
+
+        Raises:
+            InvalidTypeError: when the module was not set up.
+        """
+        return self.strategy.no_backward_sync(check_set_up(module).wrapped, enabled)
+
+    @contextmanager
+    def gradient_sync_context(
+        self, module: nn.Module, *optimizers: Any, is_final_microbatch: bool = True
+    ) -> Iterator[None]:
+        """Average gradients as the strategy's `sync_mode` and `gradient_weighting` say.
+
+        The block is for a microbatch's forward and backward pass; see `Strategy.gradient_sync_context`.
+
+        Args:
+            module: what `setup` returned.
+            optimizers: those that step after the window.
+            is_final_microbatch: whether they step next.
+        """
+        own = [each.optimizer if isinstance(each, FabricOptimizer) else each for each in optimizers]
+        wrapped = check_set_up(module).wrapped
+        self._num_contexts += 1
+        try:
+            with self.strategy.gradient_sync_context(wrapped, own, is_final_microbatch):
+                yield
+        finally:
+            self._num_contexts -= 1
+
+    def clip_gradients(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        """Limit the gradients of the optimizer's parameters: each element, or their norm.
+
+        Args:
+            module: the module that has the parameters.
+            optimizer: its gradients are unscaled first.
+            clip_val: the limit of each element.
+            max_norm: the limit of the norm.
+            norm_type: the p of the norm, `inf` for the largest value.
+            error_if_nonfinite: whether a norm that is infinite or NaN is an error.
+
+        Returns:
+            With `max_norm`, the norm before clipping.
+
+        Raises:
+            ConfigurationError: with both limits, and with none.
+            FloatingPointError: see `error_if_nonfinite`.
+        """
+        check_is_a("module", module, nn.Module)
+        if (clip_val is None) == (max_norm is None):
+            raise ConfigurationError(
+                message=f"clip_gradients() got clip_val={clip_val!r} and max_norm={max_norm!r}.",
+                remedy="give one of the two.",
+            )
+        inner = optimizer.optimizer if isinstance(optimizer, FabricOptimizer) else optimizer
+        precision = self.strategy.precision
+        if max_norm is None:
+            precision.clip_gradients_value(inner, clip_val or 0.0)
+            return None
+        norm = precision.clip_gradients_norm(inner, max_norm, float(norm_type))
+        if error_if_nonfinite and not norm.isfinite():
+            raise FloatingPointError(f"The norm of the gradients is {norm.item()}.")
+        return norm
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the precision's context, for computations outside of a module that was set up."""
+        return self.strategy.precision.forward_context()
+
+    def to_device(self, obj: T) -> T:
+        """Move a module, in place, or every tensor of a nested container, to this rank's device."""
+        if isinstance(obj, nn.Module):
+            return self.strategy.module_to_device(obj)  # type: ignore[return-value]  # the same object
+        return self.strategy.batch_to_device(obj)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002  Lightning's name
+    ) -> None:
+        """Write a checkpoint on global rank 0. Collective: every rank must call this.
+
+        Args:
+            path: the file; it is replaced only when the new one is complete.
+            state: modules, optimizers and other objects with a `state_dict`, and values.
+            filter: by key of `state`, a function of name and value that says whether a value is saved.
+
+        Raises:
+            CheckpointError: on every rank, when it could not be written.
+        """
+        self._check_launched("save()")
+        check_is_a("state", state, dict)
+        if filter is not None:
+            check_filters(filter, state)
+        self.strategy.end_training()  # where the ranks' models differ, between averages
+        checkpoint = checkpoint_of(self.strategy, state, filter or {})
+        self.strategy.save_checkpoint(checkpoint, path)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any] | None = None,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint; restore objects in place. Every rank must call this.
+
+        Args:
+            path: the file.
+            state: as for `save`; values in it are replaced.
+            strict: whether it is an error if the file lacks a key of `state`, or of a module's state.
+            weights_only: None or True; files are always loaded without running code.
+
+        Returns:
+            What of the checkpoint was not restored; all of it without a state.
+
+        Raises:
+            CheckpointError: on every rank, when the file cannot be used.
+        """
+        if not state:
+            return self._read(path, weights_only)
+        check_is_a("state", state, dict, 'a dictionary of objects; for one object alone, "load_raw"')
+        checkpoint = self._read(path, weights_only)
+        with errors_shared(self.strategy):
+            return restore(self.strategy, os.fspath(path), checkpoint, state, strict=strict)
+
+    def load_raw(
+        self, path: str | os.PathLike[str], obj: Any, strict: bool = True, *, weights_only: bool | None = None
+    ) -> None:
+        """Load a file that holds the state of one module or optimizer. Every rank must call this."""
+        check_is_a("obj", obj, (nn.Module, Optimizer), "a module or an optimizer")
+        checkpoint = self._read(path, weights_only)
+        with errors_shared(self.strategy):
+            restore_object(self.strategy, os.fspath(path), "content", obj, checkpoint, strict=strict)
+
+    def _read(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
+        self._check_launched("load()")
+        if weights_only is False:
+            expected = "True: a file that runs code when it is read is refused"
+            raise InvalidArgumentError(argument="weights_only", value=False, expected=expected)
+        with errors_shared(self.strategy):
+            checkpoint = self.strategy.load_checkpoint(path)
+        return checkpoint  # noqa: RET504  type checkers do not know that the block raises
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of each callback that has it.
+
+        Keyword arguments that the method does not take are left out.
+
+        Raises:
+            InvalidTypeError: for an attribute of this name that cannot be called.
+        """
+        for callback in self.callbacks:
+            hook = getattr(callback, hook_name, None)
+            if hook is None:
+                continue
+            if not callable(hook):
+                name = f"{type(callback).__name__}.{hook_name}"
+                raise InvalidTypeError(argument=name, value=hook, expected="a method")
+            hook(*args, **_taken(hook, kwargs))
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Record a number in all loggers, on global rank 0."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record numbers in all loggers, on global rank 0."""
+        if not self.is_global_zero or not self.loggers:
+            return
+        if self._finalizer is None:
+            self._finalizer = weakref.finalize(self, finalize_all, list(self.loggers), "success")
+        for logger in self.loggers:
+            logger.log_metrics(numbers(metrics, ""), step)
+
+    @staticmethod
+    def seed_everything(seed: Any = None, workers: bool | None = None, **options: Any) -> int:
+        """Seed all generators of random numbers; see `rankwise.seed_everything`."""
+        return seed_everything(seed, workers=True if workers is None else workers, **options)
+
+    def init_module(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: a module is created as always, and moved by `setup`."""
+        raise absent("init_module")
+
+    def init_tensor(self) -> NoReturn:
+        """Refuse: a tensor is created as always, on `device`."""
+        raise absent("init_tensor")
+
+    def sharded_model(self) -> NoReturn:
+        """Refuse: models are not split over devices."""
+        raise absent("sharded_model")
+
+    def end(self, status: str) -> None:
+        """End the loggers, and forget the modules and optimizers of a launch; `launch` does that."""
+        self._optimizers, self._modules = [], []
+        if self._finalizer is not None and self._finalizer.detach():
+            self._finalizer = None
+            finalize_all(self.loggers, status)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        return {**self.__dict__, "_finalizer": None, "_is_open": False, "_modules": [], "_optimizers": []}
+
+
+def _taken(hook: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a method takes."""
+    try:
+        parameters = inspect.signature(hook).parameters
+    except (TypeError, ValueError):  # written in C
+        return kwargs
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}

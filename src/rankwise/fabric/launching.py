@@ -1,0 +1,63 @@
+"""Launching a Fabric: what each rank runs, and the method `run` of subclasses."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from rankwise.errors import InvalidTypeError
+from rankwise.loggers import Logger
+from rankwise.strategies import Strategy
+
+T = TypeVar("T")
+
+
+def run_function(
+    strategy: Strategy, fabric: Any, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> T:
+    """Run what a Fabric has launched, on each rank."""
+    status = "failed"
+    try:
+        share_loggers(strategy, fabric.loggers)
+        value = function(fabric, *args, **kwargs)
+        strategy.end_training()
+        status = "success"
+        return value
+    finally:
+        fabric.end(status)
+
+
+def share_loggers(strategy: Strategy, loggers: Sequence[Logger]) -> None:
+    """Give all ranks rank 0's version and folder of each logger. Collective."""
+    states = strategy.call_on_rank_zero(lambda: [logger.state_dict() for logger in loggers])
+    for logger, state in zip(loggers, states, strict=True):
+        logger.load_state_dict(state)
+
+
+def launching_itself(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method `run` that launches itself, or within a launch runs."""
+
+    @functools.wraps(run)
+    def launching(fabric: Any, *args: Any, **kwargs: Any) -> Any:
+        if fabric.strategy.is_in_job:
+            return run(fabric, *args, **kwargs)
+        return fabric.launch(_call_run, *args, **kwargs)
+
+    return launching
+
+
+def _call_run(fabric: Any, *args: Any, **kwargs: Any) -> Any:
+    return fabric.run(*args, **kwargs)
+
+
+def check_function(function: Any) -> None:
+    """Raise InvalidTypeError unless `function` can be called with a Fabric."""
+    if not callable(function):
+        remedy = "launch(main), not launch(main())"
+        expected = "a function that takes the Fabric"
+        raise InvalidTypeError(argument="function", value=function, expected=expected, remedy=remedy)
+    if not inspect.signature(function).parameters:
+        expected = "a function that takes the Fabric as its first argument"
+        raise InvalidTypeError(argument="function", value=function, expected=expected)

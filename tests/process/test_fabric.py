@@ -1,0 +1,147 @@
+"""`Fabric` on real processes: exact training, failures, checkpoints; scripts without a function."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from rankwise import Fabric
+from rankwise.errors import LaunchRefusedError, WorkerRaisedError
+from rankwise.loggers import CSVLogger
+from tests.helpers.ports import free_port
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
+from tests.unit.fabric.helpers import Classifier, data, fabric, largest_difference, train
+
+
+def trained(one: Fabric, path: Path) -> dict[str, Any]:
+    """Train in several ways, with shuffled data; save and load; return what the ranks have."""
+    weights = {
+        "plain": train(one),
+        "accumulated": train(one, accumulate=2, clip=0.05),
+    }
+    own = Classifier()
+    module = one.setup(own)
+    one.save(path, {"model": module, "weights": weights["plain"]})
+    left = one.load(path, {"model": module})
+    one.log("rank", one.global_rank, step=0)
+    loader = one.setup_dataloaders(
+        DataLoader(data(), batch_size=4, num_workers=one.world_size - 1, shuffle=True)
+    )
+    orders = [[batch[1] for batch in loader] for _ in range(2)]
+    return {
+        "weights": weights,
+        "gathered": one.all_gather(torch.tensor(one.global_rank)),
+        "sum": one.all_reduce(1.0, reduce_op="sum"),
+        "from rank 1": one.broadcast(one.global_rank, src=one.world_size - 1),
+        "difference": largest_difference(left["weights"], weights["plain"]),
+        "have other orders": not all(map(torch.equal, *orders)),
+    }
+
+
+def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
+    """A shuffled order, accumulation and clipping: weights are those of one process to 1e-6."""
+    logger = CSVLogger(tmp_path)
+    two = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork", loggers=logger)
+    torch.manual_seed(5)
+    found = two.launch(trained, tmp_path / "two.ckpt")
+    torch.manual_seed(5)
+    expected = fabric().launch(trained, tmp_path / "one.ckpt")
+    for name, weights in expected["weights"].items():
+        assert largest_difference(found["weights"][name], weights) < 1e-6, name
+    assert found["gathered"].tolist() == [0, 1]
+    assert (found["sum"], found["from rank 1"], found["difference"]) == (2.0, 1, 0.0)
+    assert found["have other orders"]
+    [file] = tmp_path.rglob("metrics.csv")
+    assert file.read_text().split() == ["rank,step", "0,0"]
+
+
+def fail(one: Fabric) -> None:
+    """Raise on rank 1, while rank 0 waits for it."""
+    if one.global_rank == 1:
+        raise ValueError("loss is nan")
+    one.barrier()
+
+
+def test_a_failing_rank_reaches_the_caller() -> None:
+    """With its own traceback, as for the Trainer."""
+    two = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
+    with pytest.raises(WorkerRaisedError, match=r"global_rank=1.*loss is nan") as caught:
+        two.launch(fail)
+    assert caught.value.global_rank == 1
+    assert "in fail" in caught.value.traceback_text
+
+
+# The rest of this script runs on every rank.
+SCRIPT = """
+import sys
+import torch
+from rankwise import Fabric
+from tests.unit.fabric.helpers import train
+
+torch.manual_seed(5)
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+fabric.launch()  # does nothing
+weights = train(fabric)
+if sys.argv[1:] == ["fail"] and fabric.global_rank == 1:
+    raise ValueError("loss is nan")
+total = fabric.all_reduce(1.0, reduce_op="sum")
+assert fabric.launch(lambda own: own.global_rank) == fabric.global_rank
+if fabric.is_global_zero:
+    torch.save(weights, "weights.pt")
+    print(total)
+"""
+
+
+def check_weights(folder: Path) -> None:
+    """Compare what a script has saved with one process."""
+    torch.manual_seed(5)
+    found: dict[str, Tensor] = torch.load(folder / "weights.pt")
+    assert largest_difference(found, train(fabric())) < 1e-6
+
+
+def test_the_rest_of_a_script_is_the_job(run_script: ScriptRunner) -> None:
+    """`fabric.launch()` without a function: the script's end is the job's."""
+    result = run_script(SCRIPT, env=with_tests())
+    assert result.returncode == 0, result
+    assert result.stdout == "2.0\n"
+    assert result.stderr == ""
+    check_weights(run_script.folder)
+
+
+def test_a_rank_that_fails_ends_the_script(run_script: ScriptRunner) -> None:
+    """The script raises that rank's error, once, with its traceback, and exits with 1."""
+    result = run_script(SCRIPT, "fail", env=with_tests())
+    assert result.returncode == 1, result
+    assert "WorkerRaisedError: Worker global_rank=1" in result.stderr, result
+    assert result.stderr.count("Traceback") == 1, result
+    assert result.stderr.splitlines()[-1] == "ValueError: loss is nan"
+    assert result.stdout == ""
+
+
+@pytest.mark.soak
+def test_a_script_under_torchrun(run_script: ScriptRunner) -> None:
+    """The same script runs where torchrun has started the processes; so does its failure."""
+    port = str(free_port())
+    path = run_script.write(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    result = run_script.command([*command, str(path)], env=with_tests())
+    assert result.returncode == 0, result
+    assert result.stdout == "2.0\n"
+    check_weights(run_script.folder)
+    result = run_script.command([*command, str(path), "fail"], env=with_tests())
+    assert result.returncode == 1, result
+    assert "ValueError: loss is nan" in result.stderr, result
+
+
+def test_processes_that_run_a_function_need_one() -> None:
+    """The error says how to launch one, and what runs a script."""
+    with pytest.raises(LaunchRefusedError, match="start_method='fork'"):
+        Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch()
