@@ -28,7 +28,7 @@ from rankwise.ranks import rank_zero_only
 from rankwise.stores.restart import current_restart
 from rankwise.trainer.hooks import own_method
 from rankwise.trainer.module import is_defined
-from rankwise.trainer.module_loading import does_not_fit, weights_in
+from rankwise.trainer.module_loading import does_not_fit, warn_of_different_weights, weights_in
 from rankwise.trainer.state import Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
@@ -345,11 +345,16 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
     weights_in(checkpoint, path)
     context.hooks.call_loading_hooks(checkpoint, path)
     context.strategy.precision.prepare_to_load(context.module)
+    module, weights = context.module, checkpoint["state_dict"]
     with restored_from(path, "state_dict"):
         try:
-            context.strategy.load_module_state_dict(context.module, checkpoint["state_dict"])
+            context.strategy.load_module_state_dict(module, weights, strict=module.strict_loading)
         except RuntimeError as error:
-            raise does_not_fit(path, context.module, error) from None
+            raise does_not_fit(path, module, error) from None
+    if not module.strict_loading:
+        own = module.state_dict()
+        missing, unexpected = [name for name in own if name not in weights], [*weights.keys() - own.keys()]
+        warn_of_different_weights(path, module, missing, sorted(unexpected))
 
 
 def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankState | None:

@@ -64,6 +64,8 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         automatic_optimization: whether the Trainer runs backward and steps the optimizer.
         example_input_array: an example of the input of `forward`, if you set it; nothing here uses it, but a
             callback or logger of yours may.
+        strict_loading: whether it is an error, not a warning, if the names of a checkpoint's weights differ
+            from the module's.
         global_rank, local_rank: this process's ids in the whole job and on its node; 0 without a trainer.
         current_epoch: the number of the current epoch; 0 without a trainer.
         global_step: completed optimizer steps; 0 without a trainer.
@@ -73,6 +75,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
 
     automatic_optimization: bool = True
     example_input_array: Any = None
+    strict_loading: bool = True
     load_from_checkpoint = LoadFromCheckpoint(load_from_checkpoint)
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -62,7 +62,7 @@ def load_from_checkpoint(
     checkpoint_path: str | os.PathLike[str],
     map_location: Any = None,
     hparams_file: str | os.PathLike[str] | None = None,
-    strict: bool | None = True,
+    strict: bool | None = None,
     weights_only: bool | None = True,
     **kwargs: Any,
 ) -> M:
@@ -77,7 +77,8 @@ def load_from_checkpoint(
             to the CPU if these do not exist here. The module goes to the same device.
         hparams_file: hyperparameters to use instead: JSON, CSV with the columns key and value, or YAML (with
             the extra `yaml`).
-        strict: whether it is an error, not a warning, if the names of the weights differ from the module's.
+        strict: whether it is an error, not a warning, if the names of the weights differ from the module's;
+            None for the module's `strict_loading`.
         weights_only: as in Lightning; False is refused, as the file could run code.
         kwargs: arguments of the constructor, in place of the checkpoint's.
 
@@ -91,7 +92,7 @@ def load_from_checkpoint(
     module: Any = _built(kind, checkpoint, path, hparams_file, MODULE_KEYS, kwargs)
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
-    _load_weights(module, checkpoint, path, strict is not False)
+    _load_weights(module, checkpoint, path, module.strict_loading if strict is None else strict)
     loaded: M = module
     return loaded
 
@@ -215,15 +216,22 @@ def _load_weights(module: nn.Module, checkpoint: Mapping[str, Any], path: str, s
             different = module.load_state_dict(weights, strict=strict)
         except RuntimeError as error:
             raise does_not_fit(path, module, error) from None
-    if different.missing_keys or different.unexpected_keys:
-        rank_zero_only(warnings.warn)(
-            f"{path} and {type(module).__name__} have different weights. Only the module has "
-            f"{different.missing_keys}, and only the file has {different.unexpected_keys}.",
-            stacklevel=4,
-        )
+    warn_of_different_weights(path, module, different.missing_keys, different.unexpected_keys)
     tensors = (tensor for tensor in weights.values() if isinstance(tensor, Tensor))
     if (first := next(tensors, None)) is not None:
         module.to(first.device)
+
+
+def warn_of_different_weights(
+    path: str, module: nn.Module, missing: Sequence[str], unexpected: Sequence[str]
+) -> None:
+    """Warn on rank 0 of the names that only the module has (`missing`), and that only a file has."""
+    if missing or unexpected:
+        rank_zero_only(warnings.warn)(
+            f"{path} and {type(module).__name__} have different weights. Only the module has {missing}, and "
+            f"only the file has {unexpected}.",
+            stacklevel=5,
+        )
 
 
 def weights_in(checkpoint: Mapping[str, Any], path: str) -> Any:

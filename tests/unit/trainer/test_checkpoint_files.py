@@ -14,7 +14,7 @@ import torch
 
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.errors import ConfigurationError
+from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.loggers import CSVLogger
 from rankwise.stores import restart
 from rankwise.stores.restart import RestartInfo
@@ -342,3 +342,28 @@ def test_newest_first(tmp_path: Path) -> None:
         path.touch()
         os.utime(path, (changed_at, changed_at))
     assert newest_first([*paths, tmp_path / "gone"]) == [paths[number] for number in (1, 0, 4, 3, 2)]
+
+
+class Lenient(Line):
+    """Loads what fits."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = torch.nn.Linear(1, 1)
+
+
+def test_strict_loading(tmp_path: Path) -> None:
+    """A module may load weights of which some are missing or left over; a warning names them."""
+    train, path = trainer(tmp_path), tmp_path / "a.ckpt"
+    train.fit(Line(), loader())
+    train.save_checkpoint(path)
+    model = Lenient()
+    with pytest.warns(UserWarning, match=r"Only the module has \['added.weight', 'added.bias'\]"):
+        trainer(tmp_path).test(model, loader(), ckpt_path=path)
+    assert torch.equal(model.layer.weight, train.module.state_dict()["layer.weight"])
+    with pytest.warns(UserWarning, match="different weights"):
+        Lenient.load_from_checkpoint(path)
+    with pytest.raises(CheckpointError, match="does not fit Lenient"):
+        Lenient.load_from_checkpoint(path, strict=True)

@@ -361,7 +361,7 @@ def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | Non
     agreed = context.strategy.broadcast(None if value is None else float(value))
     if agreed is None and config.strict:
         raise ConfigurationError(
-            message=f"ReduceLROnPlateau monitors {config.monitor!r}, which was not logged.",
+            message=f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged.",
             facts=f"logged so far: {sorted(metrics)}.",
             remedy=f'self.log("{config.monitor}", value), or another "monitor".',
         )

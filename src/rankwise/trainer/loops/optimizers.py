@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _GROUPS = "parameter_names"  # beside the keys of torch's state dictionary
 _METHOD = "configure_optimizers()"
 _KEYS = ("optimizer", "lr_scheduler", "monitor")
-_SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict")
+_SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
+_REMEDIES = {"frequency": "leave it out: automatic optimisation has one optimizer, which steps each time."}
 
 
 @final
@@ -39,6 +40,7 @@ class SchedulerConfig:
             every optimizer step at which the number of batches of the epoch so far is one.
         monitor: the metric that `ReduceLROnPlateau` monitors.
         strict: whether it is an error if that metric was not logged.
+        reduce_on_plateau: whether a scheduler of your own gets the metric, too.
     """
 
     scheduler: Any
@@ -47,6 +49,7 @@ class SchedulerConfig:
     monitor: str | None = None
     name: str | None = None
     strict: bool = True
+    reduce_on_plateau: bool = False
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
@@ -57,7 +60,7 @@ class SchedulerConfig:
     @property
     def needs_metric(self) -> bool:
         """Whether its `step` takes the monitored metric."""
-        return isinstance(self.scheduler, ReduceLROnPlateau)
+        return self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
 
 def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -77,7 +80,16 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
             remedy="give one optimizer several parameter groups, or step by hand: "
             "self.automatic_optimization = False, and self.optimizers() in training_step.",
         )
-    return optimizers, [_scheduler_config(scheduler, module) for scheduler in schedulers]
+    configs = [_scheduler_config(scheduler, module) for scheduler in schedulers]
+    for config in configs:
+        changed = getattr(config.scheduler, "optimizer", None)
+        if isinstance(changed, Optimizer) and changed not in optimizers:
+            raise ConfigurationError(
+                message=f"{_METHOD} returned a {type(config.scheduler).__name__} of another optimizer.",
+                facts=f"it changes a {type(changed).__name__} that was not returned.",
+                remedy="return the optimizer that was given to the scheduler.",
+            )
+    return optimizers, configs
 
 
 def _split(returned: Any) -> tuple[list[Any], list[Any]]:
@@ -111,7 +123,7 @@ def _scheduler_config(given: Any, module: TrainingModule) -> SchedulerConfig:
     _check_scheduler(config.scheduler, module)
     if is_automatic and config.needs_metric and config.monitor is None:
         raise ConfigurationError(
-            message="ReduceLROnPlateau needs a metric to monitor.",
+            message=f"{type(config.scheduler).__name__} needs a metric to monitor.",
             remedy='return {"optimizer": ..., "lr_scheduler": scheduler, "monitor": "val_loss"}.',
         )
     if not is_automatic and (ignored := [key for key in ("interval", "frequency") if key in options]):
@@ -141,7 +153,8 @@ def _check_scheduler(scheduler: Any, module: TrainingModule) -> None:
 def _check_keys(target: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> None:
     for key in given:
         if key not in known:
-            raise UnknownArgumentError(target=target, name=str(key), known=known)
+            remedy = _REMEDIES.get(str(key), "")
+            raise UnknownArgumentError(target=target, name=str(key), known=known, remedy=remedy)
 
 
 @final

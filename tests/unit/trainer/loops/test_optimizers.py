@@ -213,3 +213,83 @@ def test_a_callback_may_replace_them(tmp_path: Path) -> None:
     train.fit(model, loader())
     assert torch.equal(model.layer.weight, before)
     assert train.lr_scheduler_configs[0].scheduler.last_epoch == 1
+
+
+def _halving(optimizer: Optimizer) -> Any:
+    return ExponentialLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "rate"),
+    [
+        (lambda own: (own,), 1.0),
+        (lambda own: [[own], [_halving(own)]], 0.25),
+        (lambda own: ([own], [{"scheduler": _halving(own), "interval": "step"}]), 2**-8),
+        (lambda own: ([own], {"scheduler": _halving(own), "interval": "step"}), 2**-8),
+        (
+            lambda own: {
+                "optimizer": own,
+                "lr_scheduler": {"scheduler": _halving(own), "interval": "step", "frequency": 2},
+            },
+            2**-4,
+        ),
+        (lambda own: ({"optimizer": own, "lr_scheduler": {"scheduler": _halving(own), "name": "x"}},), 0.25),
+        (lambda own: ([own], [_halving(own), _halving(own)]), 2**-4),
+        (lambda own: torch.optim.LBFGS(own.param_groups[0]["params"], lr=1.0), 1.0),
+    ],
+)
+def test_learning_rates_are_lightnings(tmp_path: Path, make: Any, rate: float) -> None:
+    """After two epochs of four batches they are what Lightning 2.6 gives for the same form."""
+
+    class Module(Line):
+        def configure_optimizers(self) -> Any:
+            return make(SGD(self.parameters(), lr=1.0))
+
+    train = trainer(tmp_path, max_epochs=2)
+    train.fit(Module(), loader())
+    assert (train.optimizers[0].param_groups[0]["lr"], train.global_step) == (rate, 8)
+
+
+class WithMetric:
+    """A scheduler of one's own, which gets a metric."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def step(self, metric: float) -> None:
+        self.seen.append(metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Has none."""
+
+
+def test_reduce_on_plateau(tmp_path: Path) -> None:
+    """A scheduler of one's own gets the metric if its dictionary says so."""
+    scheduler = WithMetric()
+
+    class Module(Line):
+        def configure_optimizers(self) -> Any:
+            config = {"scheduler": scheduler, "monitor": "loss", "reduce_on_plateau": True}
+            return {"optimizer": SGD(self.parameters(), lr=0.1), "lr_scheduler": config}
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.step(metric)
+
+    train = trainer(tmp_path)
+    train.fit(Module(), loader())
+    assert scheduler.seen == [float(train.callback_metrics["loss"])]
+
+
+def test_a_scheduler_of_another_optimizer() -> None:
+    """It would change nothing that is trained with."""
+    with pytest.raises(ConfigurationError, match=r"returned a ExponentialLR of another optimizer"):
+        configure(Returning(lambda own, scheduler: ([SGD(own.param_groups, lr=0.1)], [scheduler])))
+
+
+def test_frequency_of_an_optimizer() -> None:
+    """It is Lightning 1.x's, and the error says what there is now."""
+    with pytest.raises(UnknownArgumentError, match=r"no argument 'frequency'.*\n.*\n.*leave it out"):
+        configure(Returning(lambda own, scheduler: {"optimizer": own, "frequency": 2}))
