@@ -187,7 +187,8 @@ def check_devices(devices: Devices) -> int | tuple[int, ...] | None:
     """Return a number of devices, their indices, or None for all that are available."""
     if isinstance(devices, str):
         return _parse_devices(devices)
-    if isinstance(devices, bytes):  # a sequence of numbers, but not meant as one
+    given: Any = devices  # what an unchecked program passes
+    if isinstance(given, bytes):  # a sequence of numbers, but not meant as one
         raise InvalidTypeError(argument="devices", value=devices, expected=_DEVICES)
     check_is_a("devices", devices, (int, Sequence), _DEVICES)
     return _check_count(devices) if isinstance(devices, int) else _check_indices(devices)
