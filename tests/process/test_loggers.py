@@ -60,7 +60,7 @@ PROGRAM = """
             logger=loggers, log_every_n_steps=1, enable_checkpointing=False, enable_progress_bar=False,
         )
         trainer.fit(model, loader(8, 2))
-        trainer.test(model, loader(8, 2), verbose=False)
+        trainer.test(model, loader(8, 2))
         print(loggers[2].version, loggers[3].run_id)
 """
 
@@ -97,10 +97,12 @@ def _variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_variables")
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """A fit and a test are one run in every logger, with each value once, and of rank zero."""
+    """A fit and a test are one run in every logger, with each value once, of rank zero, as is the table."""
     result = run_script(PROGRAM, str(tmp_path), start, "0", env=with_tests(), timeout=200)
     assert result.returncode == 0, result
     assert not (tmp_path / "connections").exists()
+    assert result.stdout.count("Test metric") == 1
+    wandb_id, mlflow_id = result.stdout.splitlines()[-1].split()
 
     assert [line["own"] for line in lines(tmp_path) if line["own"]] == ["0.0", "0.0"]
     assert sum(bool(line["loss"]) for line in lines(tmp_path)) == 2
@@ -111,14 +113,14 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
     assert ([step for step, _ in read["loss"]], len(read["test_loss"])) == ([0, 1], 1)
 
     runs = offline_runs(tmp_path / "wandb")
-    assert {run.id for run in runs} == {result.stdout.split()[0]}
+    assert {run.id for run in runs} == {wandb_id}
     assert {run.exit_code for run in runs} == {0}
     assert runs[0].config["optimizer"] == {"lr": 0.1}
     assert values(merged(runs), "own") == [0.0, 0.0]
     assert (len(values(merged(runs), "loss")), len(values(merged(runs), "test_loss"))) == (2, 1)
 
     run, client = run_of(tmp_path)
-    assert (run.info.run_id, run.info.status) == (result.stdout.split()[1], "FINISHED")
+    assert (run.info.run_id, run.info.status) == (mlflow_id, "FINISHED")
     assert run.data.params == {"optimizer/lr": "0.1"}
     histories = {
         name: client.get_metric_history(run.info.run_id, name) for name in ("own", "loss", "test_loss")
