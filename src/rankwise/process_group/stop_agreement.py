@@ -1,8 +1,9 @@
 """Agree on the step after which all ranks stop, without a collective.
 
 A rank that wants to stop sends a message to all ranks. The monitor of every rank answers with the number of
-the step that its main thread is in; from then on the main thread begins no other step until all ranks have
-answered. The highest answer is the last step of all of them. Without a request a boundary reads one flag.
+the step that its main thread is in; from then on the main thread begins no other step before the agreement.
+The first rank that asked, the collector, waits for all answers; the highest is the last step of all ranks.
+So the requests of any other rank do not grow with the world. Without a request a boundary reads one flag.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rankwise.stores.values import read_value
 from rankwise.stores.waiting import call_store, wait_for_keys
 
 _KIND, _REASON = "stop", "stop/reason"
+_COLLECTOR, _LIMIT = "stop/collector", "stop/limit"
 # How many parts a step has at most.
 _PARTS = 1 << 24
 # The answer of a rank whose loop has ended by itself: no rank stops before the end of its own loop then.
@@ -49,6 +51,7 @@ class StopAgreement:
     _own_reason: str | None = field(default=None, init=False)
     _is_pending: bool = field(default=False, init=False)  # a rank, this one or another, requests to stop
     _limit: int | None = field(default=None, init=False)  # what the ranks have agreed on
+    _is_collector: bool = field(default=False, init=False)
 
     def start(self) -> None:
         """Answer the requests of other ranks from here on."""
@@ -125,17 +128,36 @@ class StopAgreement:
             self.reason = self._own_reason
             return self._begun
         if self._own_reason is not None and self._limit is None:
-            self.monitor.store.compare_set(_REASON, "", self._own_reason)  # the first reason counts
-            send_message(self.monitor.store, range(self.ranks.world_size), _KIND)
+            self._ask(self.monitor, self._own_reason)
         return self._agreed_limit(self.monitor)
+
+    def _ask(self, monitor: RankMonitor, reason: str) -> None:
+        """Send the request to all ranks, unless another one has."""
+        own = str(self.ranks.global_rank)
+        monitor.store.compare_set(_REASON, "", reason)  # the first reason counts
+        if monitor.store.compare_set(_COLLECTOR, "", own) == own.encode():
+            self._is_collector = True
+            send_message(monitor.store, range(self.ranks.world_size), _KIND)
 
     def _agreed_limit(self, monitor: RankMonitor) -> int:
         if self._limit is None:
             own = monitor.store.compare_set(_answer_key(self.ranks.global_rank), "", str(self._begun))
-            self._limit = _ENDED if own == b"%d" % _ENDED else self._highest_answer(monitor)
+            if self._is_collector:
+                self._limit = self._highest_answer(monitor)
+                monitor.store.set(_LIMIT, str(self._limit))
+            else:
+                self._limit = _ENDED if own == b"%d" % _ENDED else self._collected_limit(monitor)
             if self._limit != _ENDED:
                 self.reason = monitor.store.get(_REASON).decode(errors="replace")
         return self._limit
+
+    def _collected_limit(self, monitor: RankMonitor) -> int:
+        if not wait_for_keys(monitor.store, [_LIMIT], self.timeout):
+            everyone = range(self.ranks.world_size)
+            missing = tuple(rank for rank in everyone if not monitor.store.check([_answer_key(rank)]))
+            collector = read_value(monitor.store, _COLLECTOR, int)
+            raise StopAgreementError(missing=missing or (collector,), timeout_s=self.timeout.total_seconds())
+        return read_value(monitor.store, _LIMIT, int)
 
     def _highest_answer(self, monitor: RankMonitor) -> int:
         keys = [_answer_key(rank) for rank in range(self.ranks.world_size)]
