@@ -6,6 +6,7 @@ import operator
 import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
 
@@ -37,13 +38,28 @@ Reply = Callable[[bytes], None]
 Request = Callable[[bytes, float], bytes]
 
 
+@dataclass
+class _Waiting:
+    """A request that waits until all its keys are set; those before the last one of `missing` were."""
+
+    operation: bytes
+    keys: list[bytes]
+    reply: Reply
+    missing: list[bytes]
+
+
 @final
 class StoreTable:
-    """The supervisor's table of keys; it replies at once, or when the awaited keys are set."""
+    """The supervisor's table of keys; it replies at once, or when the awaited keys are set.
+
+    Each request that waits is listed under one key that is not set, so that a request does not take longer
+    where many wait.
+    """
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
-        self._waiting: dict[object, tuple[bytes, list[bytes], Reply]] = {}
+        self._waiting: dict[object, _Waiting] = {}
+        self._names_by_key: dict[bytes, list[object]] = {}
 
     def handle(self, request: bytes, reply: Reply, name: object = None) -> None:
         """Reply to a request of a `PrivateStore`, now or later; raise `ValueError` when it is none.
@@ -52,10 +68,13 @@ class StoreTable:
         """
         operation, *fields = unpack_fields(request)
         if operation == b"wait" or (operation == b"get" and len(fields) == 1):
-            self._waiting[object() if name is None else name] = (operation, fields, reply)
+            name = object() if name is None else name
+            self._waiting[name] = _Waiting(operation, fields, reply, fields[::-1])
+            self._reply_if_set(name)
         else:
             reply(self._reply_to(operation, fields))
-        self._release()
+            for waiting in self._names_by_key.pop(fields[0], ()) if fields else ():
+                self._reply_if_set(waiting)
 
     def cancel(self, name: object) -> None:
         """Drop a request that waits for keys: nobody waits for the reply."""
@@ -82,11 +101,20 @@ class StoreTable:
                 return b"%d" % store.num_keys()
         raise ValueError(f"not a request of the store: {operation!r} with {len(fields)} fields")
 
-    def _release(self) -> None:
+    def _reply_if_set(self, name: object) -> None:
+        """Reply to a request that waits, if its keys are set; otherwise list it under one that is not."""
         store: Any = self._store
-        ready = [name for name, (_, keys, _) in self._waiting.items() if store.check(keys)]
-        for operation, keys, reply in [self._waiting.pop(name) for name in ready]:
-            reply(bytes(store.get(keys[0])) if operation == b"get" else b"")
+        if (waiting := self._waiting.get(name)) is None:
+            return  # cancelled
+        while waiting.missing and store.check(waiting.missing[-1:]):
+            waiting.missing.pop()
+        if not waiting.missing:  # perhaps one was deleted since
+            waiting.missing = [key for key in waiting.keys if not store.check([key])]
+        if waiting.missing:
+            self._names_by_key.setdefault(waiting.missing[-1], []).append(name)
+            return
+        del self._waiting[name]
+        waiting.reply(bytes(store.get(waiting.keys[0])) if waiting.operation == b"get" else b"")
 
 
 @final

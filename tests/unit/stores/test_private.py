@@ -124,6 +124,18 @@ def test_waiting_is_answered_when_all_is_there() -> None:
     assert answers == [b""]
 
 
+def test_a_key_that_is_deleted_is_waited_for_again() -> None:
+    """A wait is answered when all of its keys are set at the same time."""
+    table = StoreTable()
+    answers = ask(table, b"wait", b"one", b"two")
+    ask(table, b"set", b"one", b"")
+    ask(table, b"delete", b"one")
+    ask(table, b"set", b"two", b"")
+    assert answers == []
+    ask(table, b"set", b"one", b"")
+    assert answers == [b""]
+
+
 def test_several_wait_for_one_key() -> None:
     """Every waiter is answered."""
     table = StoreTable()
