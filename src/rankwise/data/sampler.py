@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, cycle, islice
 from typing import Any, Literal, final
 
@@ -54,7 +54,7 @@ class ShardedSampler(Sampler[Any]):
         self.epoch = 0
         self.skip = 0
         self.variant: tuple[int, ...] = ()
-        self._drawn: list[Any] | None = None  # before the next pass
+        self._drawn: Sequence[Any] | None = None  # before the next pass
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which changes the order; also in a base sampler that has `set_epoch`."""
@@ -110,8 +110,10 @@ class ShardedSampler(Sampler[Any]):
             inner = inner.sampler
         return inner
 
-    def _drawn_ahead(self) -> list[Any]:
-        """Draw the items of the next pass, unless that is done."""
+    def _drawn_ahead(self) -> Sequence[Any]:
+        """Draw the items of the next pass, unless that is done; those in sequence need no memory."""
+        if self._drawn is None and type(self.sampler) is SequentialSampler:
+            self._drawn = range(len(self.sampler))
         if self._drawn is None:
             seed = (self.seed + self.epoch) % 2**63
             seed = mixed_seed(seed, *self.variant) if self.variant else seed
@@ -119,9 +121,10 @@ class ShardedSampler(Sampler[Any]):
                 self._drawn = list(self.sampler)
         return self._drawn
 
-    def _part_of(self, items: list[Any], rank: int) -> Iterator[Any]:
-        padded = islice(cycle(items), self.skip, self.skip + self._total_length(len(items)))
-        return islice(padded, rank, None, self.num_replicas)
+    def _part_of(self, items: Sequence[Any], rank: int) -> Iterator[Any]:
+        """Yield a rank's items, in time that does not depend on the other ranks'."""
+        places = range(self.skip + rank, self.skip + self._total_length(len(items)), self.num_replicas)
+        return (items[place % len(items)] for place in places)
 
     def _part_of_stream(self) -> Iterator[Any]:
         """Yield this rank's items of a sampler without length, which may be endless."""
