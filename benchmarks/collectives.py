@@ -1,20 +1,22 @@
-"""Print how long `gather_all_tensors` takes here and in Lightning, if that is installed.
-
-Both run in one job, one after the other, on the same tensors; `paired.py` compares them. The ratio is
-Lightning's time divided by ours.
-"""
+"""The time of `gather_all_tensors`, beside Lightning's and torch's `all_gather_object`, in one job."""
 
 from __future__ import annotations
 
-import argparse
+import json
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from paired import Arm, Figure, compared, shown
+import torch.distributed as dist
 
+from benchmarks.paired import Arm, Figures, compared
+from benchmarks.programs import run_ranks
+from benchmarks.results import Result, Row, rows_of_figures
+from benchmarks.sampling import Sampling
 from rankwise import DDPForkStrategy
 from rankwise.process_group import gather_all_tensors
 
@@ -25,6 +27,25 @@ CASES: dict[str, tuple[Callable[[int], torch.Tensor], int]] = {
     "a million floats": (lambda rank: torch.ones(1_000_000), 5),
     "uneven, about a million floats": (lambda rank: torch.ones(1_000_000 - 1000 * rank), 5),
 }
+
+
+_LIGHTNING = "Lightning"
+
+
+def measure(sampling: Sampling) -> Result:
+    """Measure all cases, on each number of ranks in one job."""
+    request = {"rounds": sampling.short_rounds, "ranks": [2] if sampling.is_quick else [2, 4]}
+    rows = [Row.of_json(row) for row in run_ranks("benchmarks.collectives", request)]
+    return Result(
+        "collectives", rows, [] if any(row.contender == _LIGHTNING for row in rows) else [_LIGHTNING]
+    )
+
+
+def torch_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Gather tensors of any shapes with torch alone."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tensor)
+    return gathered
 
 
 def lightning_gather() -> Callable[[torch.Tensor], Any] | None:
@@ -39,32 +60,31 @@ def lightning_gather() -> Callable[[torch.Tensor], Any] | None:
     return None
 
 
-def compare(strategy: Any, rounds: int) -> dict[str, dict[str, Figure]]:
+def compare(strategy: Any, rounds: int) -> dict[str, Figures]:
     """Return the time of a call of both functions, for each case."""
     warnings.simplefilter("ignore")
     other, found = lightning_gather(), {}
     for name, (make, calls) in CASES.items():
         tensor = make(strategy.global_rank)
-        arms: dict[str, Arm] = {"rankwise": partial(gather_all_tensors, tensor)}
+        arms: dict[str, Arm] = {
+            "raw torch": partial(torch_gather, tensor),
+            "rankwise": partial(gather_all_tensors, tensor),
+        }
         if other is not None:
-            arms["Lightning"] = partial(other, tensor)
+            arms[_LIGHTNING] = partial(other, tensor)
         found[name] = compared(arms, rounds=rounds, calls=calls)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=40)
-    options = parser.parse_args()
-    if lightning_gather() is None:
-        print("Lightning is not installed: only rankwise's times.")
-    for ranks in options.ranks:
-        print(f"{ranks} ranks, {torch.__version__}, gloo")
+    """Run as a program: measure on each number of ranks of a request."""
+    request = json.loads(sys.argv[1])
+    rows: list[Row] = []
+    for ranks in request["ranks"]:
         strategy = DDPForkStrategy(accelerator="cpu", devices=ranks)
-        for name, figures in strategy.launch(compare, options.rounds).items():
-            print(f"  {name}")
-            shown(figures)
+        for name, figures in strategy.launch(compare, request["rounds"]).items():
+            rows += rows_of_figures(f"gather {name}, {ranks} ranks", figures)
+    Path(request["folder"], "result").write_text(json.dumps([row.to_json() for row in rows]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Print the cost of ways to average gradients, on 2 and on 4 ranks.
+"""The cost of ways to average gradients, on 2 and on 4 ranks.
 
 Compares forced sync with a loop that all-reduces each gradient separately, as Composer's does, on a model
 with 200 small parameters. Compares logged weights (`gradient_weighting="logged"`) with plain DDP, with a
@@ -9,19 +9,29 @@ them.
 
 from __future__ import annotations
 
-import argparse
+import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from paired import Arm, Figure, compared, shown
 from torch import Tensor, nn
 
+from benchmarks.paired import Arm, Figures, compared
+from benchmarks.programs import run_ranks
+from benchmarks.results import Result, Row, rows_of_figures
+from benchmarks.sampling import Sampling
 from rankwise import DDPStrategy
 from rankwise.gradient_sync import GradientSync, gradient_sync_context
 
-Figures = dict[str, Figure]
+
+def measure(sampling: Sampling) -> Result:
+    """Measure all cases, on each number of ranks in one job."""
+    request = {"rounds": sampling.short_rounds, "ranks": [2] if sampling.is_quick else [2, 4]}
+    rows = [Row.of_json(row) for row in run_ranks("benchmarks.gradient_sync", request)]
+    return Result("gradient_sync", rows)
 
 
 # ------------------------------------------------------------------------------------- forced sync
@@ -117,18 +127,14 @@ def run(strategy: DDPStrategy, rounds: int) -> dict[str, Figures]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    options = parser.parse_args()
-    for ranks in options.ranks:
+    """Run as a program: measure on each number of ranks of a request."""
+    request = json.loads(sys.argv[1])
+    rows: list[Row] = []
+    for ranks in request["ranks"]:
         strategy: Any = DDPStrategy(start_method="fork", accelerator="cpu", devices=ranks)
-        print(f"{ranks} ranks, {torch.__version__}, gloo; relative to the first line of each")
-        for title, figures in strategy.launch(run, options.rounds).items():
-            print(f"  {title}")
-            shown(figures)
+        for title, figures in strategy.launch(run, request["rounds"]).items():
+            rows += rows_of_figures(f"{title}, {ranks} ranks", figures)
+    Path(request["folder"], "result").write_text(json.dumps([row.to_json() for row in rows]))
 
 
 if __name__ == "__main__":

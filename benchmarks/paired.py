@@ -10,14 +10,31 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
-import torch
-
-from rankwise.process_group import all_reduce, barrier
-
+T = TypeVar("T")
 Arm = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of an arm's ratios to the first arm, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, own: Sequence[float], first: Sequence[float]) -> Ratio:
+        """Compare two arms, round by round."""
+        ratios = [mine / other for mine, other in zip(own, first, strict=True)]
+        low, middle, high = (
+            statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        )
+        return cls(middle, low, high)
 
 
 @dataclass(frozen=True)
@@ -27,73 +44,84 @@ class Figure:
     Attributes:
         wall_s: median time of a call on the slowest rank.
         processor_s: median processor time of a call, mean over the ranks.
-        wall: median and quartiles of the ratio to the first arm.
+        wall: ratio to the first arm.
         processor: the same for processor time.
+        rounds: how many rounds were measured.
     """
 
     wall_s: float
     processor_s: float
-    wall: tuple[float, float, float]
-    processor: tuple[float, float, float]
+    wall: Ratio
+    processor: Ratio
+    rounds: int
+
+    @classmethod
+    def of(cls, wall: Mapping[str, Sequence[float]], processor: Mapping[str, Sequence[float]]) -> Figures:
+        """Return the figures of all arms, from their times in seconds, round by round."""
+        first = next(iter(wall))
+        return {
+            name: cls(
+                statistics.median(wall[name]),
+                statistics.median(processor[name]),
+                Ratio.of(wall[name], wall[first]),
+                Ratio.of(processor[name], processor[first]),
+                len(wall[name]),
+            )
+            for name in wall
+        }
 
 
-def compared(arms: Mapping[str, Arm], *, rounds: int, calls: int) -> dict[str, Figure]:
-    """Run the arms in turn; return their figures, the same on every rank.
+Figures = dict[str, Figure]
+"""The figures of the arms of a comparison, the first arm first."""
+
+
+def interleaved(
+    arms: Mapping[str, Callable[[], T]], rounds: int, *, warms_up: bool = True
+) -> dict[str, list[T]]:
+    """Call the arms in turn, in alternating order; return what each returned in each round.
+
+    With `warms_up` a first round is not counted.
+    """
+    found: dict[str, list[T]] = {name: [] for name in arms}
+    for number in range(0 if warms_up else 1, rounds + 1):
+        for name in arms if number % 2 else reversed(list(arms)):
+            result = arms[name]()
+            if number:
+                found[name].append(result)
+    return found
+
+
+def compared(arms: Mapping[str, Arm], *, rounds: int, calls: int) -> Figures:
+    """Time the arms on the ranks of a job; return their figures, the same on every rank.
 
     Collective: every rank must call this.
     """
-    names = list(arms)
-    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        for name in names if number % 2 else reversed(names):
-            figures = _timed(arms[name], calls)
-            if number:  # the first round warms up
-                spent[name].append(figures)
-    wall = {name: _over_ranks([w for w, _ in spent[name]], "max") for name in names}
-    processor = {name: _over_ranks([p for _, p in spent[name]], "mean") for name in names}
-    first = names[0]
-    return {
-        name: Figure(
-            statistics.median(wall[name]),
-            statistics.median(processor[name]),
-            _ratio(wall[name], wall[first]),
-            _ratio(processor[name], processor[first]),
-        )
-        for name in names
-    }
+    spent = interleaved({name: partial(_timed, arm, calls) for name, arm in arms.items()}, rounds)
+    wall = {name: _over_ranks([wall for wall, _ in times], "max") for name, times in spent.items()}
+    processor = {name: _over_ranks([work for _, work in times], "mean") for name, times in spent.items()}
+    return Figure.of(wall, processor)
 
 
 def _timed(arm: Arm, calls: int) -> tuple[float, float]:
+    from rankwise.process_group import barrier
+
     barrier()
-    worked, begun = _processor_s(), time.perf_counter()
+    worked, begun = processor_s(), time.perf_counter()
     for _ in range(calls):
         arm()
-    return (time.perf_counter() - begun) / calls, (_processor_s() - worked) / calls
+    return (time.perf_counter() - begun) / calls, (processor_s() - worked) / calls
 
 
-def _processor_s() -> float:
+def processor_s() -> float:
     """Return the processor time of all threads of this process, gloo's among them."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def _over_ranks(times: list[float], how: str) -> list[float]:
+    import torch
+
+    from rankwise.process_group import all_reduce
+
     reduced: list[float] = all_reduce(torch.tensor(times, dtype=torch.float64), None, how).tolist()
     return reduced
-
-
-def _ratio(mine: list[float], measure: list[float]) -> tuple[float, float, float]:
-    ratios = [own / other for own, other in zip(mine, measure, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return middle, low, high
-
-
-def shown(figures: Mapping[str, Figure]) -> None:
-    """Print a line for each arm."""
-    for name, figure in figures.items():
-        wall, low, high = figure.wall
-        work, least, most = figure.processor
-        print(
-            f"    {name:30} clock {figure.wall_s * 1e3:9.3f} ms {wall:6.3f} ({low:.2f} to {high:.2f})"
-            f"   processor {figure.processor_s * 1e3:9.3f} ms {work:6.3f} ({least:.2f} to {most:.2f})"
-        )

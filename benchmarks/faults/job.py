@@ -1,4 +1,4 @@
-"""One job of `faults.py`: who fails, how and when, and the folder for the results of its processes."""
+"""One job: who fails, how and when, and the folder for the results of its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The jobs of `faults.py` that train with a Trainer: rankwise's or Lightning's."""
+"""The jobs that train with a Trainer: rankwise's or Lightning's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fault_job import SCRIPTED, Job, Trap, lonely
+
+from benchmarks.faults.job import SCRIPTED, Job, Trap, lonely
 
 JOB = Job.of_environment()
 IS_OURS = JOB.contender.startswith("rankwise")

@@ -1,36 +1,26 @@
-"""Print the result of the same failures under rankwise, Lightning, torchrun and torch.multiprocessing.
+"""Run a job of a contender with a fault, and observe how it ends.
 
 The faults are those of `tests/process/fault_table.py` that a contender can have: which process fails, how,
-and when, in a fit of three steps on two ranks that saves after each. Printed for each: the seconds from the
-fault until every process was gone (or that some were not), the exit code, the type of the caller's
-exception, whether the failed rank is named, and what was left. Processes that a contender leaves running are
-killed afterwards. Needs psutil; Lightning is optional.
+and when, in a fit of three steps on two ranks that saves after each. Processes that a contender leaves
+running are killed afterwards. Needs psutil.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import itertools
-import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fault_job import LONG_S, Job
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from benchmarks.faults.job import LONG_S, Job
+from benchmarks.programs import variables
+from benchmarks.results import is_installed
 from tests.helpers import processes
-from tests.process.fault_table import HOW, WHEN, WHO
 
 CONTENDERS = ("rankwise ddp", "Lightning ddp", "torchrun", "rankwise ddp_spawn", "torch spawn")
 NAMED = (  # patterns for the failed rank in a text: the first match counts
@@ -55,9 +45,14 @@ class Seen:
 
     def __str__(self) -> str:
         time_taken = "**still there**" if self.gone_after_s is None else f"{self.gone_after_s:.1f} s"
+        return f"{time_taken}, {self.manner}"
+
+    @property
+    def manner(self) -> str:
+        """How it ended: the exit code, the exception, whether the rank is named, what was left."""
         code = "killed by us" if self.exit_code is None else f"exit {self.exit_code}"
         named = "named" if self.names_rank else ""
-        return ", ".join(filter(None, [time_taken, code, self.exception, named, *self.left]))
+        return ", ".join(filter(None, [code, self.exception, named, *self.left]))
 
 
 def observe(job: Job, most_s: float) -> Seen | None:
@@ -67,10 +62,10 @@ def observe(job: Job, most_s: float) -> Seen | None:
     for name in ("tmp", "saved"):
         Path(job.folder, name).mkdir(parents=True)
     marker = f"faults-{job.folder}"
-    variables = {**os.environ, **job.variables(), processes.MARKER: marker}
+    environment = variables(**job.variables(), **{processes.MARKER: marker})
     with Path(job.folder, "output").open("wb") as output:
         main = subprocess.Popen(
-            command(job), env=variables, stdout=output, stderr=output, start_new_session=True
+            command(job), env=environment, stdout=output, stderr=output, start_new_session=True
         )
 
     def living() -> list[Any]:
@@ -90,12 +85,11 @@ def observe(job: Job, most_s: float) -> Seen | None:
 
 def command(job: Job) -> list[str]:
     """Return the command that starts a job."""
-    folder = Path(__file__).parent
     if not job.contender.startswith("torch"):
-        return [sys.executable, str(folder / "fault_trainers.py")]
+        return [sys.executable, "-m", "benchmarks.faults.trainers"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = torchrun if job.contender == "torchrun" else []
-    return [sys.executable, *options, str(folder / "fault_torch.py")]
+    return [sys.executable, *options, "-m", "benchmarks.faults.by_hand"]
 
 
 def watch(
@@ -152,39 +146,10 @@ def counted(number: int, one: str, many: str) -> str:
     return "" if not number else f"{number} {one if number == 1 else many} left"
 
 
-def taking_part(asked: Iterable[str]) -> list[str]:
+def taking_part(asked: Iterable[str] = CONTENDERS) -> list[str]:
     """Return the requested contenders that are installed."""
-    has_lightning = importlib.util.find_spec("lightning") is not None
-    return [name for name in CONTENDERS if name in asked and (has_lightning or "Lightning" not in name)]
-
-
-def main() -> None:
-    """Print the table, line by line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
-    parser.add_argument("--who", nargs="+", default=WHO, choices=WHO)
-    parser.add_argument("--how", nargs="+", default=HOW, choices=HOW)
-    parser.add_argument("--when", nargs="+", default=WHEN, choices=WHEN)
-    parser.add_argument(
-        "--most", type=float, default=20.0, help="seconds after which a job counts as hanging"
-    )
-    parser.add_argument("--at-once", type=int, default=1, help="how many jobs to run at a time")
-    options = parser.parse_args()
-    names = taking_part(options.contenders)
-    cells = list(itertools.product(options.who, options.how, options.when))
-    print(f"| who | how | when | {' | '.join(names)} |")
-    print("|---" * (3 + len(names)) + "|", flush=True)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
-        jobs = [
-            Job(name, *cell, folder=f"{folder}/{number}-{names.index(name)}")
-            for number, cell in enumerate(cells)
-            for name in names
-        ]
-        results = pool.map(lambda job: observe(job, options.most), jobs)
-        for cell in cells:
-            row = ["-" if one is None else str(one) for one in itertools.islice(results, len(names))]
-            print(f"| {' | '.join([*cell, *row])} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return [
+        name
+        for name in CONTENDERS
+        if name in asked and ("Lightning" not in name or is_installed("lightning"))
+    ]

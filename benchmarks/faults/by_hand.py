@@ -1,17 +1,18 @@
-"""The jobs of `faults.py` that train by hand: under torchrun, or with `torch.multiprocessing.spawn`."""
+"""The jobs that train by hand: under torchrun, or with `torch.multiprocessing.spawn`."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from fault_job import Job, Trap, lonely
+
+from benchmarks.faults.job import Job, Trap, lonely
+from benchmarks.programs import free_port
 
 
 def train(rank: int, job: Job, port: int | None = None) -> None:
@@ -36,13 +37,6 @@ def train(rank: int, job: Job, port: int | None = None) -> None:
     job.come("at teardown", rank)
     del model
     dist.destroy_process_group()
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def main() -> None:

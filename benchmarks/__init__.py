@@ -1,0 +1,1 @@
+"""Benchmarks that compare rankwise with raw torch and its peers; `python -m benchmarks` runs all of them."""

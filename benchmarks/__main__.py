@@ -1,0 +1,81 @@
+"""Measure everything, or the questions that are asked for, and print the results; see `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from benchmarks.programs import REPOSITORY, ProgramError
+from benchmarks.results import Result, machine, write_json
+from benchmarks.sampling import QUICK, Sampling
+
+QUESTIONS = {
+    "step": ("step", "the time of a training step"),
+    "import": ("imports", "what importing adds to `import torch`"),
+    "launch": ("launch", "from a script's start to its first step and to its end"),
+    "memory": ("memory", "the memory of a job of two ranks"),
+    "collectives": ("collectives", "gathering tensors of different shapes"),
+    "gradient_sync": ("gradient_sync", "averaging gradients"),
+    "state_return": ("state_return", "bringing the trained model back to the caller"),
+    "faults": ("faults.question", "how long a failed job takes to end"),
+    "scale": ("scale", "what grows with the number of ranks, simulated in one process"),
+}
+"""By name: the module here whose `measure` answers it, and what it is."""
+
+
+def main() -> int:
+    """Run the questions; return 1 if one could not be measured."""
+    options = _parser().parse_args()
+    names = [name for part in options.only or QUESTIONS for name in str(part).split(",")]
+    if unknown := set(names) - set(QUESTIONS):
+        sys.exit(f"unknown questions: {', '.join(sorted(unknown))}; there are {', '.join(QUESTIONS)}")
+    sampling = QUICK if options.quick else Sampling.of_rounds(options.rounds)
+    content = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "command": _command()}
+    results = []
+    with ThreadPoolExecutor(2 if options.quick else 1) as pool:
+        for result in pool.map(partial(_answer, sampling=sampling), names):
+            print(result, flush=True)
+            results.append(result)
+            if options.json is not None:
+                write_json(options.json, content, [result])
+    return 1 if any(result.failed for result in results) else 0
+
+
+def _answer(name: str, sampling: Sampling) -> Result:
+    module = importlib.import_module(f"benchmarks.{QUESTIONS[name][0]}")
+    try:
+        result: Result = module.measure(sampling)
+    except ProgramError as error:
+        return Result(name, [], failed={name: str(error)})
+    return result
+
+
+def _command() -> str:
+    return " ".join(["python -m benchmarks", *sys.argv[1:]]).replace(f"{REPOSITORY}/", "")
+
+
+def _parser() -> argparse.ArgumentParser:
+    questions = "\n".join(f"  {name:14} {what}" for name, (_, what) in QUESTIONS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"{__doc__}\n\nquestions:\n{questions}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run everything once, small: it shows that it works"
+    )
+    parser.add_argument("--only", action="append", help="questions to measure, separated by commas")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="how often contenders take turns (default: 15)"
+    )
+    parser.add_argument("--json", type=Path, help="a file for the results; those of other questions stay")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Failures under rankwise, Lightning, torchrun and torch.multiprocessing: how each job ends."""

@@ -1,0 +1,77 @@
+"""The pages about benchmarks have what was measured; their arithmetic and simulations are right."""
+
+from __future__ import annotations
+
+import runpy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import simulated
+from benchmarks.__main__ import QUESTIONS
+from benchmarks.paired import Ratio, interleaved
+from benchmarks.results import Result, read_json, rows_of, write_json
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_pages_and_pictures_are_up_to_date() -> None:
+    """They are what the script writes from the results; if not, run `python docs/draw_benchmarks.py`."""
+    written: dict[Path, str] = runpy.run_path(str(DOCS / "draw_benchmarks.py"))["pages"]()
+    assert [path.name for path, text in written.items() if path.read_text() != text] == []
+
+
+def test_each_question_has_its_place() -> None:
+    """Every question of `python -m benchmarks` has a section in one of the pages."""
+    text = "".join((DOCS / name).read_text() for name in ("benchmarks.md", "scaling.md"))
+    assert [name for name in QUESTIONS if f"<!-- {name} -->\n" not in text] == []
+
+
+def test_contenders_take_turns_in_alternating_order() -> None:
+    """Each round calls each contender once; the round that warms up is not counted."""
+    calls: list[str] = []
+
+    def call(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    found = interleaved({name: partial(call, name) for name in "ab"}, 2)
+    assert "".join(calls) == "baabba"
+    assert found == {"a": [3, 6], "b": [4, 5]}
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    """A machine that is slow in one round changes no ratio; the median is that of the ratios."""
+    ratio = Ratio.of([2.0, 20.0, 3.0], [1.0, 10.0, 1.0])
+    assert (ratio.median, ratio.low, ratio.high) == (2.0, 2.0, 2.5)
+    assert Ratio.of([3.0], [2.0]) == Ratio(1.5, 1.5, 1.5)
+
+
+def test_results_of_other_questions_stay(tmp_path: Path) -> None:
+    """A file gets the questions that were measured; those that were not stay as they were."""
+    path = tmp_path / "results.json"
+    for question in ("one", "other"):
+        rows = rows_of("a case", "s", {"raw torch": [1.0, 2.0], question: [2.0, 4.0]})
+        write_json(path, {"machine": {}}, [Result(question, rows)])
+    found = read_json(path)
+    assert list(found) == ["one", "other"]
+    assert found["one"]["rows"][1]["ratio"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+
+
+@pytest.mark.parametrize(
+    "simulate",
+    [
+        simulated.rendezvous,
+        lambda world_size: simulated.stop_agreement(world_size, [1]),
+        lambda world_size: simulated.stop_agreement(world_size, range(world_size)),
+        simulated.failure_exchange,
+    ],
+    ids=["rendezvous", "one asks to stop", "all ask to stop", "failure"],
+)
+def test_requests_of_a_rank_do_not_grow_with_the_world(simulate: Any) -> None:
+    """All ranks but one send the store as many requests in a job of 64 ranks as in one of 32."""
+    small, large = (sorted(each.requests for each in simulate(size).traffic)[:-1] for size in (32, 64))
+    assert max(small) == max(large)
+    assert max(large) < 10
