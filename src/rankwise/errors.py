@@ -147,6 +147,7 @@ class RankwiseError(Exception):
 
     SUMMARY: ClassVar[str] = ""
     ADVICE: ClassVar[str] = ""
+    FIX_FIRST: ClassVar[bool] = False  # where the facts are a long list
 
     def __post_init__(self) -> None:
         """Replace each value of a user's class whose `repr` fails: the text would fail too."""
@@ -181,10 +182,10 @@ class RankwiseError(Exception):
 
     def __str__(self) -> str:
         lines = [self.summary()]
-        if seen := self.seen():
-            lines.append(f"  Seen: {seen}")
-        if fix := self.fix():
-            lines.append(f"  Fix: {fix}")
+        seen, fix = self.seen(), self.fix()
+        parts = [f"  Seen: {seen}"] if seen else [], [f"  Fix: {fix}"] if fix else []
+        for part in reversed(parts) if self.FIX_FIRST else parts:
+            lines += part
         if appendix := self.appendix():
             lines.append(appendix.rstrip())
         return "\n".join(lines)
@@ -222,15 +223,17 @@ class ConfigurationError(RankwiseError, ValueError):
 class UnknownNameError(ConfigurationError):
     """`name` is not one of the `known` names; `kind` says what it names."""
 
-    ADVICE = "use one of the names above."
+    ADVICE = "use one of the names below."
     KNOWN: ClassVar[str] = "known are"
+    FIX_FIRST = True
 
     kind: str = "name"
     name: str = ""
     known: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        return f"Unknown {self.kind} {self.name!r}.{_suggestion(self.name, self.known)}"
+        suggestion = "" if self.remedy else _suggestion(self.name, self.known)
+        return f"Unknown {self.kind} {self.name!r}.{suggestion}"
 
     def seen(self) -> str:
         return f"{self.KNOWN} {_listed(sorted(self.known))}."
@@ -276,6 +279,8 @@ class InvalidTypeError(RankwiseError, TypeError):
 
 class UnknownArgumentError(ConfigurationError, TypeError):
     """`target` has no keyword `name`. Suggests the closest known one, unless there is a `remedy`."""
+
+    FIX_FIRST = True
 
     target: str = ""
     name: str = ""
@@ -472,6 +477,12 @@ class WorkerRaisedError(WorkerError):
         first_line = self.exception_message.partition("\n")[0].rstrip(".")
         return f"raised {self.exception_type}{first_line and ': '}{first_line}"
 
+    def fix(self) -> str:
+        """Return what the worker's own exception says to do, if it says so, and where to look."""
+        _, is_found, own = self.exception_message.partition("\n  Fix: ")
+        here = super().fix()
+        return f"{own.partition(chr(10))[0]} Or {here}" if is_found else here
+
 
 class WorkerTimedOutError(WorkerRaisedError):
     """A worker waited too long for others, in a collective or at the rendezvous.
@@ -534,7 +545,13 @@ class WorkerKilledError(WorkerError):
         if self.signal_number == signal.SIGKILL:
             return "often it is the kernel's out-of-memory killer: see `dmesg`, use less memory per rank."
         if self.signal_number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
-            return "native code crashed: run with PYTHONFAULTHANDLER=1 to see where."
+            crash = "native code crashed: run with PYTHONFAULTHANDLER=1 to see where."
+            if self.signal_number == signal.SIGABRT:
+                crash += (
+                    " gloo also aborts where ranks call different collectives, or one rank calls one alone: "
+                    "DDPStrategy(check_collectives=True) names the calls."
+                )
+            return crash
         return "find who sent the signal; rankwise did not."
 
 

@@ -32,8 +32,9 @@ _REPLACEMENTS = {
     ),
     **dict.fromkeys(
         ("fsdp", "fsdp2", "fsdp_native", "deepspeed", "ddp_sharded", "ddp_sharded_spawn"),
-        'Trainer(strategy="ddp") keeps the whole model on each device; torch\'s ZeroRedundancyOptimizer, '
-        "from configure_optimizers, shards the optimizer's state.",
+        "sharding the model is out of the scope of rankwise, whose strategies are DistributedDataParallel's: "
+        'Trainer(strategy="ddp") keeps the whole model on each device. ZeroRedundancyOptimizer, from '
+        "configure_optimizers, shards the optimizer's state; for a larger model use another library.",
     ),
     **dict.fromkeys(
         ("single_tpu", "tpu_spawn", "xla"),

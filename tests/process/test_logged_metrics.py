@@ -217,6 +217,12 @@ def test_values_of_some_ranks(tmp_path: Path) -> None:
     assert {row["own_step"] for row in found if row["own_step"]} == {"0.0"}
 
 
+def test_one_table(capfd: pytest.CaptureFixture[str]) -> None:
+    """The table of `test` is printed once, whatever the number of ranks."""
+    trainer_on(2).test(Regression(), loader(8, 2))
+    assert capfd.readouterr().out.count("Test metric | DataLoader 0") == 1
+
+
 # ------------------------------------------------------------------------------------------ checkpoints
 
 

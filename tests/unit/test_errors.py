@@ -41,16 +41,16 @@ CASES = [
         lambda: errors.UnknownNameError(kind="hook", name="fp61", known=("fp16", "bf16")),
         ValueError,
         "Unknown hook 'fp61'. Did you mean 'fp16'?\n"
-        "  Seen: known are 'bf16', 'fp16'.\n"
-        "  Fix: use one of the names above.",
+        "  Fix: use one of the names below.\n"
+        "  Seen: known are 'bf16', 'fp16'.",
     ),
     Case(
         lambda: errors.UnknownStrategyError(kind="strategy", name="ddp_spwan", known=("single", "ddp_spawn")),
         KeyError,
         "Unknown strategy 'ddp_spwan'. Did you mean 'ddp_spawn'?\n"
-        "  Seen: registered names are 'ddp_spawn', 'single'.\n"
         '  Fix: Trainer(strategy="ddp_spawn"), or register your own with '
-        'StrategyRegistry.register("ddp_spwan", ...).',
+        'StrategyRegistry.register("ddp_spwan", ...).\n'
+        "  Seen: registered names are 'ddp_spawn', 'single'.",
     ),
     Case(
         lambda: errors.InvalidArgumentError(
@@ -444,3 +444,18 @@ def test_a_value_whose_text_fails(value: object) -> None:
     assert "whose repr() fails" in str(error)
     assert "devices" in str(error)
     assert "devices" in str(pickle.loads(pickle.dumps(error)))
+
+
+def test_what_a_worker_says_to_do() -> None:
+    """The caller's error repeats what the worker's own says to do."""
+    own = errors.ConfigurationError(message="No.", facts="x is 1", remedy="set x=2.")
+    error = errors.WorkerRaisedError(**WHERE, exception_type="ConfigurationError", exception_message=str(own))
+    assert "\n  Fix: set x=2. Or start from the traceback of global_rank=2 below." in str(error)
+
+
+def test_abort() -> None:
+    """A killed worker that gloo may have aborted names the option that shows why."""
+    killed = errors.WorkerKilledError(**WHERE, signal_number=signal.SIGABRT)
+    assert "DDPStrategy(check_collectives=True)" in str(killed)
+    other = errors.WorkerKilledError(**WHERE, signal_number=signal.SIGSEGV)
+    assert "check_collectives" not in str(other)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankwise.errors import InvalidArgumentError, LifecycleError
+from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError
 from rankwise.hyperparameters import HyperparametersMixin
 from rankwise.ranks import rank_zero_only
 from rankwise.trainer.arguments import check_choice
@@ -476,6 +476,20 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
     def loggers(self) -> list[Logger]:
         """All of the trainer's loggers; none without a trainer."""
         return [] if self._trainer is None else self._trainer.loggers
+
+
+def no_module(model: Any) -> InvalidTypeError:
+    """Return the error for what is given in place of a `TrainingModule`."""
+    name, remedy = type(model).__name__, ""
+    if name == "OptimizedModule":
+        remedy = "for torch.compile(model): model.compile(), and fit(model)"
+    elif any(base.__name__ == "LightningModule" for base in type(model).__mro__):
+        remedy = (
+            f"derive {name} from rankwise's class of that name: import rankwise.lightning as pl, in place of "
+            "import lightning.pytorch as pl."
+        )
+    expected = "an instance of TrainingModule"
+    return InvalidTypeError(argument="model", value=model, expected=expected, remedy=remedy)
 
 
 class TrainerOptimizer:

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks import Callback, EarlyStopping, LearningRateFinder, ModelCheckpoint
-from rankwise.errors import InvalidTypeError, LifecycleError
+from rankwise.errors import LifecycleError
 from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.plugins import agreed_placement, collect_plugins, collect_strategy
@@ -26,7 +26,7 @@ from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
 from rankwise.trainer.loops.optimizers import OptimizerSet
 from rankwise.trainer.metrics.table import metrics_table
-from rankwise.trainer.module import TrainingModule
+from rankwise.trainer.module import TrainingModule, no_module
 from rankwise.trainer.properties import TrainerProperties
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state import LoopContext, StageName, StageState, TrainerState
@@ -445,13 +445,7 @@ class Trainer(TrainerProperties):
     def _check_stage(self, stage: Stage, model: Any) -> None:
         """Check model, loaders and options for a stage, before any process starts."""
         if not isinstance(model, TrainingModule):
-            is_compiled = type(model).__name__ == "OptimizedModule"
-            raise InvalidTypeError(
-                argument="model",
-                value=model,
-                expected="an instance of TrainingModule",
-                remedy="for torch.compile(model): model.compile(), and fit(model)" if is_compiled else "",
-            )
+            raise no_module(model)
         stage.check_module(model)
         self._add_callbacks_of(model)
         check_hooks(model, self.callbacks, stage.datamodule)

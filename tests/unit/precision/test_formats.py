@@ -147,3 +147,17 @@ def test_clipping_sparse_gradients(name: str) -> None:
     [gradient] = [parameter.grad for parameter in precision.main_parameters(sgd)]
     assert gradient is not None
     assert gradient.to_dense().flatten().tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("fp16", "16-mixed"), ("float32", "32-true"), ("FP64", "64-true"), ("bfloat16", "bf16-mixed")],
+)
+def test_names_of_other_libraries(name: str, meant: str) -> None:
+    """A name of another library is refused with the name that it has here, not with one that looks alike."""
+    with pytest.raises(UnknownNameError) as caught:
+        create_precision(name)
+    text = str(caught.value)
+    assert f'Fix: precision="{meant}"' in text
+    assert "Did you mean" not in text
+    assert text.index("Fix:") < text.index("known are")

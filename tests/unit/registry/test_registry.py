@@ -274,3 +274,11 @@ def test_every_name_is_described(name: str) -> None:
 def test_what_is_no_name_is_not_in_it(thing: object) -> None:
     """`in` takes anything."""
     assert thing not in StrategyRegistry
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed_stage_2"])
+def test_sharding_is_out_of_scope(name: str) -> None:
+    """A strategy that shards the model is refused as out of scope; nothing that looks alike is suggested."""
+    with pytest.raises(UnknownStrategyError, match="out of the scope of rankwise") as caught:
+        StrategyRegistry.create(name)
+    assert "Did you mean" not in str(caught.value)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from rankwise.errors import LifecycleError
+from rankwise.errors import InvalidTypeError, LifecycleError
 from rankwise.loggers import CSVLogger
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -50,3 +51,20 @@ def test_freezing() -> None:
     module.unfreeze()
     assert module.training
     assert module.layer.weight.requires_grad
+
+
+def test_a_module_of_lightnings(tmp_path: Path) -> None:
+    """A module of Lightning's is refused with the import to change, without an import of Lightning."""
+    lightning = type("LightningModule", (nn.Module,), {})
+    own = type("Own", (lightning,), {})
+    with pytest.raises(InvalidTypeError, match=r"import rankwise\.lightning as pl, in place of"):
+        trainer(tmp_path).fit(own(), loader())
+    with pytest.raises(InvalidTypeError, match="an instance of TrainingModule") as caught:
+        trainer(tmp_path).fit(nn.Linear(1, 1), loader())  # type: ignore[arg-type]  # the mistake
+    assert "lightning" not in str(caught.value)
+
+
+def test_overfit_batches_that_are_no_number(tmp_path: Path) -> None:
+    """True is no number of batches; the error says what is."""
+    with pytest.raises(InvalidTypeError, match="overfit_batches=True is of type bool: expected a number"):
+        trainer(tmp_path, overfit_batches=True)
