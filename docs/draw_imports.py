@@ -21,6 +21,7 @@ PICTURE = DOCS / "pictures" / "imports.svg"
 SUBJECTS = {
     "doctor": "diagnoses a job",
     "lightning": "Lightning's names",
+    "integrations": "inside other frameworks",
     "trainer": "the Trainer and its loops",
     "fabric": "for loops of your own",
     "callbacks": "called during training",

@@ -1,0 +1,139 @@
+"""Lightning's `Trainer` and `Fabric` given rankwise's strategies: what is decided before a launch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rankwise import (
+    DDPElasticStrategy,
+    DDPStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
+from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.errors import (
+    ConfigurationError,
+    InvalidTypeError,
+    LifecycleError,
+    MissingExtraError,
+    UnknownArgumentError,
+)
+from rankwise.precision import Precision
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning and its dependencies warn of
+
+
+@pytest.fixture(scope="module")
+def pl() -> Any:
+    """Return `lightning.pytorch`, in which rankwise's strategies are registered."""
+    importlib.import_module("rankwise.integrations.lightning")
+    return importlib.import_module("lightning.pytorch")
+
+
+@pytest.fixture
+def strategy(pl: Any) -> Callable[..., Any]:
+    """Return `RankwiseStrategy`."""
+    return importlib.import_module("rankwise.integrations.lightning").RankwiseStrategy  # type: ignore[no-any-return]  # known by name
+
+
+def trainer(pl: Any, strategy: Any, **arguments: Any) -> Any:
+    """Return a Trainer of Lightning's that writes nothing."""
+    environments = importlib.import_module("lightning.fabric.plugins.environments")
+    alone = environments.LightningEnvironment()  # Lightning's detection starts MPI, where it is installed
+    return pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        plugins=[alone],
+        logger=False,
+        enable_checkpointing=False,
+        **arguments,
+    )
+
+
+def test_every_ddp_name_is_registered(pl: Any) -> None:
+    """Lightning's Trainer and Fabric know each DDP strategy but the elastic one."""
+    expected = {f"rankwise_{name}" for name in StrategyRegistry if name.startswith("ddp")}
+    expected = {name for name in expected if "elastic" not in name}
+    assert expected
+    for registry in (
+        pl.strategies.StrategyRegistry,
+        importlib.import_module("lightning.fabric.strategies").STRATEGY_REGISTRY,
+    ):
+        assert {name for name in registry if name.startswith("rankwise_")} == expected
+
+
+def test_a_trainer_knows_its_ranks_before_a_launch(pl: Any) -> None:
+    """Devices of Lightning's Trainer are the strategy's; samplers get their number."""
+    made = trainer(pl, "rankwise_ddp_spawn_find_unused_parameters_true", devices=3)
+    assert (made.world_size, made.global_rank, made.num_devices) == (3, 0, 3)
+    assert made.strategy.rankwise.start_method == "spawn"
+    assert made.strategy.rankwise.ddp_kwargs["find_unused_parameters"] is True
+    assert made.strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 0}
+
+
+def test_arguments_are_the_named_strategys(strategy: Callable[..., Any]) -> None:
+    """They are checked as rankwise's own."""
+    made = strategy("ddp_fork", timeout=120, static_graph=True)
+    assert made.rankwise.timeout.total_seconds() == 120
+    assert made.rankwise.ddp_kwargs["static_graph"] is True
+    with pytest.raises(UnknownArgumentError, match="find_unused_parameters"):
+        strategy("ddp", find_unused_parameter=True)
+
+
+@pytest.mark.parametrize("given", [DDPElasticStrategy(), SingleDeviceStrategy(), "ddp_elastic", 3])
+def test_what_is_no_ddp_strategy_is_refused(strategy: Callable[..., Any], given: Any) -> None:
+    """An elastic strategy restarts a Trainer of rankwise's; torchrun restarts a script."""
+    with pytest.raises(InvalidTypeError, match="torchrun"):
+        strategy(given)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("precision", Precision()),
+        ("checkpoint_io", TorchCheckpointIO()),
+        ("sync_batchnorm", True),
+        ("sync_mode", "forced_sync"),
+        ("gradient_weighting", "samples"),
+    ],
+)
+def test_options_without_effect_are_refused(strategy: Callable[..., Any], option: str, value: Any) -> None:
+    """What only rankwise's own loops can do is named."""
+    with pytest.raises(ConfigurationError, match=f"^{option} cannot have an effect"):
+        strategy(DDPStrategy(**{option: value}))
+
+
+def test_arguments_beside_an_instance_are_refused(strategy: Callable[..., Any]) -> None:
+    """An instance has its arguments already."""
+    with pytest.raises(ConfigurationError, match="timeout cannot be added"):
+        strategy(DDPStrategy(), timeout=3)
+
+
+def test_contradicting_devices_are_refused(pl: Any, strategy: Callable[..., Any]) -> None:
+    """The strategy's devices and the Trainer's must agree."""
+    with pytest.raises(ConfigurationError, match="devices"):
+        trainer(pl, strategy("ddp", devices=2), devices=3)
+
+
+def test_without_a_launch_there_is_no_process_group(pl: Any) -> None:
+    """What Lightning does only within its own launch is refused outside of rankwise's."""
+    made = trainer(pl, "rankwise_ddp", devices=2)
+    with pytest.raises(LifecycleError, match="fit"):
+        made.strategy.setup_distributed()
+    with pytest.raises(LifecycleError):
+        made.strategy.cluster_environment.main_port  # noqa: B018  it raises
+
+
+def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Lightning is not installed, the error says how to install it."""
+    for name in [name for name in sys.modules if name.startswith("rankwise.integrations.lightning")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("lightning", "lightning.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=r'pip install "rankwise\[lightning\]"'):
+        importlib.import_module("rankwise.integrations.lightning")
