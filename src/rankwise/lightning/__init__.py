@@ -28,7 +28,18 @@ _HOMES = {
     "seed_everything": "rankwise.lightning.utilities",
 }
 _MODULES = (
-    *("callbacks", "core", "fabric", "loggers", "plugins", "strategies", "trainer", "tuner", "utilities"),
+    *(
+        "callbacks",
+        "core",
+        "fabric",
+        "loggers",
+        "plugins",
+        "profilers",
+        "strategies",
+        "trainer",
+        "tuner",
+        "utilities",
+    ),
 )
 
 __all__ = ["Callback", "Fabric", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"]

@@ -44,6 +44,7 @@ _MISSING_NAMES: Mapping[str, str] = {
     "RichModelSummary": "ModelSummary.",
     "MisconfigurationException": "rankwise.errors.ConfigurationError.",
     "SIGTERMException": "except SystemExit.",
+    "AdvancedProfiler": "cProfile around trainer.fit(), or SimpleProfiler.",
     "measure_flops": "torch.utils.flop_counter.FlopCounterMode.",
     "is_shared_filesystem": "leave it out, or ask the file system.",
     "find_shared_parameters": "torch.nn.Module.named_parameters(remove_duplicate=False).",

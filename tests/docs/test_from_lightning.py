@@ -1,0 +1,76 @@
+"""docs/from_lightning.md: its program runs, its tables are those of the code, its command changes imports."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rankwise.lightning import _modules
+from tests.helpers.scripts import ScriptRunner
+
+PAGE = Path(__file__).parents[2] / "docs" / "from_lightning.md"
+PROGRAM, ON_TWO = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+ROWS = re.findall(r"^\| (`.*) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+MODULES = {re.findall(r"`(.*?)`", left)[0]: right for left, right in ROWS if left.startswith("`rankwise.")}
+IMPORTS = [row for row in ROWS if row[1].startswith(("`import", "`from", "`_target_"))]
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param("devices=1", marks=pytest.mark.soak), 'devices=2, strategy="ddp_fork"']
+)
+def test_the_program(run_script: ScriptRunner, where: str) -> None:
+    """The program trains, on one process and with the page's arguments on two."""
+    assert PROGRAM.count("devices=1") == ON_TWO.count('devices=2, strategy="ddp_fork"') == 1
+    result = run_script(PROGRAM.replace("devices=1", where))
+    assert result.returncode == 0, result
+    accuracy = re.search(r"val_acc (\S+)", result.stdout)
+    assert accuracy is not None, result
+    assert float(accuracy[1]) > 0.6
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """The command changes imports as the table shows, in programs and configurations, and nothing else."""
+    command = re.search(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert command is not None
+    before, after = (
+        [code for pair in IMPORTS for code in re.findall(r"`(.*?)`", pair[side])] for side in (0, 1)
+    )
+    before.remove("import pytorch_lightning as pl")  # the second on its line
+    other = [
+        "import lightning_utilities",
+        "x = lightning(1)",
+        "from torch import nn",
+        "    import lightning as L",
+    ]
+    (tmp_path / "train.py").write_text("\n".join([*before, *other, "import pytorch_lightning as pl"]))
+    (tmp_path / "config.yaml").write_text("_target_: lightning.pytorch.Trainer\n")
+    subprocess.run(["bash", "-c", command[1]], cwd=tmp_path, check=True, timeout=60)
+    other[-1] = "    import rankwise.lightning as L"
+    expected = [*after, *other, "import rankwise.lightning as pl"]
+    assert (tmp_path / "train.py").read_text().splitlines() == expected
+    assert (tmp_path / "config.yaml").read_text() == "_target_: rankwise.lightning.Trainer\n"
+
+
+@pytest.mark.parametrize(("module", "names"), MODULES.items())
+def test_modules(module: str, names: str) -> None:
+    """What the table of modules names exists."""
+    found = importlib.import_module(module)
+    missing = [name for name in re.findall(r"`(\w+)`", names) if getattr(found, name, None) is None]
+    assert missing == []
+
+
+def test_missing_names() -> None:
+    """The table of missing names is the code's."""
+    _, _, table = PAGE.read_text().partition("| name | what to do |")
+    shown = {
+        name: text
+        for names, text in re.findall(r"^\| (`.*?) \| (.*?) \|$", table, re.MULTILINE)
+        for name in re.findall(r"`([\w.]+)`", names)
+    }
+    assert {name: text.replace("`", "") for name, text in shown.items()} == {
+        name: text.replace("`", "") for name, text in _modules._MISSING_NAMES.items()
+    }
