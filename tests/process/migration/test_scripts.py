@@ -55,7 +55,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 FORKED = (
     *("argparse_hparams", "autoencoder", "classifier_datamodule", "contrastive", "distillation"),
-    *("finetuning", "gan", "hydra_template", "imagenet", "kfold"),
+    *("fabric_classifier", "fabric_dcgan", "finetuning", "gan", "hydra_template", "imagenet", "kfold"),
 )
 """Scripts of the default run on two processes; `test_as_a_program` runs all."""
 
@@ -103,6 +103,7 @@ def test_on_one_process(results: dict[str, Path], name: str) -> None:
 OWN_BATCHES = {
     "contrastive": "negatives of the other rank come in another order",
     "dqn": "each process plays for itself",
+    "fabric_dcgan": "the noise depends on the size of the batch",
     "finetuning": "batch normalisation sees half a batch",
     "gan": "the noise depends on the size of the batch",
     "hydra_template": "batch normalisation sees half a batch",
