@@ -59,7 +59,7 @@ class StoreTable:
     def __init__(self) -> None:
         self._store = dist.HashStore()
         self._waiting: dict[object, _Waiting] = {}
-        self._names_by_key: dict[bytes, list[object]] = {}
+        self._names_by_key: dict[bytes, dict[object, None]] = {}
 
     def handle(self, request: bytes, reply: Reply, name: object = None) -> None:
         """Reply to a request of a `PrivateStore`, now or later; raise `ValueError` when it is none.
@@ -78,7 +78,11 @@ class StoreTable:
 
     def cancel(self, name: object) -> None:
         """Drop a request that waits for keys: nobody waits for the reply."""
-        self._waiting.pop(name, None)
+        if (waiting := self._waiting.pop(name, None)) is not None:
+            names = self._names_by_key.get(waiting.missing[-1], {})
+            names.pop(name, None)
+            if not names:
+                self._names_by_key.pop(waiting.missing[-1], None)
 
     def _reply_to(self, operation: bytes, fields: list[bytes]) -> bytes:
         store: Any = self._store  # whose stubs do not say that it takes bytes
@@ -105,13 +109,13 @@ class StoreTable:
         """Reply to a request that waits, if its keys are set; otherwise list it under one that is not."""
         store: Any = self._store
         if (waiting := self._waiting.get(name)) is None:
-            return  # cancelled
+            return  # cancelled by an earlier reply
         while waiting.missing and store.check(waiting.missing[-1:]):
             waiting.missing.pop()
         if not waiting.missing:  # perhaps one was deleted since
             waiting.missing = [key for key in waiting.keys if not store.check([key])]
         if waiting.missing:
-            self._names_by_key.setdefault(waiting.missing[-1], []).append(name)
+            self._names_by_key.setdefault(waiting.missing[-1], {})[name] = None
             return
         del self._waiting[name]
         waiting.reply(bytes(store.get(waiting.keys[0])) if waiting.operation == b"get" else b"")

@@ -179,6 +179,7 @@ def test_a_wait_that_is_over_is_dropped() -> None:
     table.handle(pack_fields([b"wait", b"key"]), answers.append, "name")
     table.cancel("name")
     table.cancel("another")
+    assert not table._names_by_key
     ask(table, b"set", b"key", b"")
     assert not answers
     assert not table._waiting
