@@ -53,11 +53,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"lightning": SCRIPTS, "rankwise": changed}
 
 
-FORKED = (
-    *("argparse_hparams", "autoencoder", "classifier_datamodule", "contrastive", "distillation"),
-    *("fabric_classifier", "fabric_dcgan", "finetuning", "gan", "hydra_template", "imagenet", "kfold"),
-)
-"""Scripts of the default run on two processes; `test_as_a_program` runs all."""
+FORKED = ("--", "--strategy", "ddp_fork", "--devices", "2")
 
 
 def run_all(folder: Path, programs: Mapping[str, tuple[Path, tuple[str, ...]]]) -> dict[str, Path]:
@@ -82,7 +78,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, scripts: dict[str, Path]) 
     programs = {
         "lightning": (scripts["lightning"], ()),
         "rankwise": (scripts["rankwise"], ()),
-        "on two": (scripts["rankwise"], (*FORKED, "--", "--strategy", "ddp_fork", "--devices", "2")),
+        "on two": (scripts["rankwise"], FORKED),
     }
     return run_all(tmp_path_factory.mktemp("results"), programs)
 
@@ -108,6 +104,7 @@ OWN_BATCHES = {
     "gan": "the noise depends on the size of the batch",
     "hydra_template": "batch normalisation sees half a batch",
     "ppo": "each process plays for itself",
+    "text_classifier": "words are padded to the longest in the batch",
     "vae": "the noise depends on the size of the batch",
 }
 """Scripts whose steps on two processes are not those of one, and why."""
@@ -124,7 +121,7 @@ def check_on_two(lightning: dict[str, Any], found: dict[str, Any], name: str) ->
         assert differences(lightning["weights"], found["weights"], tolerance=ON_TWO_TOLERANCE) == []
 
 
-@pytest.mark.parametrize("name", FORKED)
+@pytest.mark.parametrize("name", NAMES)
 def test_on_two_processes(results: dict[str, Path], name: str) -> None:
     """On two processes, with half of each batch on each, a script ends with the weights of one process."""
     check_on_two(result(results["lightning"], name), result(results["on two"], name), name)

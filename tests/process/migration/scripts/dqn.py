@@ -42,6 +42,7 @@ class DQN(L.LightningModule):
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
         self.target_net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.target_net.requires_grad_(False)
         self.buffer = deque(maxlen=200)
         self.rng = random.Random(0)
         self.env = Walk()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lightning as L
 import yaml
-from shared import loader, options, processes, record
+from shared import loader, processes, record
 from torch import nn
 
 CONFIG = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -35,8 +35,7 @@ class DigitsDataModule(L.LightningDataModule):
         self.data_train = None
 
     def setup(self, stage=None):
-        if self.trainer is not None and self.hparams.batch_size % self.trainer.world_size:
-            raise RuntimeError("the batch size is not divisible by the number of devices")
+        assert self.trainer is None or self.hparams.batch_size % self.trainer.world_size == 0
         self.data_train = 256
 
     def train_dataloader(self):
@@ -48,22 +47,18 @@ class DigitsDataModule(L.LightningDataModule):
     def test_dataloader(self):
         return loader(768, 128, self.hparams.batch_size)
 
-    def state_dict(self):
-        return {"size": self.data_train}
-
 
 class LitModule(L.LightningModule):
     def __init__(self, net, optimizer, scheduler):
         super().__init__()
         self.save_hyperparameters(logger=False, ignore=["net", "optimizer", "scheduler"])
         self.net, self.optimizer, self.scheduler = net, optimizer, scheduler
-        self.criterion = nn.CrossEntropyLoss()
         self.best = 0.0
 
     def model_step(self, batch):
         x, y = batch
         logits = self.net(x)
-        return self.criterion(logits, y), (logits.argmax(1) == y).float().mean()
+        return nn.functional.cross_entropy(logits, y), (logits.argmax(1) == y).float().mean()
 
     def training_step(self, batch, batch_idx):
         loss, acc = self.model_step(batch)
@@ -95,8 +90,7 @@ def main():
     datamodule = instantiate(CONFIG["data"])
     model = instantiate(CONFIG["model"])
     callbacks = [instantiate(each) for each in CONFIG["callbacks"].values()]
-    folder = str(Path(options().out).parent / "logs")
-    loggers = [instantiate(each, save_dir=folder) for each in CONFIG["logger"].values()]
+    loggers = [instantiate(each, save_dir="logs") for each in CONFIG["logger"].values()]
     trainer = instantiate(CONFIG["trainer"], callbacks=callbacks, logger=loggers, **processes())
     trainer.fit(model=model, datamodule=datamodule)
     fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -27,7 +27,7 @@ class LanguageModel(L.LightningModule):
         super().__init__()
         self.embed = nn.Embedding(128, size)
         self.position = nn.Parameter(torch.zeros(32, size))
-        layer = nn.TransformerEncoderLayer(size, 2, 64, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(size, 2, 64, dropout=0.0, batch_first=True, bias=False)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(size, 128)
 
