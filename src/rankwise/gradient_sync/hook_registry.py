@@ -109,7 +109,6 @@ class _Registry(NameTable[NamedHook]):
             kind="comm_hook",
             name=name,
             known=tuple(self),
-            remedy=f'use one of the names above, or CommHookRegistry.register("{name}", ...).',
         )
 
     get = NameTable[NamedHook].entry

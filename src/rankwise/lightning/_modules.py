@@ -59,10 +59,11 @@ _ELSE = "docs/from_lightning.md lists the names that exist."
 def missing_name(module: str, name: str) -> Exception:
     """Return the error for a name that a module here lacks.
 
-    Special names and private ones are an ordinary `AttributeError`, so that `hasattr` and the import system
-    work. Other errors than that reach the user from `from module import name` with their text.
+    Special names and private ones, and what pytest looks for, are an ordinary `AttributeError`, so that
+    `hasattr` and the import system work. Other errors than that reach the user from `from module import name`
+    with their text.
     """
-    if name.startswith("_"):
+    if name.startswith(("_", "pytest")):
         return AttributeError(f"module {module!r} has no attribute {name!r}")
     return MissingNameError(module=module, name=name, remedy=_MISSING_NAMES.get(name, _ELSE))
 

@@ -137,7 +137,7 @@ def test_unknown_arguments() -> None:
         WeightAveraging(use_bufers=False)
     for name in ("avg_fn", "multi_avg_fn"):
         with pytest.raises(
-            UnknownArgumentError, match=f"takes no argument '{name}'.*\n.*\n.*WeightAveraging"
+            UnknownArgumentError, match=f"takes no argument '{name}'.*\n  Fix: WeightAveraging"
         ):
             EMAWeightAveraging(**{name: cast(Any, torch.add)})
     with pytest.raises(UnknownArgumentError, match="'decay'"):

@@ -99,7 +99,7 @@ def test_the_actions_of_other_stages(tmp_path: Path, stage: str) -> None:
 def test_a_profiler_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is set up and torn down with the stage; actions are within each other. Without summary no print."""
     profiler = Notes()
-    trainer(tmp_path, profiler=profiler).validate(Line(), loader(2))
+    trainer(tmp_path, profiler=profiler).validate(Line(), loader(2), verbose=False)
     assert profiler.seen == [
         "setup validate 0",
         *("+validation_dataloader_next", "-validation_dataloader_next", "+run_validation_batch"),
@@ -145,8 +145,9 @@ def test_none(tmp_path: Path) -> None:
 
 def test_a_file_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a folder or a name the summary goes to a file; a name alone means the folder of the logs."""
-    trainer(tmp_path, profiler=SimpleProfiler(tmp_path / "new", "mine")).test(Line(), loader())
-    trainer(tmp_path, profiler=SimpleProfiler(filename="mine", extended=False)).test(Line(), loader())
+    trainer(tmp_path, profiler=SimpleProfiler(tmp_path / "new", "mine")).test(Line(), loader(), verbose=False)
+    simple = SimpleProfiler(filename="mine", extended=False)
+    trainer(tmp_path, profiler=simple).test(Line(), loader(), verbose=False)
     assert (tmp_path / "new" / "test-mine-0.txt").read_text().startswith("Profile of test: ")
     header = (tmp_path / "test-mine-0.txt").read_text().splitlines()[1]
     assert header.split() == ["action", "mean", "(s)", "total", "(s)"]

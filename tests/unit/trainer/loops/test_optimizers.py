@@ -291,5 +291,5 @@ def test_a_scheduler_of_another_optimizer() -> None:
 
 def test_frequency_of_an_optimizer() -> None:
     """It is Lightning 1.x's, and the error says what there is now."""
-    with pytest.raises(UnknownArgumentError, match=r"no argument 'frequency'.*\n.*\n.*leave it out"):
+    with pytest.raises(UnknownArgumentError, match=r"no argument 'frequency'.*\n  Fix: leave it out"):
         configure(Returning(lambda own, scheduler: {"optimizer": own, "frequency": 2}))
