@@ -364,8 +364,11 @@ def value_of_rank(strategy: Any) -> int:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("numbers", "error"),
-    [(PIDFD, ENOSYS), (PIDFD, EPERM), (MEMFD, EPERM)],
-    ids=["old", "refused", "memfd"],
+    [
+        pytest.param(PIDFD, ENOSYS, id="old"),
+        pytest.param(PIDFD, EPERM, id="refused", marks=pytest.mark.soak),
+        pytest.param(MEMFD, EPERM, id="memfd"),
+    ],
 )
 def test_system_calls_that_are_missing(
     numbers: tuple[int, ...], error: int, method: str, run_script: ScriptRunner

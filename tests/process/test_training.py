@@ -20,9 +20,16 @@ if __name__ == "__main__":
     write_twenty_steps(sys.argv[1], "popen", int(sys.argv[2]))
 """
 
+METHODS = ("popen", "spawn", "fork", "forkserver")
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork", "forkserver"])
+
+@pytest.mark.parametrize(
+    ("start_method", "accumulate"),
+    [
+        *((method, 1) for method in METHODS),
+        *(pytest.param(method, 4, marks=() if method == "fork" else pytest.mark.soak) for method in METHODS),
+    ],
+)
 def test_two_ranks_train_as_one(
     start_method: str, accumulate: int, run_script: ScriptRunner, tmp_path: Path
 ) -> None:

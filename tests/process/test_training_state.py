@@ -155,7 +155,7 @@ class Parametrized(Regression):
             parametrize.register_parametrization(self.net[0], "weight", Doubled())
 
 
-@pytest.mark.parametrize("strategy", ELSEWHERE)
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.soak)])
 def test_parametrized_layers_come_back(strategy: str) -> None:
     """A parametrization made in a fit is in the caller, and goes to the next fit; so for one made before."""
     expected, module = Parametrized(), Parametrized()
