@@ -224,7 +224,12 @@ _REFUSED_IN_DATA_MODULES: Mapping[str, str] = {
 def check_hooks(
     module: TrainingModule, callbacks: Iterable[Callback], datamodule: DataModule | None = None
 ) -> None:
-    """Raise ConfigurationError for a hook that would never be called, or not with the arguments it takes."""
+    """Raise ConfigurationError for a hook that would never be called, or not with the arguments it takes.
+
+    The same for an attribute without effect.
+    """
+    _check_settings(module)
+    _check_settings(datamodule)
     _refuse(module, _REFUSED_IN_MODULES)
     _check_submodules(module)
     for hook in HOOKS:
@@ -248,6 +253,17 @@ def check_hooks(
         for hook in HOOKS:
             if "datamodule" in hook.owners and is_own(datamodule, DataModule, hook.name):
                 _check_arguments(datamodule, hook)
+
+
+def _check_settings(owner: object) -> None:
+    """Raise ConfigurationError for an attribute of Lightning's that would have no effect."""
+    name = "allow_zero_length_dataloader_with_multiple_devices"
+    if getattr(owner, name, False):
+        raise ConfigurationError(
+            message=f"{type(owner).__name__}.{name} has no effect.",
+            facts="it is True; a loader that is empty on some ranks is an error on all.",
+            remedy='leave it out; Trainer(uneven_inputs="join") lets ranks have fewer batches than others.',
+        )
 
 
 def _refuse(owner: object, refused: Mapping[str, str]) -> None:

@@ -177,6 +177,16 @@ def test_hooks_that_are_not_called(tmp_path: Path, name: str) -> None:
         trainer(tmp_path).fit(Line(), data)
 
 
+@pytest.mark.parametrize("kind", [Line, Numbers])
+def test_empty_loaders_on_some_ranks_cannot_be_allowed(kind: type[Any], tmp_path: Path) -> None:
+    """Lightning's attribute for that would have no effect, of a module or a data module."""
+    owner = kind()
+    owner.allow_zero_length_dataloader_with_multiple_devices = True
+    arguments = (owner, loader()) if kind is Line else (Line(), owner)
+    with pytest.raises(ConfigurationError, match=f"{kind.__name__}.allow_zero_length_.* has no effect"):
+        trainer(tmp_path).fit(*arguments)
+
+
 def test_hooks_with_other_arguments(tmp_path: Path) -> None:
     """`setup(self)` of an old version could not be called."""
     data = type("Older", (Numbers,), {"setup": lambda self: None})()
