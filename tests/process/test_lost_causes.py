@@ -6,12 +6,14 @@ import operator
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rankwise.errors import WorkerRaisedError
+from rankwise.failures.classify import make_printable
 from rankwise.strategies import DDPElasticStrategy, DDPStrategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
@@ -119,6 +121,38 @@ def test_an_exception_of_a_script_whose_class_is_in_the_way(
     result = run_script(RAISES, kind.__name__, env=with_tests({"PYTEST_CURRENT_TEST": None}))
     assert result.returncode == 0, result
     assert result.stdout == "checked\n", result
+
+
+RAISES_UNDER_TORCHRUN = """
+    import sys
+
+    from rankwise.strategies import DDPStrategy
+    from tests.process import test_lost_causes as tasks
+
+    DDPStrategy(accelerator="cpu").launch(tasks.fail, getattr(tasks, sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("kind", [TextHangs, pytest.param(TextExits, marks=pytest.mark.soak)])
+def test_an_exception_under_torchrun_whose_text_is_in_the_way(
+    kind: type[Exception], run_script: ScriptRunner
+) -> None:
+    """The agent of torch and Python can print it; the process ends, and with it the others."""
+    script = str(run_script.write(RAISES_UNDER_TORCHRUN))
+    result = run_script.command([sys.executable, *TORCHRUN, script, kind.__name__], env=with_tests())
+    assert result.returncode == 1, result
+    assert f"{kind.__name__}: (its text could not be had)" in result.stderr, result
+    assert result.elapsed < 60, result
+
+
+def test_exceptions_that_led_to_another_are_printable() -> None:
+    """An exception that cannot be printed can afterwards; its class is the same to `except`."""
+    error = ValueError("outer")
+    error.__cause__ = TextExits()
+    make_printable(error)
+    assert str(error) == "outer"
+    assert isinstance(error.__cause__, TextExits)
+    assert "TextExits: (its text could not be had)" in "".join(traceback.format_exception(error))
 
 
 def fail(strategy: Any, kind: type[Exception]) -> None:

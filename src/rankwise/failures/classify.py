@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TypeVar
 
-from rankwise.errors import RankwiseError, text_of
+from rankwise.errors import NO_TEXT, RankwiseError, text_of
 
 # The types of torch's errors from gloo, NCCL and the stores; not the types that derive from them.
 _TORCH_TYPES = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -60,6 +60,23 @@ def readable(error: BaseException) -> BaseException:
         stand_in: BaseException = type(type(error).__name__, (base,), {})(text_of(error))
         return stand_in.with_traceback(BaseException.__dict__["__traceback__"].__get__(error))
     return error
+
+
+def make_printable(error: BaseException) -> None:
+    """Give an exception, and those that led to it, a text where the user's code fails or hangs at it.
+
+    Python would hang while it prints the exception at the end of a script. It becomes one of a subclass.
+    """
+    for link in chain_of(error):
+        if text_of(link) is NO_TEXT:
+            kind = type(link)
+            names = {"__str__": _no_text, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            with suppress(TypeError):  # a class that allows no subclass
+                object.__setattr__(link, "__class__", type(kind.__name__, (kind,), names))
+
+
+def _no_text(_: object) -> str:
+    return NO_TEXT
 
 
 def is_timeout(error: BaseException) -> bool:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from rankwise.errors import ProcessGroupError
+from rankwise.failures.classify import make_printable
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.processes.interrupt import Interruptible
@@ -221,12 +222,10 @@ class WorkerContext:
             record = FailureRecord.of_exception(self.ranks, error) if record is None else record
             record = dataclasses.replace(record, has_met=self.failure_exchange is not None)
             self.channel.send(Kind.FAILURE, record.to_json())
-        elif isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            if record is not None and record.is_consequence:
-                time.sleep(1)  # agents compare whole seconds: the rank that failed first must be earlier
-            get_error_handler().record_exception(error)
+        else:
+            make_printable(error)  # torch's agent and Python print it
+            if isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+                _write_error_file(error, record)
         self._has_reported = True  # not before: a signal handler may raise meanwhile, which is reported
 
     def run(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
@@ -298,6 +297,15 @@ class CallerLauncher(Launcher):
         with self.running(rendezvous) as run:
             run.value = entry(run.worker)
         return run.values
+
+
+def _write_error_file(error: Exception, record: FailureRecord | None) -> None:
+    """Write the file in which torch's agent looks for what ended a rank."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if record is not None and record.is_consequence:
+        time.sleep(1)  # agents compare whole seconds: the rank that failed first must be earlier
+    get_error_handler().record_exception(error)
 
 
 def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None) -> dict[str, str]:
