@@ -186,7 +186,9 @@ def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptR
     assert "rankwise: global_rank 3 (node 1, host 'hostb', pid" in results[0].stderr, results[0].stderr
 
 
-@pytest.mark.parametrize(("method", "what"), [("fork", "train"), ("popen", "fit")])
+@pytest.mark.parametrize(
+    ("method", "what"), [("popen", "fit"), pytest.param("fork", "train", marks=pytest.mark.soak)]
+)
 def test_a_cut_cable_ends_both_nodes(
     method: str, what: str, hosts: TwoHosts, run_script: ScriptRunner
 ) -> None:

@@ -96,6 +96,7 @@ def need_mpi4py() -> None:
     need(None if importlib.util.find_spec("mpi4py") else "mpi4py not installed (rankwise[mpi])")
 
 
+@pytest.mark.soak
 def test_two_nodes_without_an_address(hosts: TwoHosts, run_script: ScriptRunner) -> None:
     """Without `MASTER_ADDR` mpi4py finds rank 0's address."""
     need_mpi4py()

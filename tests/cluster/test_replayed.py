@@ -59,7 +59,7 @@ def test_lsf(run_script: ScriptRunner, tmp_path: Path) -> None:
         assert f"lsf {place} 1 weights" in result.stdout, result
 
 
-@pytest.mark.parametrize("name", ["lsf", "pals"])
+@pytest.mark.parametrize("name", ["lsf", pytest.param("pals", marks=pytest.mark.soak)])
 def test_two_nodes(name: str, on_both: OnBoth, hosts: TwoHosts, tmp_path: Path) -> None:
     """A task on each of two nodes: they connect at the first node of the job's file, and train."""
     nodes = tmp_path / "nodes"

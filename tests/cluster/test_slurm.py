@@ -87,6 +87,7 @@ def test_batch_jobs_in_an_array(user: User) -> None:
         check_digits(output, node_ranks=[0, 1], hosts=user.names)
 
 
+@pytest.mark.soak
 def test_unequal_tasks(user: User) -> None:
     """With --ntasks alone, three tasks fall on two nodes as 2 and 1, and all train."""
     step = "srun --ntasks=3"

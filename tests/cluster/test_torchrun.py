@@ -65,6 +65,7 @@ def test_a_cut_cable(hosts: TwoHosts, run_script: ScriptRunner) -> None:
     assert TIMEOUT_S - 1 <= max(left) < 2 * TIMEOUT_S - 1, (left, printed)
 
 
+@pytest.mark.soak
 def test_two_nodes_by_hand(on_both: OnBoth) -> None:
     """One command on each host; the strategy starts the second rank of each."""
     variables = [{"NODE_RANK": str(rank), "MASTER_ADDR": TwoHosts.names[0]} for rank in range(2)]

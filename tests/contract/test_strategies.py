@@ -92,6 +92,9 @@ SLOW = tuple(
 
 
 LAUNCHED = [pytest.param(name, marks=pytest.mark.soak if name in SLOW else ()) for name in NAMES]
+LAUNCHED_TWICE = [
+    pytest.param(name, marks=pytest.mark.soak if name in (*SLOW, "ddp_spawn") else ()) for name in NAMES
+]
 
 
 @pytest.fixture(scope="module", params=LAUNCHED)
@@ -451,7 +454,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any
     return lives_of
 
 
-@pytest.mark.parametrize("each", LAUNCHED)
+@pytest.mark.parametrize("each", LAUNCHED_TWICE)
 def test_launching_twice(each: str, lives: Callable[[str], tuple[Any, Any]]) -> None:
     """Both launches run on every rank, with gradients that are averaged."""
     mean = 1.5 if _size(each) == 2 else 1.0
@@ -459,7 +462,7 @@ def test_launching_twice(each: str, lives: Callable[[str], tuple[Any, Any]]) -> 
     assert launched == [[(number, rank, mean) for rank in range(_size(each))] for number in range(2)]
 
 
-@pytest.mark.parametrize("each", LAUNCHED)
+@pytest.mark.parametrize("each", LAUNCHED_TWICE)
 def test_one_strategy_for_two_trainers(each: str, lives: Callable[[str], tuple[Any, Any]]) -> None:
     """Two Trainers fit with one instance, one after the other, to the weights of one process."""
     single = fit_with_two_trainers(SingleDeviceStrategy(), 1)

@@ -37,6 +37,7 @@ def test_digits(strategy: str, run_script: ScriptRunner) -> None:
     check_digits(result.stdout)
 
 
+@pytest.mark.soak
 def test_digits_under_torchrun(run_script: ScriptRunner) -> None:
     """The same file runs under torchrun."""
     port = ("--master-port", str(free_port()))  # not torchrun's fixed one, which another run may have

@@ -27,7 +27,9 @@ def test_in_other_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "kind"), [([], "sharded"), (TORCHRUN, "whole")], ids=["ddp", "torchrun"]
+    ("launcher", "kind"),
+    [([], "sharded"), pytest.param(TORCHRUN, "whole", marks=pytest.mark.soak)],
+    ids=["ddp", "torchrun"],
 )
 def test_in_a_script(launcher: list[str], kind: str, tmp_path: Path, run_script: ScriptRunner) -> None:
     """So do the processes of a script, which keep their own states; optimizers may be sharded over them."""

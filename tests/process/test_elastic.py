@@ -110,7 +110,7 @@ class KillAfter(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_training_goes_on(kills: int, tmp_path: Path) -> None:
     """Killed from outside at random moments, again and again, a fit ends bit for bit as if it never was.
 
@@ -383,7 +383,8 @@ SWEEP = """
 """
 
 
-@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_a_sweep_under_torchrun(restarts: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """No child of a rank goes on from another's checkpoint, also after a restart; the rank itself does."""
     options = ["--standalone", "--nproc-per-node=1", f"--max-restarts={restarts}"]

@@ -16,7 +16,7 @@ from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 STRATEGIES = [
     "ddp_fork",
-    "ddp",
+    pytest.param("ddp", marks=pytest.mark.soak),
     pytest.param("ddp_spawn", marks=pytest.mark.soak),
     pytest.param("ddp_forkserver", marks=pytest.mark.soak),
 ]

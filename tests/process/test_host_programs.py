@@ -367,7 +367,7 @@ def value_of_rank(strategy: Any) -> int:
     [
         pytest.param(PIDFD, ENOSYS, id="old"),
         pytest.param(PIDFD, EPERM, id="refused", marks=pytest.mark.soak),
-        pytest.param(MEMFD, EPERM, id="memfd"),
+        pytest.param(MEMFD, EPERM, id="memfd", marks=pytest.mark.soak),
     ],
 )
 def test_system_calls_that_are_missing(
@@ -687,13 +687,14 @@ def test_a_program_that_a_script_starts_before_it_imports_rankwise(run_script: S
     assert result.stdout.count("fine") == 2, result
 
 
-def test_a_script_that_launches_in_a_thread(run_script: ScriptRunner) -> None:
+@pytest.mark.parametrize("tries", [1, pytest.param(10, marks=pytest.mark.soak)])
+def test_a_script_that_launches_in_a_thread(tries: int, run_script: ScriptRunner) -> None:
     """Python exits only when the threads of the group have ended, whichever thread has launched."""
     program = JOB.replace("if __name__", "import threading\n\n    if __name__").replace(
         "main(sys.argv[1], sys.argv[2])",
         "thread = threading.Thread(target=main, args=sys.argv[1:]); thread.start(); thread.join()",
     )
-    for _ in range(3):
+    for _ in range(tries):
         result = run_script(program, "popen", "good")
         assert result.returncode == 0, result
         assert result.stderr == "", result

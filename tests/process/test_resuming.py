@@ -40,7 +40,7 @@ def killed_and_resumed(devices: int, folder: Path, kills: list[Any], workers: in
     return everything(train(strategy(devices), folder, seed=99, workers=workers))
 
 
-@pytest.mark.parametrize(("devices", "workers"), [(2, 2), (3, 0)])
+@pytest.mark.parametrize(("devices", "workers"), [(2, 2), pytest.param(3, 0, marks=pytest.mark.soak)])
 def test_killed_run_ends_the_same(devices: int, workers: int, tmp_path: Path) -> None:
     """SIGKILL for rank 1 within an epoch, for rank 0 while it saves, for rank 1 within the next epoch."""
     whole = everything(train(strategy(devices), tmp_path / "whole", seed=3, workers=workers))

@@ -181,7 +181,7 @@ def _side_by_side(jobs: int, threads: int, rendezvous: str) -> list[float]:
         return [job.result(timeout=150) for job in started]
 
 
-@pytest.mark.parametrize("jobs", [15, pytest.param(51, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("jobs", [6, pytest.param(51, marks=pytest.mark.soak)])
 def test_jobs_meet_no_port_conflict(jobs: int) -> None:
     """Jobs with a TCP store each, of three independent programs."""
     with ProcessPoolExecutor(3, get_context("spawn")) as pool:

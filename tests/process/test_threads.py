@@ -80,7 +80,12 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
 
 @pytest.mark.parametrize(
     "methods",
-    [("fork", "forkserver", "spawn"), ("popen",), ("elastic",), ("torchrun",)],
+    [
+        ("fork",),
+        ("popen",),
+        ("elastic",),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in (("forkserver", "spawn"), ("torchrun",))),
+    ],
     ids="-".join,
 )
 def test_a_rank_has_few_threads(methods: tuple[str, ...], run_script: ScriptRunner) -> None:

@@ -68,6 +68,7 @@ def values_on(found: dict[str, Example], world_size: int) -> dict[str, float]:
     return trainer.test(Every(found), DataLoader(TensorDataset(torch.arange(PARTS)), batch_size=1))[0]
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore")  # torchmetrics warns of the small examples
 def test_every_class() -> None:
     """What two ranks update, in unequal parts, has the value of one process."""

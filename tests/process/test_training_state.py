@@ -17,7 +17,7 @@ from rankwise.errors import WorkerRaisedError
 from rankwise.loggers import CSVLogger
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
-ELSEWHERE = ["ddp_spawn", "ddp_fork", "ddp_forkserver"]
+ELSEWHERE = [pytest.param("ddp_spawn", marks=pytest.mark.soak), "ddp_fork", "ddp_forkserver"]
 
 
 def fitted(strategy: str, devices: int, folder: Path, **arguments: Any) -> tuple[Trainer, Regression]:
