@@ -1,9 +1,10 @@
 """Run scripts one after another in one process, each in a folder of its own; say how each ended.
 
-python runner.py SCRIPTS RESULTS [NAME ...] [-- ARGUMENT ...]
+python runner.py SCRIPTS RESULTS NAMES [ARGUMENT ...] [-- RESULTS NAMES [ARGUMENT ...]] ...
 
-`RESULTS/NAME.json` holds `{"error": null}`, or the last lines of a traceback; `RESULTS/NAME.pt` is what the
-script recorded.
+Each `--` begins another round, with other arguments. `RESULTS` is an absolute path, and `NAMES` are separated
+by commas. `RESULTS/NAME.json` holds `{"error": null}`, or a traceback; `RESULTS/NAME.pt` is what the script
+recorded.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import runpy
 import sys
 import traceback
+from itertools import groupby
 from pathlib import Path
 
 
@@ -32,17 +34,15 @@ def run(script: Path, results: Path, arguments: list[str]) -> str | None:
 
 
 def main() -> None:
-    """Run the scripts that the command line names, or all."""
-    given = sys.argv[1:]
-    arguments = given[given.index("--") + 1 :] if "--" in given else []
-    scripts, results, *names = given[: given.index("--")] if "--" in given else given
-    sys.path.insert(0, str(Path(scripts).resolve()))
-    paths = sorted(Path(scripts).resolve().glob("*.py"))
-    for path in paths:
-        if path.stem not in ("__init__", "shared") and (not names or path.stem in names):
-            error = run(path, Path(results).resolve(), arguments)
-            (Path(results).resolve() / f"{path.stem}.json").write_text(json.dumps({"error": error}))
-            print(path.stem, "failed" if error else "ran", flush=True)
+    """Run the scripts in each round that the command line asks for."""
+    scripts, *given = sys.argv[1:]
+    sys.path.insert(0, scripts)
+    rounds = [list(part) for is_end, part in groupby(given, "--".__eq__) if not is_end]
+    for results, names, *arguments in rounds:
+        for name in names.split(","):
+            error = run(Path(scripts, f"{name}.py"), Path(results), arguments)
+            Path(results, f"{name}.json").write_text(json.dumps({"error": error}))
+            print(name, "failed" if error else "ran", flush=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main():
     trainer.fit(model, loader())
     model.eval()
     embedding = model(digits(600, 4).tensors[0])
-    record(trainer, model, has_csv=False, embedding=embedding.detach(), hidden=model.hparams.hidden)
+    record(trainer, model, embedding=embedding.detach(), hidden=model.hparams.hidden)
 
 
 if __name__ == "__main__":

@@ -76,9 +76,7 @@ def main():
     trainer.fit(model, datamodule=dm)
     [validated] = trainer.validate(model, datamodule=dm)
     [tested] = trainer.test(model, datamodule=dm)
-    record(
-        trainer, model, has_csv=False, validated=validated, tested=tested, best=float(saving.best_model_score)
-    )
+    record(trainer, model, validated=validated, tested=tested, best=float(saving.best_model_score))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main():
     model = GAN()
     find = "_find_unused_parameters_true"
     where = processes()
-    if where["strategy"] in ("ddp", "ddp_spawn"):
+    if where["devices"] > 1:
         where["strategy"] += find
     trainer = pl.Trainer(
         max_epochs=2, log_every_n_steps=4, enable_progress_bar=False, logger=CSVLogger("."), **where

@@ -72,7 +72,7 @@ def main():
     pl.seed_everything(7)
     model = PPO()
     where = processes()
-    if where["strategy"] in ("ddp", "ddp_spawn"):
+    if where["devices"] > 1:
         where["strategy"] += "_find_unused_parameters_true"
     trainer = pl.Trainer(
         max_epochs=4,

@@ -44,7 +44,7 @@ def main():
         **processes(),
     )
     trainer.fit(model, loader(), loader(512, 128))
-    record(trainer, model, has_csv=False)
+    record(trainer, model)
 
 
 if __name__ == "__main__":

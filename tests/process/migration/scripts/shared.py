@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 @cache
@@ -25,7 +26,17 @@ def options() -> argparse.Namespace:
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--out", default="result.pt")
+    parser.add_argument(
+        "--keep-order",
+        action="store_true",
+        help="keep the order of the data on several processes too, which Lightning shuffles in training",
+    )
     return parser.parse_args()
+
+
+if options().keep_order:
+    in_order = property(lambda sampler: False, lambda sampler, is_shuffled: None)
+    DistributedSampler.shuffle = in_order  # type: ignore[assignment]
 
 
 def processes() -> dict[str, Any]:
@@ -57,27 +68,37 @@ def noise(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def record(trainer: Any, module: Any, *, has_csv: bool = True, **values: Any) -> None:
-    """Write the weights, the metrics at the end, and what a `CSVLogger` got, on rank 0."""
+def record(trainer: Any, module: Any, **values: Any) -> None:
+    """Write the weights, the metrics at the end, and what the first logger got, on rank 0."""
     if not trainer.is_global_zero:
         return
     metrics = {name: float(value) for name, value in getattr(trainer, "callback_metrics", {}).items()}
-    history = logged(trainer.logger) if has_csv and getattr(trainer, "loggers", None) else {}
+    history = logged(Path(trainer.logger.log_dir or ".")) if getattr(trainer, "loggers", None) else {}
     weights = {name: value.detach().double().clone() for name, value in module.state_dict().items()}
     result = {"weights": weights, "metrics": metrics, "history": history, "values": values}
     torch.save(result, options().out)
 
 
-def logged(logger: Any) -> dict[str, float]:
-    """Return what a logger of CSV files has written: the values by name and step."""
-    path = Path(logger.log_dir or ".") / "metrics.csv"
-    if not path.exists():
+def logged(folder: Path) -> dict[str, float]:
+    """Return what a logger has written to files of CSV or TensorBoard: the last value by name and step."""
+    if not folder.exists():  # that of processes that have ended is not known to Lightning
         return {}
+    rows = in_csv(folder / "metrics.csv") if (folder / "metrics.csv").exists() else in_tensorboard(folder)
+    return {f"{name}@{step}": value for name, step, value in rows if name not in ("epoch", "hp_metric")}
+
+
+def in_csv(path: Path) -> Iterator[tuple[str, int, float]]:
+    """Yield the names, steps and values in a file of a `CSVLogger`."""
     with path.open() as file:
-        rows = list(csv.DictReader(file))
-    return {
-        f"{name}@{row['step']}": float(value)
-        for row in rows
-        for name, value in row.items()
-        if value and name not in ("step", "epoch")
-    }
+        for row in csv.DictReader(file):
+            step = int(row.pop("step"))
+            yield from ((name, step, float(value)) for name, value in row.items() if value)
+
+
+def in_tensorboard(folder: Path) -> Iterator[tuple[str, int, float]]:
+    """Yield the names, steps and values in the event files of a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+    for name in events.Tags()["scalars"]:
+        yield from ((name, event.step, event.value) for event in events.Scalars(name))
