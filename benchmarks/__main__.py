@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from benchmarks import progress
+from benchmarks.cleanup import end_programs_with_this_process
 from benchmarks.programs import REPOSITORY, ProgramError
 from benchmarks.results import Result, machine, write_json
 from benchmarks.sampling import QUICK, Sampling
@@ -31,22 +34,31 @@ QUESTIONS = {
 def main() -> int:
     """Run the questions; return 1 if one could not be measured."""
     options = _parser().parse_args()
-    names = [name for part in options.only or QUESTIONS for name in str(part).split(",")]
-    if unknown := set(names) - set(QUESTIONS):
-        sys.exit(f"unknown questions: {', '.join(sorted(unknown))}; there are {', '.join(QUESTIONS)}")
+    end_programs_with_this_process()
+    try:
+        return _measure(options)
+    except KeyboardInterrupt:
+        os._exit(130)  # without waiting for the threads that measure
+
+
+def _measure(options: argparse.Namespace) -> int:
     sampling = QUICK if options.quick else Sampling.of_rounds(options.rounds)
     content = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "command": _command()}
     results = []
-    with ThreadPoolExecutor(2 if options.quick else 1) as pool:
-        for result in pool.map(partial(_answer, sampling=sampling), names):
-            print(result, flush=True)
-            results.append(result)
-            if options.json is not None:
-                write_json(options.json, content, [result])
+    pool = ThreadPoolExecutor(
+        2 if options.quick else 1
+    )  # no context: an interrupt would wait for its threads
+    for result in pool.map(partial(_answer, sampling=sampling), options.questions or QUESTIONS):
+        print(result, flush=True)
+        results.append(result)
+        if options.json is not None:
+            write_json(options.json, content, [result])
     return 1 if any(result.failed for result in results) else 0
 
 
 def _answer(name: str, sampling: Sampling) -> Result:
+    if not sampling.is_quick:
+        progress.begin(name)
     module = importlib.import_module(f"benchmarks.{QUESTIONS[name][0]}")
     try:
         result: Result = module.measure(sampling)
@@ -67,13 +79,21 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
+        "questions",
+        nargs="*",
+        metavar="question",
+        choices=list(QUESTIONS),
+        help="what to measure; all by default",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="run everything once, small: it shows that it works"
     )
-    parser.add_argument("--only", action="append", help="questions to measure, separated by commas")
     parser.add_argument(
         "--rounds", type=int, default=15, help="how often contenders take turns (default: 15)"
     )
-    parser.add_argument("--json", type=Path, help="a file for the results; those of other questions stay")
+    parser.add_argument(
+        "--json", type=Path, help="a file for each result, once it is there; those of other questions stay"
+    )
     return parser
 
 

@@ -39,7 +39,9 @@ def measure(sampling: Sampling) -> Result:
     here = [statement for statement, package in STATEMENTS.items() if is_installed(package)]
     for statement in here if not sampling.is_quick else ():
         cost_of(statement)  # warms the disk cache, and writes the .pyc files
-    found = interleaved({each: partial(cost_of, each) for each in here}, sampling.programs, warms_up=False)
+    arms = {each: partial(cost_of, each) for each in here}
+    fewer = sampling.rounds_of(here, always=3)
+    found = interleaved(arms, sampling.programs, warms_up=False, rounds_of=fewer)
     whole = {name: [own + torch for torch, own, _ in costs] for name, costs in found.items()}
     beyond = {name: [own * 1e3 for _, own, _ in costs] for name, costs in found.items() if name != _TORCH}
     modules = {name: [float(count) for *_, count in found[name]] for name in beyond}

@@ -23,4 +23,4 @@ def measure(sampling: Sampling) -> Result:
             (f"{title}: script start to exit", "s", lambda job: job.exit_s),
         ]
         comparisons[title] = [Job(name, start=start, ranks=2) for name in taking_part(start)], quantities
-    return compare("launch", comparisons, sampling.programs)
+    return compare("launch", comparisons, sampling)

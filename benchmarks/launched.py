@@ -15,6 +15,7 @@ from benchmarks.job import Job
 from benchmarks.paired import interleaved
 from benchmarks.programs import ProgramError, running, variables, wait
 from benchmarks.results import Result, Row, rows_of
+from benchmarks.sampling import Sampling
 
 MIB = 2**20
 
@@ -80,19 +81,23 @@ Quantity = tuple[str, str, Callable[[Observed], float]]
 
 
 def compare(
-    question: str, comparisons: Mapping[str, tuple[list[Job], list[Quantity]]], rounds: int
+    question: str, comparisons: Mapping[str, tuple[list[Job], list[Quantity]]], sampling: Sampling
 ) -> Result:
     """Run the jobs of each comparison in turn; return a case for each quantity."""
     rows: list[Row] = []
     failed: dict[str, str] = {}
     for title, (jobs, quantities) in comparisons.items():
         arms = {job.contender: partial(_try, job) for job in jobs}
-        found = interleaved(arms, rounds, warms_up=False)
+        fewer = sampling.rounds_of(arms)
+        found = interleaved(arms, sampling.programs, warms_up=False, rounds_of=fewer)
         for name, each in found.items():
             if errors := [one for one in each if isinstance(one, str)]:
                 failed[f"{name}, {title}"] = errors[0]
-        whole = {name: [one for one in each if isinstance(one, Observed)] for name, each in found.items()}
-        whole = {name: each for name, each in whole.items() if len(each) == rounds}
+        whole = {
+            name: [one for one in each if isinstance(one, Observed)]
+            for name, each in found.items()
+            if f"{name}, {title}" not in failed
+        }
         for case, unit, quantity in quantities:
             rows += rows_of(
                 case, unit, {name: [quantity(one) for one in each] for name, each in whole.items()}

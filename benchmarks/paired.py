@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from benchmarks import progress
+
 T = TypeVar("T")
 Arm = Callable[[], object]
 
@@ -29,8 +31,8 @@ class Ratio:
 
     @classmethod
     def of(cls, own: Sequence[float], first: Sequence[float]) -> Ratio:
-        """Compare two arms, round by round."""
-        ratios = [mine / other for mine, other in zip(own, first, strict=True)]
+        """Compare two arms, round by round; `own` may have fewer rounds, the first ones."""
+        ratios = [mine / other for mine, other in zip(own, first[: len(own)], strict=True)]
         low, middle, high = (
             statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         )
@@ -76,15 +78,23 @@ Figures = dict[str, Figure]
 
 
 def interleaved(
-    arms: Mapping[str, Callable[[], T]], rounds: int, *, warms_up: bool = True
+    arms: Mapping[str, Callable[[], T]],
+    rounds: int,
+    *,
+    warms_up: bool = True,
+    rounds_of: Mapping[str, int] | None = None,
 ) -> dict[str, list[T]]:
     """Call the arms in turn, in alternating order; return what each returned in each round.
 
-    With `warms_up` a first round is not counted.
+    With `warms_up` a first round is not counted. `rounds_of` names arms that take part in the first so many
+    rounds only.
     """
     found: dict[str, list[T]] = {name: [] for name in arms}
+    fewer = rounds_of or {}
     for number in range(0 if warms_up else 1, rounds + 1):
-        for name in arms if number % 2 else reversed(list(arms)):
+        taking_part = [name for name in arms if number <= fewer.get(name, rounds)]
+        for name in taking_part if number % 2 else reversed(taking_part):
+            progress.show(f"round {number} of {rounds}, {name}")
             result = arms[name]()
             if number:
                 found[name].append(result)

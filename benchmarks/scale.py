@@ -15,8 +15,6 @@ from benchmarks.results import Result, Row
 from benchmarks.sampling import Sampling
 from rankwise.data import ShardedSampler
 from rankwise.environments.node_list import expand_counts, expand_node_list
-from rankwise.process_group.authentication import GroupKey
-from rankwise.process_group.objects import _opened, _sealed
 
 WORLDS = (512, 4096)
 _NODES, _RANKS, _SAMPLES, _WORKERS = 10_000, 16_384, 10**9, 256
@@ -29,7 +27,6 @@ def measure(sampling: Sampling) -> Result:
     rows: list[Row] = []
     for world_size in worlds:
         rows += store_rows(world_size)
-        rows += object_rows(world_size)
     rows += [*node_list_rows(), *shard_rows(_DRAWN // 100 if sampling.is_quick else _DRAWN)]
     rows += supervisor_rows(8 if sampling.is_quick else _WORKERS)
     return Result("scale", rows)
@@ -43,6 +40,7 @@ def store_rows(world_size: int) -> list[Row]:
         "stop agreement, one rank asks": partial(simulated.stop_agreement, world_size, [0]),
         "stop agreement, all ranks ask": partial(simulated.stop_agreement, world_size, everyone),
         "failure exchange": partial(simulated.failure_exchange, world_size),
+        "report after a timeout": partial(simulated.status_report, world_size),
     }
     rows = []
     for name, simulate in cases.items():
@@ -58,22 +56,6 @@ def store_rows(world_size: int) -> list[Row]:
             Row(case, "time, divided by the ranks", job.seconds / job.observed * 1e3, "ms", None, 1),
         ]
     return rows
-
-
-def object_rows(world_size: int) -> list[Row]:
-    """Return what it costs a rank to read a fingerprint of every rank, as the consistency check does."""
-    keys = [GroupKey(bytes(32), rank, world_size) for rank in range(world_size)]
-    messages = [_sealed(bytes(16), key) for key in keys]
-    begun = time.perf_counter()
-    for rank, message in enumerate(messages):
-        _opened(message, keys[0], rank)
-    seconds = time.perf_counter() - begun
-    case = f"consistency check, {world_size} ranks"
-    size = sum(len(message) for message in messages) / 1024
-    return [
-        Row(case, "KiB received by each rank", size, "KiB", None, 1),
-        Row(case, "time of each rank to compare", seconds * 1e3, "ms", None, 1),
-    ]
 
 
 def supervisor_rows(workers: int) -> list[Row]:

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankwise.failures.exchange import FailureExchange, publish_failure
-from rankwise.monitoring.rank_monitor import RankMonitor
+from rankwise.failures.exchange import FailureExchange, StatusReport, publish_failure
+from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to, report_phase
+from rankwise.monitoring.rank_monitor import RankMonitor, own_status, reply_key
 from rankwise.process_group.stop_agreement import StopAgreement
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, run_rendezvous, write_identity
 
 TIMEOUT = timedelta(minutes=10)
 _PER_NODE = 8
-_LAST = 16  # ranks that come to a rendezvous when all others are there
+_LAST = 16  # ranks that are observed where those before them only answer
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Simulation:
     """The ranks of a job, and what each has asked the store for.
 
     Attributes:
-        seconds: how long all ranks took together in this process.
+        seconds: the processor time of all ranks together, in this process.
         observed: the number of ranks that did everything; those that come last.
     """
 
@@ -134,10 +135,19 @@ class Simulation:
         return RankIdentity(rank, place.local_rank, place.node_rank, self.world_size, host, 1000 + rank)
 
     def timed(self, function: Callable[[], object]) -> None:
-        """Call a function, and remember how long it took."""
-        begun = time.perf_counter()
+        """Call a function, and remember the processor time that it took."""
+        begun = time.process_time()
         function()
-        self.seconds = time.perf_counter() - begun
+        self.seconds = time.process_time() - begun
+
+
+def in_threads(function: Callable[..., object], calls: Sequence[tuple[Any, ...]]) -> None:
+    """Call a function with several arguments at once, and wait."""
+    threads = [threading.Thread(target=function, args=arguments) for arguments in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def rendezvous(world_size: int) -> Simulation:
@@ -149,15 +159,8 @@ def rendezvous(world_size: int) -> Simulation:
         write_identity(job.stores[number], number, identity)
 
     def meet() -> None:
-        ranks = range(world_size - _LAST, world_size)
-        threads = [
-            threading.Thread(target=run_rendezvous, args=(job.stores[rank], identities[rank], TIMEOUT))
-            for rank in ranks
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        last = range(world_size - _LAST, world_size)
+        in_threads(run_rendezvous, [(job.stores[rank], identities[rank], TIMEOUT) for rank in last])
 
     job.timed(meet)
     return job
@@ -207,4 +210,29 @@ def failure_exchange(world_size: int) -> Simulation:
     job.timed(exchange)
     if len(received) != world_size:
         raise RuntimeError(f"{len(received)} of {world_size} ranks of the simulation got the failure")
+    return job
+
+
+def status_report(world_size: int) -> Simulation:
+    """Let the last ranks time out in a collective, one of them first; all have told where they are."""
+    job = Simulation(world_size, observed=_LAST)
+    identities = job.identities()
+    reports: list[object] = []
+
+    def time_out(rank: int) -> None:
+        exchange = FailureExchange(job.stores[rank], identities, identities[rank])
+        reports.append(exchange.find_cause(TimeoutError(), is_timeout=True))
+
+    def time_out_together() -> None:
+        first = world_size - _LAST
+        time_out(first)
+        in_threads(time_out, [(rank,) for rank in range(first + 1, world_size)])
+
+    with heartbeat_written_to(NO_FILE):
+        report_phase("barrier", step=1, waits=True)
+        for each in identities:
+            job.stores[0].set(reply_key(each.global_rank), own_status(each))
+        job.timed(time_out_together)
+    if any(not isinstance(each, StatusReport) or each.missing for each in reports):
+        raise RuntimeError("ranks of the simulation did not tell where they are")
     return job

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,9 @@ from benchmarks import simulated
 from benchmarks.__main__ import QUESTIONS
 from benchmarks.paired import Ratio, interleaved
 from benchmarks.results import Result, read_json, rows_of, write_json
+from benchmarks.sampling import Sampling
+from rankwise.failures import exchange
+from tests.helpers.scripts import ScriptRunner
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -42,6 +48,18 @@ def test_contenders_take_turns_in_alternating_order() -> None:
     assert found == {"a": [3, 6], "b": [4, 5]}
 
 
+def test_the_others_take_part_in_the_first_rounds() -> None:
+    """Contenders after the first two have fewer rounds; their ratios are to the first one's of these."""
+    found = interleaved(
+        {name: partial(next, iter(range(number, 100))) for number, name in enumerate("abc", start=1)},
+        3,
+        warms_up=False,
+        rounds_of=Sampling(1, 1, programs=3, others=1).rounds_of("abc"),
+    )
+    assert found == {"a": [1, 2, 3], "b": [2, 3, 4], "c": [3]}
+    assert [row.ratio and row.ratio.median for row in rows_of("a case", "s", found)] == [1.0, 1.5, 3.0]
+
+
 def test_ratios_are_of_the_same_round() -> None:
     """A machine that is slow in one round changes no ratio; the median is that of the ratios."""
     ratio = Ratio.of([2.0, 20.0, 3.0], [1.0, 10.0, 1.0])
@@ -67,11 +85,37 @@ def test_results_of_other_questions_stay(tmp_path: Path) -> None:
         lambda world_size: simulated.stop_agreement(world_size, [1]),
         lambda world_size: simulated.stop_agreement(world_size, range(world_size)),
         simulated.failure_exchange,
+        simulated.status_report,
     ],
-    ids=["rendezvous", "one asks to stop", "all ask to stop", "failure"],
+    ids=["rendezvous", "one asks to stop", "all ask to stop", "failure", "report"],
 )
-def test_requests_of_a_rank_do_not_grow_with_the_world(simulate: Any) -> None:
+def test_requests_of_a_rank_do_not_grow_with_the_world(
+    simulate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ranks but one send the store as many requests in a job of 64 ranks as in one of 32."""
+    monkeypatch.setattr(exchange, "_PUBLISH_TIMEOUT", timedelta(0))
+    monkeypatch.setattr(exchange, "_REQUESTS_S", 60.0)
     small, large = (sorted(each.requests for each in simulate(size).traffic)[:-1] for size in (32, 64))
     assert max(small) == max(large)
     assert max(large) < 10
+
+
+KILLED = """
+    import os, signal, subprocess, sys, tempfile
+    from benchmarks.cleanup import end_programs_with_this_process
+    from benchmarks.programs import variables
+
+    end_programs_with_this_process()
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    subprocess.Popen(sleep, env=variables(), start_new_session=True)
+    print(tempfile.mkdtemp(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_measurement_leaves_nothing(run_script: ScriptRunner) -> None:
+    """What it has started ends, in whatever session it is; its temporary files are removed."""
+    path = os.pathsep.join([str(DOCS.parent), os.environ["PYTHONPATH"]])
+    result = run_script(KILLED, env={"PYTHONPATH": path})  # which sees that no process is left
+    assert result.returncode == -signal.SIGKILL, result
+    assert not Path(result.stdout.strip()).exists()

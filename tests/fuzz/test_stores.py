@@ -18,7 +18,7 @@ from rankwise.failures.record import FailureRecord, first_cause
 from rankwise.launchers.elastic import _Job
 from rankwise.launchers.worker_main import JobSpec
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
-from rankwise.monitoring.rank_monitor import ChannelMonitor
+from rankwise.monitoring.rank_monitor import ChannelMonitor, report_key
 from rankwise.monitoring.stragglers import LocalStragglerMonitor, StragglerMonitor, TeardownTimeout
 from rankwise.process_group.rank_zero import _DONE, _wait_for_outcome
 from rankwise.processes.exit_codes import exit_code_of
@@ -116,7 +116,9 @@ def test_failures(fuzzing: Fuzzing) -> None:
         assert record.line()
         assert first_cause([record, RECORD]) in (record, RECORD)
         FailureRecord.from_json(record.to_json())
-        report = exchange._status_report()
+        store.set(report_key("late"), damaged_json(random, [[True, "line"]] * len(IDENTITIES)))
+        replies = exchange._collected(report_key("late")) or [None] * len(IDENTITIES)
+        report = exchange._status_report(exchange._replies(replies))
         assert isinstance(report, StatusReport)
         raise error
 

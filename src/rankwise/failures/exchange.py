@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import threading
 import time
@@ -18,7 +19,15 @@ from rankwise.errors import NodesLostError, ProcessGroupError, text_of
 from rankwise.failures.classify import is_of_user_code
 from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.heartbeat import failure_time_of
-from rankwise.monitoring.rank_monitor import STATUS, PollingMonitor, own_status, reply_key, send_message
+from rankwise.monitoring.rank_monitor import (
+    STATUS,
+    PollingMonitor,
+    collector_key,
+    own_status,
+    reply_key,
+    report_key,
+    send_message,
+)
 from rankwise.monitoring.stacks import write_flight_record
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import FAILURE, RankIdentity, RemoteFailure, read_key
@@ -28,12 +37,17 @@ from rankwise.stores.waiting import OUT_OF_REACH, call_store, poll_until, wait_f
 
 _log = logging.getLogger(__name__)
 
+_Reply = tuple[bool, str] | None
+"""Whether a rank waits for others, and where it is; see `own_status`. None where it has not replied."""
+
 _KIND = "failure"
 _DONE_COUNT, _ALL_DONE = "done", b"all are done"
 # How long the rank that failed first has to publish that, once other ranks fail in consequence.
 _PUBLISH_TIMEOUT = timedelta(seconds=0.7)
-# How long a few requests to the store may take together.
-_REQUESTS_S = 1.5
+# How long a few requests to the store may take together; and how much longer one for each rank.
+_REQUESTS_S, _REQUEST_OF_A_RANK_S = 1.5, 0.001
+# How long the rank that collects the replies to a status query has before each rank reads them itself.
+_COLLECT_S = 0.5
 # How long the host of the store keeps it, so that the other ranks can read what has failed.
 _READ_TIMEOUT = timedelta(seconds=1)
 # How long a rank that is done waits for those of other nodes.
@@ -136,7 +150,8 @@ class FailureExchange:
         """
         if self._received is not None:
             return self._received
-        if found := call_store(lambda: self._record_or_report(error, is_timeout), _REQUESTS_S):
+        limit_s = _REQUESTS_S + 2 * self._each_rank_s
+        if found := call_store(lambda: self._record_or_report(error, is_timeout), limit_s):
             cause = found[0]
         else:
             # Node 0 hosts the store: for other nodes that node is lost, for node 0 all others are.
@@ -155,25 +170,50 @@ class FailureExchange:
         gave_up = failure_time_of(error) if is_timeout else None
         self.store.set(reply_key(self.own.global_rank), own_status(self.own, gave_up))
         reason = "a collective timed out" if is_timeout else ""
-        send_message(self.store, range(len(self.identities)), STATUS, reason)
+        own = str(self.own.global_rank)
+        collects = self.store.compare_set(collector_key(reason), "", own) == own.encode()
+        if collects:
+            send_message(self.store, range(len(self.identities)), STATUS, reason)
         if wait_for_keys(self.store, [FAILURE], _PUBLISH_TIMEOUT):
             return bytes(self.store.get(FAILURE))
-        return self._status_report()
+        replies = [] if collects else self._collected(report_key(reason))
+        replies = self._replies(replies or [None] * len(self.identities))
+        if collects:
+            self.store.set(report_key(reason), json.dumps(replies))
+        return self._status_report(replies)
 
-    def _status_report(self) -> StatusReport:
-        keys = {each: reply_key(each.global_rank) for each in self.identities}
-        replies: dict[RankIdentity, tuple[bool, str]] = {}
-        for each, key in keys.items():
-            with suppress(ProcessGroupError):  # a damaged reply is none
-                if self.store.check([key]):
-                    replies[each] = read_value(self.store, key, tuple[bool, str])
-        lost = tuple(each for each in self.identities if each not in replies)
-        others = [each for each in self.identities if each.global_rank != self.own.global_rank]
-        return StatusReport(
-            tuple(each.global_rank for each in others if each in lost or not replies[each][0]),
-            tuple(f"{each} does not answer" if each in lost else replies[each][1] for each in others),
-            lost,
-        )
+    def _collected(self, key: str) -> list[_Reply]:
+        """Return the replies of all ranks that the collector has published; nothing without them."""
+        if wait_for_keys(self.store, [key], timedelta(seconds=_COLLECT_S + self._each_rank_s)):
+            with suppress(ProcessGroupError):  # damaged
+                replies = read_value(self.store, key, list[_Reply])
+                return replies if len(replies) == len(self.identities) else []
+        return []
+
+    def _replies(self, known: Sequence[_Reply]) -> list[_Reply]:
+        """Return the reply of each rank; read it where none is known, or the rank did not wait then."""
+        replies = list(known)
+        for rank, reply in enumerate(known):
+            if (reply is None or not reply[0]) and self.store.check([reply_key(rank)]):
+                with suppress(ProcessGroupError):  # a damaged reply is none
+                    replies[rank] = read_value(self.store, reply_key(rank), tuple[bool, str])
+        return replies
+
+    def _status_report(self, replies: Sequence[_Reply]) -> StatusReport:
+        missing, last_seen, lost = list[int](), list[str](), list[RankIdentity]()
+        for each, reply in zip(self.identities, replies, strict=True):
+            if reply is None:
+                lost.append(each)
+            if each != self.own:
+                waits, line = (False, f"{each} does not answer") if reply is None else reply
+                last_seen.append(line)
+                missing += [] if waits else [each.global_rank]
+        return StatusReport(tuple(missing), tuple(last_seen), tuple(lost))
+
+    @property
+    def _each_rank_s(self) -> float:
+        """How long a request for each rank may take."""
+        return len(self.identities) * _REQUEST_OF_A_RANK_S
 
 
 def publish_failure(store: dist.Store, record: bytes, world_size: int) -> None:

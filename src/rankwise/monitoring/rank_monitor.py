@@ -244,3 +244,13 @@ def reply_to_status_queries(monitor: RankMonitor, own: RankIdentity, *, shows_st
 def reply_key(rank: int) -> str:
     """Return the key of a rank's reply."""
     return f"status/{rank}"
+
+
+def collector_key(reason: str) -> str:
+    """Return the key of the rank that collects the replies to the queries with a reason: the first to ask."""
+    return f"status of {reason!r}/collector"
+
+
+def report_key(reason: str) -> str:
+    """Return the key of the replies that were collected, by global rank."""
+    return f"status of {reason!r}/replies"

@@ -24,10 +24,12 @@ from rankwise.monitoring.heartbeat import (
 )
 from rankwise.monitoring.rank_monitor import (
     PollingMonitor,
+    collector_key,
     message_key,
     own_status,
     reply_key,
     reply_to_status_queries,
+    report_key,
 )
 from rankwise.stores.rendezvous import RankIdentity, RemoteFailure, read_key
 
@@ -203,6 +205,44 @@ def test_a_rank_that_waits_too_is_not_missing() -> None:
     assert isinstance(report, StatusReport)
     assert (report.missing, report.lost) == ((2, 3), (RANKS[2],))
     assert report.last_seen[1] == f"{RANKS[2]} does not answer"
+
+
+TIMED_OUT = "a collective timed out"
+
+
+def test_the_first_rank_that_times_out_collects_the_replies() -> None:
+    """The others use what it has read, but for ranks that did not reply, or did not wait, by then."""
+    store = dist.HashStore()
+    with heartbeat_written_to(NO_FILE):
+        report_phase("backward", step=7, waits=True)
+        store.set(reply_key(3), own_status(RANKS[3]))
+        FailureExchange(store, RANKS, RANKS[0]).find_cause(TimeoutError(), is_timeout=True)
+        store.delete_key(reply_key(3))
+        report_phase("data loading", step=8)
+        store.set(reply_key(2), own_status(RANKS[2]))
+    report = FailureExchange(store, RANKS, RANKS[1]).find_cause(TimeoutError(), is_timeout=True)
+    assert isinstance(report, StatusReport)
+    assert (report.missing, report.lost) == ((2,), ())
+    assert [line.partition(" was last in ")[2].rpartition(",")[0] for line in report.last_seen] == [
+        "step 7, backward",
+        "step 8, data loading",
+        "step 7, backward",
+    ]
+
+
+@pytest.mark.parametrize("report", [None, "[]", "damaged"], ids=["none", "of no rank", "damaged"])
+def test_without_the_collected_replies_a_rank_reads_them(
+    report: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that began to collect them may have ended."""
+    monkeypatch.setattr(exchange, "_COLLECT_S", 0.1)
+    store = dist.HashStore()
+    store.set(collector_key(TIMED_OUT), "3")
+    store.set(reply_key(1), own_status(RANKS[1]))
+    if report is not None:
+        store.set(report_key(TIMED_OUT), report)
+    found = FailureExchange(store, RANKS[:2], RANKS[0]).find_cause(LOST_PEER, is_timeout=True)
+    assert found == StatusReport((1,), (f"{RANKS[1]} is there",), ())
 
 
 def test_a_rank_that_has_timed_out_too_is_not_missing() -> None:

@@ -113,6 +113,12 @@ class WithSecondRank(Strategy):
     def all_gather_object(self, obj: Any, group: Any = None) -> list[Any]:
         return [obj, self.other(obj)]
 
+    @override
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if reduce_op == "max":  # of a digest, and its complement
+            return torch.maximum(tensor, self.other(tensor))
+        return super().all_reduce(tensor, group, reduce_op)
+
 
 def with_second_rank(other: Callable[[Any], Any]) -> WithSecondRank:
     """Return such a strategy, bound."""

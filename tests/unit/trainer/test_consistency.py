@@ -20,6 +20,11 @@ from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from tests.unit.trainer.helpers import Line, WithSecondRank, loader, samples, trainer, with_second_rank
 
 
+def another(digest: torch.Tensor) -> torch.Tensor:
+    """Return what a rank with another digest sends: one and its complement."""
+    return digest.flip(0, 1)
+
+
 def test_equal_ranks_exchange_a_fingerprint_only() -> None:
     """If nothing differs, there is one small exchange."""
     sent: list[Any] = []
@@ -30,15 +35,15 @@ def test_equal_ranks_exchange_a_fingerprint_only() -> None:
 
     check_ranks_agree(with_second_rank(same), fingerprint_of(Line(), 1))
     [fingerprint] = sent
-    assert len(fingerprint) == 16
+    assert fingerprint.nbytes == 32
 
 
 def test_every_difference_is_named_and_grouped() -> None:
     """A shape, a frozen parameter, a parameter of one rank only, a version: all in one error."""
 
     def other(mine: Any) -> Any:
-        if isinstance(mine, bytes):
-            return b"another"
+        if isinstance(mine, torch.Tensor):
+            return another(mine)
         theirs = {**mine, "parameter 'layer.weight'": "float32, shape (1, 3)", "parameter 'extra'": "float32"}
         theirs["parameter 'layer.bias'"] += ", frozen"
         return {**theirs, "the version of torch": "1.0"}
@@ -66,7 +71,7 @@ def test_a_lazy_parameter_has_no_shape() -> None:
 
     def other(mine: Any) -> Any:
         sent.append(mine)
-        return b"another" if isinstance(mine, bytes) else {}
+        return another(mine) if isinstance(mine, torch.Tensor) else {}
 
     with pytest.raises(RankMismatchError):
         check_ranks_agree(with_second_rank(other), fingerprint_of(nn.LazyLinear(2), 1))
@@ -114,7 +119,7 @@ def test_ranks_that_do_not_find_the_same_checkpoint(tmp_path: Path) -> None:
     def other(mine: Any) -> Any:
         if mine is None:  # no error
             return None
-        return b"another" if isinstance(mine, bytes) else fingerprint_of_checkpoint(None)
+        return another(mine) if isinstance(mine, torch.Tensor) else fingerprint_of_checkpoint(None)
 
     alone = trainer(tmp_path)
     alone.fit(Line(), loader())
