@@ -45,7 +45,7 @@ SUBJECTS = {
 """What each folder (or file, such as `registry.py`) is for."""
 
 BASICS = (
-    *("start", "limited_call", "nested", "hyperparameters", "paths", "errors", "ranks", "seed"),
+    *("start", "lazy_names", "limited_call", "nested", "hyperparameters", "paths", "errors", "ranks", "seed"),
     "named_options",
 )
 NOT_DRAWN = (*BASICS, "__init__", "__main__")

@@ -47,6 +47,8 @@ def test_private_modules_stay_in_their_folder() -> None:
 # Tables of modules that are imported when they are used, or that are known by name in a stack of frames.
 TABLES = {
     "rankwise": "_HOMES",
+    "rankwise.callbacks": "_HOMES",
+    "rankwise.loggers": "_HOMES",
     "rankwise.lightning": "_HOMES",
     "rankwise.launchers.multiprocess": "PRELOAD",
     "rankwise.process_group.interception": "_INNER_MODULES",

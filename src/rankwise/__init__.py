@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rankwise.lazy_names import lazy_names
 from rankwise.start import CONTEXT_VARIABLE
 
 if CONTEXT_VARIABLE in os.environ:  # a re-run script: connect to the main process before anything else
@@ -15,8 +14,6 @@ if CONTEXT_VARIABLE in os.environ:  # a re-run script: connect to the main proce
     attach(os.environ.pop(CONTEXT_VARIABLE))
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from rankwise import callbacks, errors
     from rankwise.callbacks import Callback
     from rankwise.environments import ClusterEnvironment
@@ -55,6 +52,8 @@ _HOMES = {
     "StrategyRegistry": "rankwise.registry",
     "Trainer": "rankwise.trainer",
     "TrainingModule": "rankwise.trainer",
+    "callbacks": "rankwise.callbacks",
+    "errors": "rankwise.errors",
     "gradient_sync_context": "rankwise.gradient_sync",
     "rank_zero_info": "rankwise.ranks",
     "rank_zero_only": "rankwise.ranks",
@@ -62,7 +61,6 @@ _HOMES = {
     "register_ddp_comm_hook": "rankwise.gradient_sync",
     "seed_everything": "rankwise.seed",
 }
-_MODULES = ("callbacks", "errors")
 
 __all__ = [
     "Callback",
@@ -92,25 +90,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return _import(f"rankwise.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'rankwise' has no attribute {name!r}")
-    value = getattr(_import(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def _import(name: str) -> ModuleType:
-    """Import a module; without garbage collections meanwhile, each of which walks all of torch's objects."""
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return import_module(name)
-    finally:
-        if is_enabled:
-            gc.enable()
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ from rankwise.errors import ConfigurationError
 
 __all__ = ["absolute_path", "expanded_path", "is_last_checkpoint", "unused_checkpoint"]
 
-_LAST = re.compile(r"last(-v\d+)?\.ckpt")
+_LAST = r"last(-v\d+)?\.ckpt"
 
 
 def expanded_path(path: str | os.PathLike[str]) -> Path:
@@ -37,7 +37,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 def is_last_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether a file is called as a run's last checkpoint: `last.ckpt`, `last-v1.ckpt` and so on."""
-    return _LAST.fullmatch(Path(path).name) is not None
+    return re.fullmatch(_LAST, Path(path).name) is not None
 
 
 def unused_checkpoint(

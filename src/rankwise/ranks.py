@@ -19,7 +19,7 @@ __all__ = ["RankInfo", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
 # The code of functions that run a rank. Frames further out, as those around a fork, are not the rank's own.
 # By identity, as Python 3.12 hashes all instructions of a code object.
 _entries: dict[int, CodeType] = {}
-_RANK = re.compile("[0-9]{1,9}")
+_RANK = "[0-9]{1,9}"
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def set_rank_zero_only(global_rank: int | None) -> int | None:
 
 def _rank_from(environ: Mapping[str, str]) -> int:
     for name in _RANK_VARIABLES:
-        if _RANK.fullmatch(environ.get(name, "")):
+        if re.fullmatch(_RANK, environ.get(name, "")):
             return int(environ[name])
     return 0
 

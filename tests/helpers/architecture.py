@@ -12,6 +12,7 @@ from pathlib import Path
 
 ORDER = (
     "start",
+    "lazy_names",
     "limited_call",
     "errors",
     "ranks",

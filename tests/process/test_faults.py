@@ -95,7 +95,8 @@ RERUN_SCRIPT = """
     import json, sys
     import rankwise
     from rankwise.errors import RankwiseError
-    from rankwise.launchers.worker_main import inherited_context
+    from rankwise.launchers.script_place import running_script
+    from rankwise.launchers.worker_main import InheritedContext
     from tests.process.faults import LIMIT_S, STALL_S, Fault, job, problems, strategy_with
 
     def report(text, found):
@@ -112,7 +113,7 @@ RERUN_SCRIPT = """
             connects = (when, rendezvous) == ("before", "tcp")
             report(text, problems(fault, error, LIMIT_S + STALL_S * connects))
         except BaseException as error:
-            if inherited_context() is not None:
+            if isinstance(running_script(), InheritedContext):
                 raise
             report(text, [f"raised {error!r}"])
 """

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import LaunchRefusedError, ProcessGroupError
-from rankwise.launchers.script import ScriptLauncher, script_place
+from rankwise.launchers.script import ScriptLauncher
+from rankwise.launchers.script_place import script_place
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.ranks import RankInfo
 from rankwise.start import CONTEXT_VARIABLE
@@ -505,7 +506,7 @@ def test_spawn_without_the_main_guard_says_what_to_do(run_script: ScriptRunner) 
 def test_a_sibling_that_goes_another_way_is_an_error(run_script: ScriptRunner) -> None:
     """A sibling that reaches the end of the script without joining the job fails it, without a hang."""
     source = MAIN.replace(
-        "    main()", "    import rankwise.launchers.script as s\n    s.script_place() or main()"
+        "    main()", "    import rankwise.launchers.script_place as s\n    s.script_place() or main()"
     )
     result = run_script(source)
     assert result.returncode == 1, result

@@ -15,11 +15,11 @@ _MAX_NODES = 100_000  # more than any cluster has: a longer list is damaged, and
 _MAX_NAME = 255  # characters of a node's name beside brackets: DNS allows no more
 _MAX_BRACKETS = 16  # in a name: Slurm has names of five dimensions
 
-_BRACKET = re.compile(r"\[[^\[\]]*\]")
-_WORD = rf"(?:[A-Za-z0-9._-]|{_BRACKET.pattern})+"
-_LIST = re.compile(f"{_WORD}(?:,{_WORD})*")
-_RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15}))?")
-_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_BRACKET = r"\[[^\[\]]*\]"
+_WORD = rf"(?:[A-Za-z0-9._-]|{_BRACKET})+"
+_LIST = f"{_WORD}(?:,{_WORD})*"
+_RANGE = r"([0-9]{1,15})(?:-([0-9]{1,15}))?"
+_COUNT = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 
 def expand_node_list(text: str) -> list[str]:
@@ -31,10 +31,10 @@ def expand_node_list(text: str) -> list[str]:
         >>> expand_node_list("gpu[08-10,3],login")
         ['gpu08', 'gpu09', 'gpu10', 'gpu3', 'login']
     """
-    if _LIST.fullmatch(text.strip()) is None:
+    if re.fullmatch(_LIST, text.strip()) is None:
         raise _not_a_node_list(text)
     words = re.findall(_WORD, text)
-    longest = max(len(_BRACKET.sub("", word)) for word in words)
+    longest = max(len(re.sub(_BRACKET, "", word)) for word in words)
     if longest > _MAX_NAME or max(word.count("[") for word in words) > _MAX_BRACKETS:
         expected = f"names of at most {_MAX_NAME} characters and {_MAX_BRACKETS} brackets"
         raise _error("node list", text, expected)
@@ -64,7 +64,7 @@ def _names(word: str, text: str) -> Iterator[str]:
 
 def _numbers(inside: str, text: str) -> Iterator[str]:
     for item in inside.split(","):
-        found = _RANGE.fullmatch(item)
+        found = re.fullmatch(_RANGE, item)
         if found is None or int(found[1]) > int(found[2] or found[1]):
             raise _not_a_node_list(text)
         for number in range(int(found[1]), int(found[2] or found[1]) + 1):
@@ -73,7 +73,7 @@ def _numbers(inside: str, text: str) -> Iterator[str]:
 
 def _counts(text: str) -> Iterator[int]:
     for word in text.strip().split(","):
-        found = _COUNT.fullmatch(word.strip())
+        found = re.fullmatch(_COUNT, word.strip())
         if found is None:
             raise _error("tasks per node", text, 'counts, such as "2(x3),1"')
         yield from repeat(int(found[1]), int(found[2] or 1))

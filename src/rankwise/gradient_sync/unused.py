@@ -21,7 +21,7 @@ from rankwise.stores.tcp import default_store
 from rankwise.stores.values import read_value
 
 _MESSAGE = "Expected to have finished reduction in the prior iteration"
-_INDICES = re.compile(r"did not receive grad for rank \d+: ((?:\d+ ?)+)")
+_INDICES = r"did not receive grad for rank \d+: ((?:\d+ ?)+)"
 _NAMES_TIMEOUT = timedelta(milliseconds=300)
 
 
@@ -63,7 +63,7 @@ def explain_unused(
     wrapped = _wrapped_module_in(error.__traceback__) if wrapped is None else wrapped
     if wrapped is None:
         return None
-    match = _INDICES.search(text_of(error))
+    match = re.search(_INDICES, text_of(error))
     names = reduced_names(wrapped)
     numbers = [] if match is None else [int(number) for number in match.group(1).split()]
     own = tuple(names[number] for number in numbers if number < len(names))

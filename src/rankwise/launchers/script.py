@@ -24,12 +24,13 @@ from rankwise.launchers.preconditions import (
     refuse_removed_directory,
     shortages_named,
 )
+from rankwise.launchers.script_place import running_script, set_running_script
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks
-from rankwise.launchers.worker_main import describe_context, inherited_context
+from rankwise.launchers.worker_main import InheritedContext, describe_context
 from rankwise.monitoring.heartbeat import HeartbeatReader, heartbeat_written_to
 from rankwise.processes import parent_death
-from rankwise.processes.command_line import count_launch, launch_count, rerun_command
+from rankwise.processes.command_line import count_launch, rerun_command
 from rankwise.processes.exit_codes import exit_code_of, exit_now, report_at_exit
 from rankwise.processes.shared_memory import owned_descriptor, unpack
 from rankwise.processes.signals import StoppedBySignal
@@ -53,7 +54,7 @@ class ScriptLauncher(CallerLauncher):
 
     @property
     def has_other_ranks(self) -> bool:
-        return script_place() is not None or not self.local_ranks[0].is_one_node
+        return running_script() is not None or not self.local_ranks[0].is_one_node
 
     @contextmanager
     def running(self, rendezvous: str) -> Iterator[RankRun]:
@@ -62,25 +63,23 @@ class ScriptLauncher(CallerLauncher):
         The main process gets the values of the other ranks too, where these can be pickled.
         """
         earlier = count_launch()
-        worker = inherited_context()
-        running = worker or _script
+        running = running_script()
         if running is not None and running.pid != os.getpid():
             raise LaunchRefusedError(
                 message="No job can start in a process that a rank has forked: it is no rank of the script.",
                 remedy='use strategy="single_device" there.',
             )
-        if worker is not None:
-            self._check_fits(worker.ranks, worker.address, rendezvous)
-            with worker.running(self.options.teardown_timeout_s) as run:
+        if isinstance(running, InheritedContext):
+            self._check_fits(running.ranks, running.address, rendezvous)
+            with running.running(self.options.teardown_timeout_s) as run:
                 yield run
             return
-        script = self._start_script(earlier, rendezvous) if _script is None else _script
-        self._check_fits(script.local_ranks[0], script.group.address, rendezvous)
+        script = running if isinstance(running, _Script) else self._start_script(earlier, rendezvous)
+        self._check_fits(script.ranks, script.group.address, rendezvous)
         with script.running() as run:
             yield run
 
     def _start_script(self, earlier: int, rendezvous: str) -> _Script:
-        global _script
         refuse_patched_threads()
         refuse_removed_directory()
         command, directory = (list(self.command), str(Path.cwd())) if self.command else rerun_command()
@@ -97,7 +96,7 @@ class ScriptLauncher(CallerLauncher):
             try:
                 script.group.open_rendezvous(rendezvous)
                 script.start(command, directory)
-                _script = script
+                set_running_script(script)
             except BaseException:
                 script.end()
                 raise
@@ -118,23 +117,6 @@ class ScriptLauncher(CallerLauncher):
                 facts="init_process_group=False and NCCL need one too.",
                 remedy='pass rendezvous="tcp" to the first strategy of the script.',
             )
-
-
-def can_rerun() -> bool:
-    """Whether running this process's command again leads to the launch that comes next."""
-    if script_place() is not None:
-        return True
-    with suppress(LaunchRefusedError):
-        rerun_command()
-        return launch_count() == 0
-    return False
-
-
-def script_place() -> RankInfo | None:
-    """Return the ranks with which this process already runs its script, or None where it runs alone."""
-    if (worker := inherited_context()) is not None:
-        return worker.ranks
-    return None if _script is None else _script.local_ranks[0]
 
 
 def _start_command(
@@ -159,7 +141,7 @@ class _Script:
 
     def __init__(self, local_ranks: tuple[RankInfo, ...], options: SupervisionOptions) -> None:
         self.pid = os.getpid()
-        self.local_ranks = local_ranks
+        self.ranks, self.local_ranks = local_ranks[0], local_ranks
         self.group = WorkerGroup(local_ranks, options, job=1)
         self._supervisor = self.group.supervisor
         self._jobs = 0
@@ -227,8 +209,7 @@ class _Script:
 
     def end(self) -> None:
         """End the other processes and close everything."""
-        global _script
-        _script = None
+        set_running_script(None)
         with suppress(OSError):  # the other side was first
             # Rank 0, which is here, has left, also where an interrupt kept it from reporting that.
             self._mine.shutdown(socket.SHUT_RDWR)
@@ -265,10 +246,12 @@ class _Script:
             exit_now(exit_code_of(error))
 
 
-_script: _Script | None = None
-
-
 @functools.cache
 def _finish_at_exit() -> None:
     """Register an exit hook, once: Python keeps the place of one that is unregistered."""
-    atexit.register(lambda: None if _script is None else _script.finish())
+    atexit.register(_finish)
+
+
+def _finish() -> None:
+    if isinstance(script := running_script(), _Script):
+        script.finish()

@@ -23,6 +23,7 @@ from rankwise.errors import RendezvousTimeoutError
 from rankwise.failures.classify import start_exception_chain
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import Entry, RankRun, WorkerContext
+from rankwise.launchers.script_place import set_running_script
 from rankwise.monitoring.heartbeat import LEAVING, report_phase, write_heartbeat_to
 from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import parent_death
@@ -146,14 +147,6 @@ class InheritedContext:
             raise SystemExit(1) from None
 
 
-_inherited: InheritedContext | None = None
-
-
-def inherited_context() -> InheritedContext | None:
-    """Return this process's context, or None where no launching process re-ran it."""
-    return _inherited
-
-
 @final
 @dataclass(frozen=True)
 class _Description:
@@ -182,7 +175,6 @@ def attach(description: str) -> None:
 
     Mutates: the handler of SIGINT, which the main process handles.
     """
-    global _inherited
     source = f"the environment variable {CONTEXT_VARIABLE}"
     found = decoded(_Description, description, source, "unset it: only rankwise sets it.")
     try:
@@ -193,7 +185,7 @@ def attach(description: str) -> None:
     for descriptor in (found.channel, found.heartbeat, found.values):
         os.set_inheritable(descriptor, False)
     channel = open_channel(socket.socket(fileno=found.channel), found.heartbeat)
-    _inherited = InheritedContext(found.ranks, found.variables, found.address, channel, found.values)
+    set_running_script(InheritedContext(found.ranks, found.variables, found.address, channel, found.values))
 
 
 def _wait_until_over(channel: RankChannel, timeout_s: float | None) -> None:

@@ -1,10 +1,26 @@
 """Loggers record the metrics of a trainer: `Logger`, their base class, and those that are built in."""
 
-from rankwise.loggers.base import Logger, rank_zero_experiment
-from rankwise.loggers.csv_files import CSVLogger
-from rankwise.loggers.mlflow import MLFlowLogger
-from rankwise.loggers.tensorboard import TensorBoardLogger
-from rankwise.loggers.wandb import WandbLogger
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rankwise.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from rankwise.loggers.base import Logger, rank_zero_experiment
+    from rankwise.loggers.csv_files import CSVLogger
+    from rankwise.loggers.mlflow import MLFlowLogger
+    from rankwise.loggers.tensorboard import TensorBoardLogger
+    from rankwise.loggers.wandb import WandbLogger
+
+_HOMES = {
+    "CSVLogger": "rankwise.loggers.csv_files",
+    "Logger": "rankwise.loggers.base",
+    "MLFlowLogger": "rankwise.loggers.mlflow",
+    "TensorBoardLogger": "rankwise.loggers.tensorboard",
+    "WandbLogger": "rankwise.loggers.wandb",
+    "rank_zero_experiment": "rankwise.loggers.base",
+}
 
 __all__ = [
     "CSVLogger",
@@ -14,3 +30,6 @@ __all__ = [
     "WandbLogger",
     "rank_zero_experiment",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(__name__, _HOMES)

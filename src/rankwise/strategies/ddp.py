@@ -19,13 +19,12 @@ from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedE
 from rankwise.gradient_sync import GradientSync, GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
 from rankwise.launchers import Launcher
-from rankwise.launchers.multiprocess import MultiprocessLauncher
-from rankwise.launchers.script import ScriptLauncher, script_place
-from rankwise.launchers.supervisor import SupervisionOptions
+from rankwise.launchers.script_place import script_place
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.process_group import check_interface, default_backend, gloo_on_interface, process_group
 from rankwise.process_group.authentication import groups_authenticated, job_key_of_environment
 from rankwise.process_group.collective_check import CollectiveCheck
+from rankwise.processes.fork_safety import import_dynamo
 from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.config import (
@@ -194,6 +193,12 @@ class DDPStrategy(Strategy):
             is_alone_here and self.start_method == "popen"
         ):
             return inline_launcher(placement)
+        return self._create_supervised_launcher(placement)
+
+    def _create_supervised_launcher(self, placement: Placement) -> Launcher:
+        # What starts and supervises processes is imported where it is needed.
+        from rankwise.launchers.supervisor import SupervisionOptions
+
         requeue_signal = placement.environment.requeue_signal
         options = SupervisionOptions(
             self.grace_period_s,
@@ -203,9 +208,14 @@ class DDPStrategy(Strategy):
             teardown_timeout_s=self.timeout.total_seconds(),
             endpoint=rendezvous_endpoint(placement),
         )
+        ranks = ranks_on_node(placement.ranks)
         if self.start_method == "popen" or script_place() is not None:
-            return ScriptLauncher(ranks_on_node(ranks), options, self.process_config.command)
-        return MultiprocessLauncher(self.start_method, ranks_on_node(ranks), options)
+            from rankwise.launchers.script import ScriptLauncher
+
+            return ScriptLauncher(ranks, options, self.process_config.command)
+        from rankwise.launchers.multiprocess import MultiprocessLauncher
+
+        return MultiprocessLauncher(self.start_method, ranks, options)
 
     def _check_variables(self, placement: Placement) -> None:
         """Refuse a key that can be guessed, and an interface that this host does not have."""
@@ -296,6 +306,7 @@ class DDPStrategy(Strategy):
             return given if is_compiled else module
         if not dist.is_initialized():
             raise self._wrong_state("setup_module()", "a process group")
+        import_dynamo()
         with self._wrapping_stream():
             configured = self.gradients.wrap(
                 module, lambda: self.configure_ddp(module, self.determine_ddp_device_ids())

@@ -30,7 +30,7 @@ from rankwise.errors import (
 )
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
-from rankwise.launchers.script import script_place
+from rankwise.launchers.script_place import script_place
 from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies.config import ProcessConfig, check_devices, check_num_nodes, device_type

@@ -15,8 +15,7 @@ from rankwise.environments.network import listening_address
 from rankwise.errors import ConfigurationError, InvalidArgumentError, LaunchRefusedError
 from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
-from rankwise.launchers.elastic import ElasticLauncher, Nodes
-from rankwise.launchers.script import can_rerun, script_place
+from rankwise.launchers.script_place import can_rerun, script_place
 from rankwise.process_group.collectives import ALONE, is_distributed
 from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
@@ -76,6 +75,8 @@ class DDPElasticStrategy(DDPStrategy):
         run_id: str = "",
         **arguments: Any,
     ) -> None:
+        from rankwise.launchers.elastic import Nodes
+
         super().__init__(**arguments)
         if self.start_method == "popen":
             raise ConfigurationError(
@@ -99,6 +100,8 @@ class DDPElasticStrategy(DDPStrategy):
         self._nodes = Nodes(fewest, most, endpoint, run_id, listening_address)
 
     def _create_launcher(self, placement: Placement) -> Launcher:
+        from rankwise.launchers.elastic import ElasticLauncher
+
         if placement.environment.creates_processes_externally:
             return super()._create_launcher(placement)
         if (existing := script_place()) is not None:

@@ -1,0 +1,38 @@
+"""Names of a package that are imported on first use."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that imports a name from the module in `homes`, and keeps it.
+
+    A name whose module is called like it stands for that module.
+    """
+
+    def import_name(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_without_collections(homes[name])
+        value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return import_name
+
+
+def import_without_collections(name: str) -> ModuleType:
+    """Import a module; without garbage collections meanwhile, which walk all of torch's objects."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        if is_enabled:
+            gc.enable()
