@@ -1,4 +1,4 @@
-"""docs/from_lightning.md: its program runs, its tables are those of the code, its command changes imports."""
+"""docs/from_lightning.md: its program runs, its table of modules is true, its command changes imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.lightning import _modules
 from tests.helpers.scripts import ScriptRunner
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_lightning.md"
@@ -61,16 +60,3 @@ def test_modules(module: str, names: str) -> None:
     found = importlib.import_module(module)
     missing = [name for name in re.findall(r"`(\w+)`", names) if getattr(found, name, None) is None]
     assert missing == []
-
-
-def test_missing_names() -> None:
-    """The table of missing names is the code's."""
-    _, _, table = PAGE.read_text().partition("| name | what to do |")
-    shown = {
-        name: text
-        for names, text in re.findall(r"^\| (`.*?) \| (.*?) \|$", table, re.MULTILINE)
-        for name in re.findall(r"`([\w.]+)`", names)
-    }
-    assert {name: text.replace("`", "") for name, text in shown.items()} == {
-        name: text.replace("`", "") for name, text in _modules._MISSING_NAMES.items()
-    }

@@ -83,7 +83,10 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Called after a training batch; `outputs` is the result of `training_step`."""
+        """Called after a training batch; `outputs` are what `training_step` returned, as a dictionary.
+
+        Its `"loss"` is detached, and divided by `accumulate_grad_batches`.
+        """
 
     def on_before_zero_grad(self, trainer: Trainer, module: TrainingModule, optimizer: Optimizer) -> None:
         """Called before gradients are cleared."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from rankwise.callbacks import EarlyStopping, ModelCheckpoint
+from rankwise.callbacks import EarlyStopping, ModelCheckpoint, MonitoringCallback, Timer
 from rankwise.checkpoint.base import as_checkpoint_error, restored_from
 from rankwise.checkpoint.lightning_format import LIGHTNING_VERSION, LightningState, is_of_lightning
 from rankwise.errors import CheckpointError, ConfigurationError
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _VERSION = 1
 _HIGHEST = 2**53  # numbers of steps and samples up to here are exact as scores, too
+_OF_RUN = (MonitoringCallback, Timer)
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
 _TYPES = {
     "loops": dict,
@@ -238,7 +239,7 @@ def save_checkpoint(
     With `weights_only`, write what an evaluation needs.
     """
     context.strategy.gradients.average_models()  # what rank 0 saves is the model of all ranks then
-    checkpoint = _evaluation_part(context)
+    checkpoint = _evaluation_part(context, weights_only=weights_only)
     if not weights_only:
         checkpoint |= _training_part(context)
     context.hooks.call_saving_hooks(checkpoint)
@@ -252,17 +253,17 @@ def save_stop_checkpoint(context: LoopContext) -> None:
     save_checkpoint(context, CheckpointFiles(context).stop_path(context.state.ckpt_path))
 
 
-def _evaluation_part(context: LoopContext) -> dict[str, Any]:
+def _evaluation_part(context: LoopContext, *, weights_only: bool) -> dict[str, Any]:
     """Return what an evaluation needs, and by which a `ModelCheckpoint` knows its files."""
-    progress = context.state.progress
-    saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
+    progress, callbacks = context.state.progress, context.callbacks
+    saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     return {
         "version": _VERSION,
         "pytorch-lightning_version": LIGHTNING_VERSION,
         "epoch": progress.current_epoch,
         "global_step": progress.global_step,
         "state_dict": context.strategy.get_module_state_dict(context.module),
-        "callbacks": _states_of(saving),
+        "callbacks": _states_of(saving if weights_only else callbacks),
         **checkpointed_parts(context.module),
         **_of_data_module(context),
     }
@@ -279,7 +280,6 @@ def _training_part(context: LoopContext) -> dict[str, Any]:
     checkpoint: dict[str, Any] = {
         "optimizer_states": optimizers,
         "lr_schedulers": schedulers,
-        "callbacks": _states_of(context.callbacks),
         "precision": strategy.precision.state_dict(),
         "loops": dataclasses.asdict(state.progress),
         "ranks": gather_rank_states(context),
@@ -340,7 +340,7 @@ def _progress_in(loops: dict[str, Any], path: str) -> Progress:
 
 
 def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint into the module."""
+    """Load the weights of a checkpoint into the module, and the states of callbacks and data module."""
     path = context.state.ckpt_path or ""
     weights_in(checkpoint, path)
     context.hooks.call_loading_hooks(checkpoint, path)
@@ -355,6 +355,8 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
         own = module.state_dict()
         missing, unexpected = [name for name in own if name not in weights], [*weights.keys() - own.keys()]
         warn_of_different_weights(path, module, missing, sorted(unexpected))
+    if isinstance(checkpoint.get("callbacks"), dict) and not is_of_lightning(checkpoint):
+        _restore_callbacks(context, checkpoint["callbacks"], path)
 
 
 def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankState | None:
@@ -395,7 +397,6 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
             raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
     with restored_from(path, "communication hooks"):
         context.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))
-    _restore_callbacks(context, checkpoint["callbacks"], path)
     with restored_from(path, "callbacks"):  # what they have loaded may not compare
         context.state.should_stop = any(
             isinstance(callback, EarlyStopping) and callback.has_stopped for callback in context.callbacks
@@ -427,15 +428,19 @@ def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None
 
 
 def _restore_callbacks(context: LoopContext, states: dict[str, Any], path: str) -> None:
-    """Load the callbacks' states; warn on rank 0 of those that no callback takes."""
+    """Load the callbacks' states; in a fit, warn on rank 0 of those that no callback takes.
+
+    An evaluation does not change those that count the run, which a later fit continues.
+    """
+    is_fit = context.stage.name == "fit"
     for callback in context.callbacks:
-        if callback.state_key in states:
+        if callback.state_key in states and (is_fit or not isinstance(callback, _OF_RUN)):
             with restored_from(path, callback.state_key):
                 callback.load_state_dict(states[callback.state_key])
     gone = sorted(set(map(str, states)) - {callback.state_key for callback in context.callbacks})
     if not any(isinstance(callback, ModelCheckpoint) for callback in context.callbacks):
         gone = [key for key in gone if not key.startswith(ModelCheckpoint.__name__)]  # saves none on purpose
-    if gone and context.strategy.is_global_zero:
+    if gone and is_fit and context.strategy.is_global_zero:
         warnings.warn(
             f"The checkpoint has the state of callbacks that this trainer does not have: {', '.join(gone)}. "
             "It is not restored. To continue with them, give the trainer callbacks with the same arguments.",

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from torch import Tensor
+
 from rankwise.callbacks import Callback, MonitoringCallback
 from rankwise.errors import ConfigurationError
 from rankwise.trainer.data import DataModule
@@ -149,7 +151,8 @@ HOOKS: Sequence[Hook] = (
     Hook(
         "on_train_batch_end",
         "outputs, batch, batch_idx",
-        "After a batch, with what `training_step` returned.",
+        "After a batch. `outputs` is a dictionary: `loss`, detached and divided by "
+        "`accumulate_grad_batches`, and what else `training_step` returned.",
     ),
     *_of_evaluation("validation"),
     Hook("on_train_epoch_end", "", "After an epoch and the validation at its end."),
@@ -352,6 +355,18 @@ def num_step_arguments(module: TrainingModule, step: str, num_loaders: int = 1) 
 
 
 # ------------------------------------------------------------------ calls
+
+
+def training_outputs(returned: Any, num_batches: int) -> dict[str, Any]:
+    """Return what `on_train_batch_end` gets for what `training_step` has returned, as in Lightning.
+
+    The loss is detached, and divided by the number of batches of an accumulation window.
+    """
+    outputs = {"loss": returned} if isinstance(returned, Tensor) else {}
+    if isinstance(returned, Mapping):
+        outputs = dict(returned)
+    loss = outputs.get("loss")
+    return {**outputs, "loss": loss.detach() / num_batches} if isinstance(loss, Tensor) else outputs
 
 
 def own_method(callback: Callback, name: str) -> Callable[..., Any] | None:

@@ -154,7 +154,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         return None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a training batch; `outputs` is the return value of `training_step`."""
+        """Called after a training batch; `outputs` are what `training_step` returned, as a dictionary."""
 
     def optimizer_step(
         self,
@@ -376,6 +376,15 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
     def toggle_optimizer(self, optimizer: TrainerOptimizer | Optimizer) -> None:
         """Make only this optimizer's parameters require gradients: less to compute and to average."""
         self.trainer.manual_optimization.toggle(_plain(optimizer))
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: TrainerOptimizer | Optimizer) -> Iterator[None]:
+        """Toggle an optimizer for the block; see `toggle_optimizer`."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
 
     def untoggle_optimizer(self, optimizer: TrainerOptimizer | Optimizer | None = None) -> None:
         """Undo `toggle_optimizer`."""

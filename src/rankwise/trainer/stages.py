@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -317,14 +317,13 @@ class Stage:
                     logger.log_hyperparams(logged)
                 logger.log_graph(module)
         context.hooks.call("on_fit_start")
-        is_checked = context.options.num_sanity_val_steps and self.checkpoint is None
-        # Its loaders come before those of training then, as in Lightning.
-        validation = self._validation(context) if is_checked else None
-        context.state.has_validation = validation is not None
-        if validation is not None:
-            run_sanity_check(context, validation.shares)
-        data, context.stage.load_train_data = train_data(), None
-        validation = validation if is_checked else self._validation(context)
+        is_checked = context.options.num_sanity_val_steps and self._validates(context)
+        if is_checked and self.checkpoint is None:  # before the loaders of training, as in Lightning
+            validation = run_sanity_check(context, partial(self._validation, context))
+            data = train_data()
+        else:
+            data, validation = train_data(), self._validation(context)
+        context.stage.load_train_data = None
         context.state.has_validation = validation is not None
         reload = {"train": self._train_data, "validate": self._validation}
         FitLoop(context, data, validation, rank_state, reload).run()
@@ -369,9 +368,14 @@ class Stage:
         state.num_batches["train"] = [data.num_batches]
         return data
 
+    def _validates(self, context: LoopContext) -> bool:
+        """Return whether a fit validates: there are a step, loaders and a limit that is not 0."""
+        is_limited = context.options.limit("validate") == 0
+        has_step = is_defined(context.module, "validation_step")
+        return has_step and not is_limited and self._has_loader(context.module, "validate")
+
     def _validation(self, context: LoopContext) -> EvaluationLoop | None:
-        module = context.module
-        if not is_defined(module, "validation_step") or not self._has_loader(module, "validate"):
+        if not self._validates(context):
             return None
         shards = self._shards(context, "validate", self._given(context, "validate"))
         # A rank without batches of its own takes part in the collectives of the others' validation.

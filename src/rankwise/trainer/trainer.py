@@ -466,6 +466,7 @@ class Trainer(TrainerProperties):
     def _add_callbacks_of(self, model: TrainingModule) -> None:
         """Add the callbacks that the module configures, once; they keep their state from stage to stage."""
         if model is not self._configured:
+            model.trainer = self  # the hook may read it
             callbacks = arguments.with_module_callbacks(self.callbacks, model.configure_callbacks())
             self.callbacks = _for_dev_run(callbacks) if self.fast_dev_run else callbacks
             self._configured = model

@@ -345,7 +345,7 @@ class Keeping(Line):
         return self.optimizer
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs.item())
+        self.losses.append(outputs["loss"].item())
         self.counts["steps"] += 1
         self.mean += 1
 
@@ -379,7 +379,7 @@ class KeepingCallback(Callback):
         self.module: Any = None
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs.item())
+        self.losses.append(outputs["loss"].item())
         self.module = module
 
 

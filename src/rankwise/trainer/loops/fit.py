@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
 from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
@@ -15,6 +17,7 @@ from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.consistency import check_values
 from rankwise.trainer.data_loaders import PHASE_NAMES
+from rankwise.trainer.hooks import training_outputs
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.batch_transfer import BatchTransfer
 from rankwise.trainer.loops.bucket_order import record_gradient_order
@@ -193,7 +196,8 @@ class FitLoop:
         if self._skipping.agree(self._hooks.call("on_train_batch_start", batch, batch_idx)):
             self._skip_rest()
             return False
-        outputs = self._optimization.run_batch(batch, batch_idx, is_window_end)
+        returned = self._optimization.run_batch(batch, batch_idx, is_window_end)
+        outputs = training_outputs(returned, self._settings.accumulate_grad_batches)
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
             _step_schedulers(self._context, "step", needs_metric=False)
@@ -351,7 +355,8 @@ def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool)
         if not needs_metric:
             context.module.lr_scheduler_step(config.scheduler, None)
         elif (metric := _agreed_metric(context, config)) is not None:
-            context.module.lr_scheduler_step(config.scheduler, metric)
+            tensor = torch.tensor(metric, dtype=torch.double)  # as in Lightning
+            context.module.lr_scheduler_step(config.scheduler, tensor)
 
 
 def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | None:

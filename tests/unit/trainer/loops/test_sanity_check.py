@@ -23,13 +23,11 @@ class Notes(Callback):
 
     @override
     def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
-        self.seen.append(
-            ("start", trainer.sanity_checking, trainer.validating, trainer.num_sanity_val_batches)
-        )
+        self.seen.append(("start", trainer.sanity_checking, trainer.validating))
 
     @override
     def on_sanity_check_end(self, trainer: Any, module: Any) -> None:
-        self.seen.append(("end", trainer.sanity_checking, sorted(trainer.callback_metrics)))
+        self.seen.append(("end", trainer.num_sanity_val_batches, sorted(trainer.callback_metrics)))
 
     @override
     def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -56,7 +54,7 @@ def test_steps_before_training(tmp_path: Path) -> None:
     train.fit(model, loader(count=2), loader())
     validated = [f"validate {number}" for number in range(4)]
     assert model.seen == [*validated[:2], "train 0", *validated]
-    assert notes.seen == [("start", True, False, [2]), ("end", True, ["val_loss"]), ("train", False, {})]
+    assert notes.seen == [("start", True, False), ("end", [2], ["val_loss"]), ("train", False, {})]
     assert not train.sanity_checking
 
 
@@ -87,7 +85,7 @@ def test_each_loader(tmp_path: Path) -> None:
     train = trainer(tmp_path, num_sanity_val_steps=2, callbacks=notes)
     train.fit(model, loader(count=2), [loader(count=2), loader(count=6)])
     assert model.seen == ["0:0", "1:0", "1:1", "train 0", "0:0", "1:0", "1:1", "1:2"]
-    assert notes.seen[0] == ("start", True, False, [1, 2])
+    assert notes.seen[1] == ("end", [1, 2], [])
     assert train.num_val_batches == [1, 3]
 
 

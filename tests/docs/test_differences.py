@@ -1,0 +1,351 @@
+"""The tables of docs/migrating.md have every difference between Lightning's names and arguments and ours."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib
+import inspect
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rankwise import Callback, DataModule, Fabric, StrategyRegistry, Trainer, TrainingModule
+from rankwise.errors import MissingNameError, RankwiseError
+from rankwise.lightning import _modules
+from rankwise.trainer import arguments, hooks
+from tests.docs.test_migrating import problems
+from tests.helpers.needs import need_package
+
+need_package("lightning")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning and its dependencies warn of
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+TABLES = PAGE.partition("\n## What differs from Lightning\n")[2].partition("\n## ")[0]
+HEADER = "| Lightning | rankwise | why | write |"
+
+
+ELSEWHERE = ("DataLoader", "Tuner", "SimpleProfiler", "PyTorchProfiler", "RankwiseStrategy")
+"""Classes that are not among the names of `test_migrating`."""
+
+
+class Row(NamedTuple):
+    """A line of a table: a section, and what is in its columns."""
+
+    section: str
+    lightning: str
+    rankwise: str
+    why: str
+    write: str
+
+    @property
+    def code(self) -> str:
+        """The code of the first column."""
+        return " ".join(_code(self.lightning))
+
+
+def _code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def _sections() -> Iterator[tuple[str, str]]:
+    for text in TABLES.split("\n### ")[1:]:
+        name, _, rest = text.partition("\n")
+        yield name, rest
+
+
+def _rows() -> Iterator[Row]:
+    for section, text in _sections():
+        is_here = False
+        for line in text.splitlines():
+            is_here = line == HEADER or (is_here and line.startswith("|"))
+            if is_here and line not in (HEADER, "|---|---|---|---|"):
+                cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+                yield Row(section, *cells)
+
+
+ROWS = list(_rows())
+
+
+def is_listed(*names: str) -> bool:
+    """Return whether the code in the first column of a row has all these names."""
+    patterns = [rf"(?<!\w){re.escape(name)}(?!\w)" for name in names]
+    return any(all(re.search(pattern, row.code) for pattern in patterns) for row in ROWS)
+
+
+def two_columns(first: str) -> dict[str, str]:
+    """Return what a table of two columns says of each name in its first, whose header is `first`."""
+    [table] = re.findall(
+        rf"^\| {first} \| write \|\n\|---\|---\|\n((?:\|.*\n)+)", f"{TABLES}\n", re.MULTILINE
+    )
+    found: dict[str, str] = {}
+    for line in table.splitlines():
+        names, _, text = line.strip("| ").partition(" | ")
+        found |= dict.fromkeys(_code(names), text.replace("`", ""))
+    return found
+
+
+def plain(remedies: Any) -> dict[str, str]:
+    """Return remedies as a table has them."""
+    return {name: text.replace("{value!r}", "...").replace("`", "") for name, text in remedies.items()}
+
+
+# ------------------------------------------------------------------ the tables
+
+
+def test_every_row_is_whole() -> None:
+    """Each line has what Lightning does, what happens here, why, and what to write."""
+    assert len(ROWS) > 150
+    assert [row for row in ROWS if not all(row)] == []
+
+
+def test_code_can_be_written() -> None:
+    """What to write parses; the names, methods and arguments in it are ours."""
+    code = [
+        code
+        for row in ROWS
+        for code in _code(row.write)
+        if not re.match(r"[\w.-]+$|pip |python |torchr", code)
+    ]
+    assert len(code) > 80
+    found = [problem for each in code for problem in problems(each)]
+    assert [each for each in found if not re.search(rf"({'|'.join(ELSEWHERE)}) is nowhere", each)] == []
+
+
+def test_refused_hooks() -> None:
+    """The table of hooks that are refused is the code's."""
+    tables = (hooks._REFUSED_IN_MODULES, hooks._REFUSED_IN_CALLBACKS, hooks._REFUSED_IN_DATA_MODULES)
+    shown = two_columns("hook")
+    for table in tables:
+        expected = {name: text for name, text in plain(table).items() if "define it in" not in text}
+        assert {name: shown.get(name) for name in expected} == expected
+    assert shown.keys() <= {name for table in tables for name in table}
+
+
+def test_older_arguments() -> None:
+    """The table of arguments of older versions and other libraries is the code's."""
+    assert two_columns("argument") == plain(arguments._ELSEWHERE)
+
+
+def test_missing_names() -> None:
+    """The table of names that do not exist is the code's."""
+    assert two_columns("name") == plain(_modules._MISSING_NAMES)
+
+
+# ------------------------------------------------------------------ Lightning's classes and ours
+
+
+@pytest.fixture(scope="module")
+def pl() -> Any:
+    """Return `lightning.pytorch`."""
+    return importlib.import_module("lightning.pytorch")
+
+
+def public(owner: object) -> set[str]:
+    """Return public names, without properties that only refuse."""
+    names = {name for name in dir(owner) if not name.startswith("_")}
+    kind = owner if isinstance(owner, type) else type(owner)
+    return {name for name in names if not _is_refused(inspect.getattr_static(kind, name, None))}
+
+
+def _is_refused(value: object) -> bool:
+    return isinstance(value, property) and value.fget is None
+
+
+def parameters(function: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a function that have names."""
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it has none
+        return {}
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: one for name, one in found.items() if one.kind not in kinds and name not in ("self", "cls")}
+
+
+def _takes_any(function: Any) -> bool:
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it has none
+        return True
+    return any(each.kind is each.VAR_KEYWORD for each in found)
+
+
+def other_arguments(theirs: Any, ours: Any) -> list[str]:
+    """Return the arguments that a function of ours does not have, or that have another default."""
+    own, takes_any = parameters(ours), _takes_any(ours)
+    found = []
+    for name, parameter in parameters(theirs).items():
+        if name not in own:
+            found += [name] * (not takes_any)
+        elif parameter.default is not parameter.empty and _differ(parameter, own[name]):
+            found.append(name)
+    return found
+
+
+def _differ(first: inspect.Parameter, second: inspect.Parameter) -> bool:
+    return _described(first.default) != _described(second.default)
+
+
+def _described(default: Any) -> str:
+    """Return a default value as text; functions, and values of an enumeration, by their names."""
+    named = default.value if isinstance(default, enum.Enum) else default
+    return named.__name__ if inspect.isfunction(named) else repr(named)
+
+
+def test_arguments_of_the_trainer(pl: Any) -> None:
+    """Each argument of Lightning's Trainer that we lack, or that has another default, is in a table."""
+    others = other_arguments(pl.Trainer, Trainer)
+    assert others
+    assert [name for name in others if not is_listed(name)] == []
+
+
+def test_attributes_of_the_trainer(pl: Any) -> None:
+    """So is each public attribute that ours lacks."""
+    alone = importlib.import_module("lightning.pytorch.plugins.environments").LightningEnvironment()
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+    theirs = pl.Trainer(plugins=[alone], **options)
+    missing = public(theirs) - public(Trainer(**options))
+    assert missing
+    assert [name for name in sorted(missing) if not is_listed(name)] == []
+
+
+def test_arguments_of_stages(pl: Any) -> None:
+    """So is each argument of its methods."""
+    assert _unlisted_arguments(pl.Trainer, Trainer) == []
+
+
+CLASSES = [("LightningModule", TrainingModule), ("LightningDataModule", DataModule), ("Callback", Callback)]
+
+
+@pytest.mark.parametrize(("name", "ours"), CLASSES)
+def test_methods(pl: Any, name: str, ours: type[Any]) -> None:
+    """Each public name of a class that ours lacks is in a table, and each argument of its methods."""
+    theirs = getattr(pl, name)
+    missing = {each for each in public(theirs) - public(ours) if not is_listed(each)}
+    assert sorted(missing) == []
+    assert _unlisted_arguments(theirs, ours) == []
+
+
+def _unlisted_arguments(theirs: Any, ours: Any) -> list[tuple[str, str]]:
+    methods = [name for name in public(theirs) & public(ours) if inspect.isroutine(getattr(theirs, name))]
+    found = [
+        (method, argument)
+        for method in sorted(methods)
+        for argument in other_arguments(getattr(theirs, method), getattr(ours, method))
+    ]
+    return [
+        (name, each) for name, each in found if not is_listed(*([] if each == "pl_module" else [name]), each)
+    ]
+
+
+def test_fabric() -> None:
+    """So is that of Fabric."""
+    theirs = importlib.import_module("lightning.fabric").Fabric
+    missing = public(theirs) - public(Fabric(accelerator="cpu", devices=1))
+    assert [name for name in sorted(missing) if not is_listed(name)] == []
+    assert [name for name in other_arguments(theirs, Fabric) if not is_listed(name)] == []
+    assert _unlisted_arguments(theirs, Fabric) == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["callbacks", "loggers", "plugins", "plugins.environments", "profilers", "strategies", "utilities"],
+)
+def test_modules(module: str) -> None:
+    """Each public name of a module is ours, or refused and in a table; so is each argument of its classes."""
+    theirs = importlib.import_module(f"lightning.pytorch.{module}")
+    own = importlib.import_module(f"rankwise.lightning.{module}")
+    missing, others = [], []
+    for name in getattr(theirs, "__all__", None) or public(theirs):
+        if name not in two_columns("name"):
+            ours = _own(own, name)
+            missing += [name] * (ours is None)
+            others += _of_class(getattr(theirs, name), ours)
+    assert missing == []
+    assert [pair for pair in others if not is_listed(*pair)] == []
+
+
+def _own(module: Any, name: str) -> Any:
+    try:
+        return getattr(module, name)
+    except MissingNameError:
+        return None
+
+
+def _of_class(theirs: Any, ours: Any) -> list[tuple[str, str]]:
+    if not isinstance(theirs, type) or not isinstance(ours, type):
+        return []
+    return [(theirs.__name__, name) for name in other_arguments(theirs, ours)]
+
+
+def _precisions() -> list[str]:
+    module = importlib.import_module("lightning.fabric.plugins.precision.precision")
+    kinds = (module._PRECISION_INPUT_STR, module._PRECISION_INPUT_STR_ALIAS)
+    return [value for kind in kinds for value in kind.__args__]
+
+
+@pytest.mark.parametrize("argument", ["precision", "strategy", "accelerator", "profiler"])
+def test_values(pl: Any, argument: str) -> None:
+    """Each value of an argument that Lightning knows by name is accepted, or is in a table."""
+    values = {
+        "precision": _precisions(),
+        "strategy": [name for name in pl.strategies.StrategyRegistry if not name.startswith("rankwise")],
+        "accelerator": ["auto", "gpu", *pl.accelerators.AcceleratorRegistry],
+        "profiler": ["simple", "advanced", "pytorch", "xla"],
+    }[argument]
+    refused = [value for value in values if not _is_accepted(argument, value)]
+    assert [value for value in refused if not is_listed(argument, value)] == []
+
+
+def _is_accepted(argument: str, value: str) -> bool:
+    if argument == "strategy":
+        return value in StrategyRegistry
+    if value in ("cuda", "gpu"):  # refused where there is none
+        return True
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, argument: value}
+    try:
+        Trainer(**options)
+    except RankwiseError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------ rows that are no longer true
+
+
+def test_names_that_exist_by_now() -> None:
+    """A row does not say of a name that it does not exist here, if it does."""
+    owners = {"trainer": Trainer, "self": TrainingModule}
+    found = []
+    for row in ROWS:
+        for code in _code(row.lightning) if re.match("do(es)? not exist", row.rankwise) else ():
+            owner, _, name = code.partition(".")
+            if owner in owners and name.isidentifier() and name in public(owners[owner]):
+                found.append(code)
+    assert found == []
+
+
+def test_defaults_that_are_equal_by_now(pl: Any) -> None:
+    """A row does not say of an argument of the Trainer that it has another default, if it has not."""
+    rows = [
+        row for row in ROWS if row.section == "Arguments of the Trainer" and " by default" in row.lightning
+    ]
+    names = {_code(row.lightning)[0] for row in rows}
+    assert names == set(other_arguments(pl.Trainer, Trainer))
+
+
+def test_the_checks_can_fail() -> None:
+    """A name that is in no row, an argument with another default, and code that does not parse, are found."""
+    assert is_listed("num_sanity_val_steps")
+    assert not is_listed("num_sanity_val_step")
+    assert not is_listed("num_sanity_val_steps", "Fabric")
+    assert other_arguments(lambda a, b=1, c=2: None, lambda a, b=3: None) == ["b", "c"]
+    with pytest.raises(SyntaxError):
+        ast.parse("Trainer(")
+    with warnings.catch_warnings():
+        assert "x" not in two_columns("hook")

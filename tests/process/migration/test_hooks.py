@@ -1,0 +1,189 @@
+"""The Trainer calls the hooks that Lightning's calls, in its order, with its arguments, or refuses them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rankwise import DataModule
+from rankwise.callbacks import Callback
+from rankwise.errors import ConfigurationError
+from rankwise.trainer.hooks import HOOKS
+from tests.helpers.needs import need_package
+from tests.unit.trainer.helpers import Line, loader, trainer
+
+need_package("lightning")
+
+from tests.process.migration import recording  # noqa: E402  it imports Lightning
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what both libraries warn of
+
+PAGE = Path(__file__).parents[3] / "docs" / "migrating.md"
+LIBRARY = recording.LIBRARIES["lightning"]
+OWNERS = ("module", "callback", "datamodule")
+LIGHTNINGS = {owner: recording.hooks_of_lightning(owner) for owner in OWNERS}
+OURS = {owner: {hook.name for hook in HOOKS if owner in hook.owners} for owner in OWNERS}
+for _owner in ("callback", "datamodule"):
+    OURS[_owner] |= {"load_state_dict", "state_dict"}
+SHARED = {owner: LIGHTNINGS[owner] & OURS[owner] for owner in OWNERS}
+REFUSED = [(owner, name) for owner in OWNERS for name in sorted(LIGHTNINGS[owner] - OURS[owner])]
+
+
+class Difference(NamedTuple):
+    """A difference from Lightning, which docs/migrating.md explains.
+
+    Attributes:
+        row: how the line in the page begins.
+        program: in which it is.
+        adapt: makes Lightning's calls those that are expected here; it takes and returns lines.
+    """
+
+    row: str
+    program: str
+    adapt: Callable[[str], str]
+
+
+def _replaced(pattern: str, by: str | Callable[[re.Match[str]], str]) -> Callable[[str], str]:
+    return lambda lines: re.sub(pattern, by, lines)
+
+
+def _with_zeroing(found: re.Match[str]) -> str:
+    line, place = found.groups()
+    calls = ("callback.on_before_zero_grad(trainer, module, SGD)", "module.on_before_zero_grad(SGD)")
+    return line + "".join(f"{place} {call}\n" for call in calls)
+
+
+def _doubled(found: re.Match[str]) -> str:
+    return found[1] + re.sub(r"(?<=tensor\()[\d.]+", lambda number: f"{2 * float(number[0]):.4g}", found[2])
+
+
+CONFIGURED = _replaced(r"(--- (?:validate|test|predict)\n).* module\.configure_callbacks\(\)\n", r"\1")
+DIFFERENCES = [
+    Difference("`configure_callbacks` is called in every stage", "with_a_data_module", CONFIGURED),
+    Difference("`configure_callbacks` is called in every stage", "with_loaders_of_the_module", CONFIGURED),
+    Difference(
+        "a scheduler that monitors a metric steps after the checkpoint",
+        "with_a_data_module",
+        _replaced(r"((?:.*(?:\.state_dict|on_save_checkpoint).*\n)+)(.*ReduceLROnPlateau.*\n)", r"\2\1"),
+    ),
+    Difference(
+        "`on_save_checkpoint` of callbacks is not called with `save_weights_only=True`",
+        "with_a_data_module",
+        _replaced(
+            r"(--- save weights\n.*\n)(.*)module(\.on_save_checkpoint\()(checkpoint\(.* has )(.*\n)",
+            r"\1\2callback\3trainer, module, \4callbacks, \5\2module\3\4callbacks, \5",
+        ),
+    ),
+    Difference(
+        "`on_fit_start` in a run that continues from a checkpoint",
+        "with_a_data_module",
+        lambda lines: "--- continue".join(
+            [(parts := lines.split("--- continue"))[0], re.sub(r"0/0 (.*on_fit_start)", r"2/4 \1", parts[1])]
+        ),
+    ),
+    Difference(
+        "a sanity check also in a run that continues",
+        "with_a_data_module",
+        _replaced(
+            r"2/4 callback\.on_sanity_check_start(?:.*\n)*?.*on_sanity_check_end.*\n(.*train_dataloader.*\n)",
+            r"\g<1>2/4 datamodule.val_dataloader()\n",
+        ),
+    ),
+    Difference(
+        "loaders of validation that no epoch has used yet",
+        "with_a_shorter_window",
+        _replaced(
+            r"(.* datamodule\.)train(_dataloader\(\)\n)((?:.*\n)*?).* datamodule\.val_dataloader\(\)\n",
+            r"\1train\2\1val\2\3",
+        ),
+    ),
+    Difference(
+        "`accumulate_grad_batches`: the last window of an epoch",
+        "with_a_shorter_window",
+        _replaced(r"(optimizer_zero_grad\(\d, 2, SGD\)\n)((?:.*backward\(.*\n){3})", _doubled),
+    ),
+    Difference(
+        "`on_exception` is the last hook after an exception",
+        "with_an_exception",
+        _replaced(
+            r"(.* )(datamodule)\.on_exception.*\n",
+            lambda found: (
+                f"{found[0]}"
+                f"{found[1]}datamodule.teardown('fit')\n"
+                f"{found[1]}callback.teardown(trainer, module, 'fit')\n"
+                f"{found[1]}module.teardown('fit')\n"
+            ),
+        ),
+    ),
+    Difference(
+        "`on_train_batch_start` that returns -1",
+        "with_an_epoch_that_ends",
+        _replaced(r"(module\.on_train_batch_start.*\n).*StepLR.*\n", r"\1"),
+    ),
+    Difference(
+        "`on_before_zero_grad` is not called in manual optimisation",
+        "with_manual_optimization",
+        _replaced(r"((\d/\d) module\.training_step.*\n)", _with_zeroing),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, list[str]]]:
+    """Run all programs in both libraries; return what each has called, by program."""
+    folder = tmp_path_factory.mktemp("programs")
+    return {name: dict(recording.record(name, folder / name, SHARED)) for name in recording.PROGRAMS}
+
+
+@pytest.mark.parametrize("program", recording.PROGRAMS)
+def test_lightnings_calls(recorded: Mapping[str, dict[str, list[str]]], program: str) -> None:
+    """All hooks of all three classes are called as Lightning calls them, but for what the page explains."""
+    found = recorded[program]
+    expected = "\n".join([*found["lightning"], ""])
+    for difference in DIFFERENCES:
+        if difference.program == program:
+            before, expected = expected, difference.adapt(expected)
+            assert before != expected, f"no longer a difference: {difference.row}"
+    assert found["rankwise"] == expected.splitlines()
+
+
+def test_every_hook_is_called(recorded: Mapping[str, dict[str, list[str]]]) -> None:
+    """The programs call each hook that both libraries have."""
+    lines = [line for found in recorded.values() for line in found["rankwise"]]
+    called = {match[1] for line in lines if (match := re.match(r"\S+ (\w+\.\w+)\(", line))}
+    assert called == {f"{owner}.{name}" for owner in OWNERS for name in SHARED[owner]}
+
+
+def test_every_difference_is_explained() -> None:
+    """The page has a line for each."""
+    page = PAGE.read_text()
+    assert [each.row for each in DIFFERENCES if f"\n| {each.row}" not in page] == []
+
+
+def test_no_hook_is_ours_alone() -> None:
+    """Each hook here is one of Lightning's; names that are said to be no hooks are methods of Lightning's."""
+    assert [OURS[owner] - LIGHTNINGS[owner] for owner in OWNERS] == [set()] * 3
+    assert not recording.NO_HOOKS_OF_MODULES - set(dir(LIBRARY.LightningModule))
+    assert not recording.NO_HOOKS_OF_DATA_MODULES - set(dir(LIBRARY.LightningDataModule))
+
+
+def test_some_hooks_are_refused() -> None:
+    """The next test has cases."""
+    assert ("module", "configure_sharded_model") in REFUSED
+
+
+@pytest.mark.parametrize(("owner", "name"), REFUSED)
+def test_other_hooks_are_refused(tmp_path: Path, owner: str, name: str) -> None:
+    """A hook of Lightning's that is not called here is an error before the start, by name."""
+    bases: dict[str, type[Any]] = {"module": Line, "callback": Callback, "datamodule": DataModule}
+    defining = type("Defining", (bases[owner],), {name: lambda self, *args: None})()
+    runs = trainer(tmp_path, callbacks=[defining] if owner == "callback" else [])
+    with pytest.raises(ConfigurationError, match=rf"Defining\.{name}\(\) would never be called"):
+        if owner == "datamodule":
+            runs.fit(Line(), datamodule=defining)
+        else:
+            runs.fit(defining if owner == "module" else Line(), loader())
