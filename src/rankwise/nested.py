@@ -46,6 +46,8 @@ def map_nested(
     if isinstance(value, kinds):
         return function(value)
     kind: Any = type(value)
+    if kind is tuple or kind is list:  # before the slower checks, as most batches are one
+        return kind([map_nested(item, kinds, function, other) for item in value])
     if dataclasses.is_dataclass(kind):
         return _map_fields(value, lambda field: map_nested(field, kinds, function, other))
     if isinstance(value, Mapping):

@@ -265,6 +265,12 @@ class GradientSync:
             self._saved = [own]
         self._clear()
 
+    def acts_on(self, module: nn.Module, group: dist.ProcessGroup | None) -> bool:
+        """Return whether `context` does anything for a module: not on one rank, unless it has weights."""
+        own = self._of(module)
+        is_tracked = own.tracked is not None or self._tracked(module, group) is not None
+        return is_tracked or own.weights is not None
+
     @contextmanager
     def context(
         self,

@@ -15,6 +15,7 @@ from rankwise.errors import InvalidTypeError, UnknownNameError
 from rankwise.nested import map_tensors
 
 T = TypeVar("T")
+_NOTHING = nullcontext()
 
 
 class Precision:
@@ -66,11 +67,11 @@ class Precision:
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context in which a step's forward pass runs."""
-        return nullcontext()
+        return _NOTHING
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Return the context in which a module's parameters are created in this precision."""
-        return nullcontext()
+        return _NOTHING
 
     def convert_input(self, batch: Any) -> Any:
         """Return `batch` in the format of the forward pass."""

@@ -410,7 +410,10 @@ class Hooks:
         `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
         Return what the module's hook has returned.
         """
-        trainer, module, calls = self.trainer, self.module, self._find(name)
+        trainer, module = self.trainer, self.module
+        calls = self._calls.get(name) if trainer.callbacks == self._callbacks else None
+        if calls is None:
+            calls = self._find(name)
         if calls.of_data is not None:
             calls.of_data(*args)
         for method in calls.first:

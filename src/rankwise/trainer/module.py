@@ -297,9 +297,10 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         if metric_attribute is not None and dict(self.named_modules()).get(metric_attribute) is not value:
             expected = f"the name of the submodule that is the value of log({name!r})"
             raise InvalidArgumentError(argument="metric_attribute", value=metric_attribute, expected=expected)
-        if self.trainer.barebones:
+        trainer = self.trainer
+        if trainer.barebones:
             return
-        self.trainer.results.log(
+        trainer.results.log(
             name,
             value,
             prog_bar,
@@ -333,7 +334,8 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
 
     def take_weight(self) -> Tensor | float | None:
         """Return the last argument of `log_weight` since the last call of this; None for none."""
-        weight, self._weight = self._weight, None
+        if (weight := self._weight) is not None:  # assigning an attribute of a module is slow
+            self._weight = None
         return weight
 
     def optimizers(self) -> Any:

@@ -267,6 +267,8 @@ class LoopContext:
 
     def publish(self, values: list[Reported], *, is_logged: bool) -> None:
         """Show metrics to callbacks and the progress bar, and with `is_logged` to rank 0's loggers."""
+        if not values:
+            return
         state, metrics = self.state, self.state.metrics
         for value in values:
             metrics.callback[value.name] = metrics.callback[value.base_name] = value.value

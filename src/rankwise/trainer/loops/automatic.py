@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import mean_loss
+from rankwise.trainer.data.data_hooks import is_own
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.closures import takes_closures
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
     from rankwise.trainer.loops.uneven_inputs import BatchSchedule
     from rankwise.trainer.state import LoopContext
+
+_NOTHING = nullcontext()
 
 
 @final
@@ -41,6 +45,7 @@ class AutomaticOptimization:
         self._strategy = context.strategy
         self._module = context.module
         self._schedule = schedule
+        self._must_sync = _must_sync(context)
         self._padding = PaddingGradients(context)
         self._guard = NonFiniteGuard(context)
         self._is_window_start = True
@@ -90,8 +95,7 @@ class AutomaticOptimization:
         has_backward = False
         if is_start and not self._clears_late:
             self._clear_gradients(batch_idx)
-        synced = strategy.gradient_sync_context(context.wrapped, context.optimizers, is_window_end)
-        with schedule.preserve_state(), synced:
+        with schedule.preserve_state(self._synced(is_window_end)):
             report_phase("forward", step=context.state.progress.global_step)
             with strategy.precision.forward_context():
                 outputs = strategy.call_method(context.wrapped, "training_step", *arguments)
@@ -100,13 +104,20 @@ class AutomaticOptimization:
                 self._clear_gradients(batch_idx)
             if loss is not None and context.optimizers:
                 weight = self.weighting.weight(outputs, batch_idx)
-                with self._padding.separate(is_padding=schedule.is_padding, has_padding=schedule.has_padding):
+                with self._padding.separate(schedule.is_padding) if schedule.has_padding else _NOTHING:
                     self._backward(loss, weight)
                 has_backward = True
         if has_backward:
             self._has_gradients = True
             self._hooks.call("on_after_backward")
         return outputs
+
+    def _synced(self, is_window_end: bool) -> AbstractContextManager[None]:
+        """Return the block in which gradients are averaged, if this rank averages any."""
+        if not self._must_sync:
+            return _NOTHING
+        context = self._context
+        return self._strategy.gradient_sync_context(context.wrapped, context.optimizers, is_window_end)
 
     def _step_with_closure(self, compute: Callable[[], Any], batch_idx: int) -> Any:
         """Step in `optimizer_step` of the module; return the outputs of the first call of the closure."""
@@ -171,6 +182,8 @@ class AutomaticOptimization:
             self._strategy.backward(loss, **self._backward_options)
 
     def _loss_of(self, outputs: Any, batch_idx: int) -> Tensor | None:
+        if isinstance(outputs, Tensor):
+            return outputs
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) or (loss is None and self._strategy.world_size == 1):
             return loss
@@ -224,3 +237,11 @@ class AutomaticOptimization:
             is_norm = settings.gradient_clip_algorithm == "norm"
             clip = precision.clip_gradients_norm if is_norm else precision.clip_gradients_value
             clip(optimizer, limit)
+
+
+def _must_sync(context: LoopContext) -> bool:
+    """Return whether `gradient_sync_context` does anything in this stage; a strategy's own one may."""
+    strategy = context.strategy
+    if is_own(strategy, Strategy, "gradient_sync_context"):
+        return True
+    return strategy.gradients.acts_on(context.wrapped, strategy.data_parallel_group)

@@ -122,7 +122,7 @@ class ManualOptimization:
         self._read_parameters()
         blocked = strategy.no_backward_sync(self._wrapped)
         self._is_in_batch = True
-        with self._schedule.preserve_state(), blocked, strategy.precision.forward_context():
+        with self._schedule.preserve_state(blocked), strategy.precision.forward_context():
             outputs = strategy.call_method(self._wrapped, "training_step", *arguments)
         self._is_in_batch = False
         self.weighting.refuse_logged()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _LOADER = "The training loader"
 _END: Any = object()
+_NOTHING = nullcontext()
 Batches = Iterator[tuple[Any, bool]]
 
 
@@ -55,6 +56,7 @@ class BatchSchedule:
         self._module = module
         self._share = share
         self._lengths: tuple[float, ...] = (share.num_batches,)
+        self._shortest = share.num_batches
         self.is_counted = False
         self.num_real = 1
         self._counter: StoreCounter | None = None
@@ -90,6 +92,7 @@ class BatchSchedule:
         self.is_counted = not (all(certain) if len(numbers) > 1 else self._share.is_exact)
         if not all(certain) and len(numbers) > 1:
             self._counter = StoreCounter(self._strategy.data_parallel_group, self._strategy.timeout)
+        self._shortest = min(self._lengths)
         self.num_batches = (min if self._policy == "truncate" else max)(self._lengths)
         return self.num_batches
 
@@ -122,17 +125,21 @@ class BatchSchedule:
         """
         if self.is_padding:
             return 0.0
+        if end <= self._shortest:  # every rank has all of them
+            return 1 / (end - first)
         real = sum(max(0.0, min(length, end) - first) for length in self._lengths)
         return self.num_ranks / real if real else 1.0
 
-    def preserve_state(self) -> AbstractContextManager[None]:
-        """Return a context that restores buffers and random state after the passes of a padding step."""
-        return preserve_state(self._module, self._strategy.root_device) if self.is_padding else nullcontext()
+    def preserve_state(self, block: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """Return the block of a batch; after a padding step it also restores buffers and random state."""
+        if not self.is_padding:
+            return block
+        return _nested(preserve_state(self._module, self._strategy.root_device), block)
 
     def _known(self, own: Iterator[Any], done: int) -> Batches:
         """Yield the batches where every rank's number of batches is known."""
         total, batch = int(self.num_batches), _END
-        mine, shortest = min(total, int(self._share.num_batches)), min(self._lengths)
+        mine, shortest = min(total, int(self._share.num_batches)), self._shortest
         for number in range(done + 1, total + 1):
             if number > shortest:
                 self.is_padding, self.has_padding = number > mine, True
@@ -156,10 +163,10 @@ class BatchSchedule:
         if not num_real or (num_real < self.num_ranks and not (done and self._policy == "join")):
             self._check_none_left(num_real, done, upcoming)
             raise no_batch_error(f"it gave no batch{f' after the {done} of an earlier run' * (done > 0)}.")
-        batch, number, is_last = _END, done, False
+        batch, number, is_last, num_ranks = _END, done, False, self.num_ranks
         while not is_last:
             self.is_padding, self.num_real = upcoming is _END, num_real
-            self.has_padding = num_real < self.num_ranks
+            self.has_padding = num_real < num_ranks
             if not self.is_padding:
                 batch = upcoming
             elif batch is _END:
@@ -169,7 +176,7 @@ class BatchSchedule:
             num_real = self._count(number, upcoming)
             if self._policy == "error":
                 self._check_none_left(num_real, number, upcoming)
-            is_last = num_real < (self.num_ranks if self._policy != "join" else 1)
+            is_last = num_real < (num_ranks if self._policy != "join" else 1)
             yield batch, is_last
         self.is_padding = self.has_padding = False
 
@@ -238,6 +245,12 @@ def preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def _nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+@contextmanager
 def discard_new_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """After the block, remove the gradients of parameters that had none before it."""
     bare = [parameter for parameter in parameters if parameter.grad is None]
@@ -269,14 +282,14 @@ class PaddingGradients:
         self._parameters: list[Tensor] = []
         self._used: set[int] | None = None  # numbers of parameters; None until a rank pads in this window
 
-    def separate(self, *, is_padding: bool, has_padding: bool) -> AbstractContextManager[None]:
-        """Return the context for a batch's forward and backward pass, inside of the gradient synchronisation.
+    def separate(self, is_padding: bool) -> AbstractContextManager[None]:
+        """Return the context for the backward pass of a batch that is a padding step on some rank.
 
-        `is_padding` is whether the batch is a padding step on this rank, `has_padding` whether on any rank.
+        It is inside of the gradient synchronisation. `is_padding` is whether it is one on this rank.
         """
-        if has_padding and self._must_agree:
+        if self._must_agree:
             return self._record_used(is_padding)
-        return self._discard_new_gradients() if is_padding else nullcontext()
+        return self._discard_new_gradients() if is_padding else _NOTHING
 
     @contextmanager
     def _discard_new_gradients(self) -> Iterator[None]:

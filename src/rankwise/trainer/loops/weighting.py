@@ -37,6 +37,8 @@ class BatchWeighting:
 
     def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
         self._strategy = context.strategy
+        self._is_alone = context.strategy.world_size == 1
+        self._is_logged = context.strategy.gradient_weighting == "logged"
         self._module = context.module
         self._progress = context.state.progress
         self._settings = context.options
@@ -69,8 +71,8 @@ class BatchWeighting:
 
     @property
     def _has_effect(self) -> bool:
-        """Whether a window has more than one batch."""
-        return self._strategy.world_size > 1 or self._settings.accumulate_grad_batches > 1
+        """Whether a window has more than one batch; a callback may change how many it has."""
+        return not self._is_alone or self._settings.accumulate_grad_batches > 1
 
     def begin_batch(self, batch_idx: int, is_window_end: bool) -> float:
         """Return what to multiply the gradients of the window's earlier batches by.
@@ -78,7 +80,7 @@ class BatchWeighting:
         Where the ranks count their batches one by one, a window counts as full until its last batch. Only
         then it is known how many batches of how many ranks it has.
         """
-        if not self._schedule.is_counted or self._strategy.gradient_weighting == "logged":
+        if not self._schedule.is_counted or self._is_logged:
             return 1.0
         first, end = self._window(batch_idx)
         self._num_real = self._schedule.num_real + (0 if batch_idx == first else self._num_real)
@@ -90,21 +92,23 @@ class BatchWeighting:
     def weight(self, outputs: Any, batch_idx: int) -> float | Tensor:
         """Return the weight of a batch for which `training_step` returned `outputs`."""
         logged = self._module.take_weight()
+        if not self._is_logged and not self._has_effect:
+            return 1.0
         if isinstance(outputs, Mapping) and outputs.get("weight") is not None:
             logged = outputs["weight"]
-        if self._strategy.gradient_weighting == "logged":
+        if self._is_logged:
             if logged is None:
                 remedy = 'self.log_weight(n) in training_step, or return {"loss": loss, "weight": n}.'
                 raise self.error(f"Batch {batch_idx} has no weight", remedy)
             return 0.0 if self._schedule.is_padding else logged
-        if logged is not None and self._has_effect:
+        if logged is not None:
             raise self.error("training_step logged a weight, but gradients are not weighted by it")
         return self.factor(batch_idx)
 
     def refuse_logged(self) -> None:
         """Check that `log_weight` was not called: in manual optimisation, backward passes have weights."""
         logged = self._module.take_weight()
-        if logged is not None and (self._has_effect or self._strategy.gradient_weighting == "logged"):
+        if logged is not None and (self._has_effect or self._is_logged):
             raise self.error(
                 "training_step logged a weight, but gradients are not weighted by it: it optimises manually",
                 'self.manual_backward(loss, weight=n), with DDPStrategy(gradient_weighting="logged").',
@@ -122,9 +126,9 @@ class BatchWeighting:
 
     def scaled(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """Return the loss times its weight."""
-        if self._strategy.gradient_weighting == "logged":
+        if self._is_logged:
             return self._strategy.weighted_loss(loss, weight)
-        scaled: Tensor = loss * weight
+        scaled: Tensor = loss if weight == 1 else loss * weight
         return scaled
 
     def factor(self, batch_idx: int) -> float:
@@ -132,6 +136,8 @@ class BatchWeighting:
 
         DDP divides the sum of the ranks' gradients by the number of ranks afterwards.
         """
+        if not self._has_effect:
+            return 1.0
         first, end = self._window(batch_idx)
         sizes = self._sizes
         if sizes is None and self._schedule.is_counted:

@@ -374,6 +374,8 @@ class Results:
         """
         if self._is_evaluation:
             return []
+        if not (self._metrics or self._object_steps) and strategy.world_size == 1:
+            return []
         fresh = self._fresh_steps()
         values = {name: logged.last for name, logged in fresh.items()}
         if strategy.world_size > 1:

@@ -53,13 +53,13 @@ def test_accumulation_synchronises_once(tmp_path: Path) -> None:
     """Every batch of a window but the last runs with gradient synchronisation blocked."""
     train = trainer(tmp_path, accumulate_grad_batches=2)
     blocked = []
-    plain = train.strategy.no_backward_sync
+    plain = train.strategy.gradient_sync_context
 
-    def noting(module: nn.Module, enabled: bool = True) -> Any:
-        blocked.append(enabled)
-        return plain(module, enabled)
+    def noting(module: nn.Module, optimizers: Any, is_final_microbatch: bool) -> Any:
+        blocked.append(not is_final_microbatch)
+        return plain(module, optimizers, is_final_microbatch)
 
-    train.strategy.no_backward_sync = noting  # type: ignore[method-assign]  # to see the calls
+    train.strategy.gradient_sync_context = noting  # type: ignore[method-assign,assignment]  # to see the calls
     train.fit(Line(), loader(10))
     assert blocked == [True, False, True, False, False]
 
