@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.base import Callback
@@ -164,6 +165,18 @@ class TQDMProgressBar(ProgressBar):
 
         class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]  # tqdm may ship no types
             monitor_interval = 0  # tqdm starts no monitor thread
+            _metrics: Mapping[str, Any] = {}
+
+            def set_postfix(self, ordered_dict: Any = None, refresh: bool = True, **metrics: Any) -> None:
+                self._metrics = {**(ordered_dict or {}), **metrics}  # written when the bar is drawn
+                if refresh:
+                    self.refresh()
+
+            @property
+            def format_dict(self) -> Any:
+                if self._metrics:
+                    super().set_postfix(self._metrics, refresh=False)
+                return super().format_dict
 
         Bar.set_lock(threading.RLock())  # instead of tqdm's lock, which processes share
         place = {"position": 2 * self.process_position} if self.process_position else {}
