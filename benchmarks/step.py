@@ -75,15 +75,20 @@ def timed(job: Job) -> tuple[float, float]:
     return take_times()
 
 
-def main() -> None:
-    """Run as a rank: measure the cases of a request."""
+def join_group(port: int) -> None:
+    """Join the group that all contenders use, where there are several ranks."""
     import torch.distributed as dist
 
-    request = json.loads(sys.argv[1])
-    if "RANK" in os.environ:  # all contenders use the same group
+    if "RANK" in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address = f"tcp://127.0.0.1:{request['port']}"
+        address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+
+
+def main() -> None:
+    """Run as a rank: measure the cases of a request."""
+    request = json.loads(sys.argv[1])
+    join_group(request["port"])
     with ExitStack() as quiet:
         nowhere = quiet.enter_context(Path(os.devnull).open("w"))
         quiet.enter_context(redirect_stdout(nowhere))
