@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import logging
 import operator
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
+from rankwise.ranks import rank_zero_warn
 
 __all__ = [
     "get_random_state",
@@ -29,13 +32,16 @@ __all__ = [
     "set_random_state",
 ]
 
+_log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _HIGHEST = 2**32 - 1  # NumPy's
+_RANGE = f"a whole number from 0 to {_HIGHEST}"
+_VARIABLE = "PL_GLOBAL_SEED"
 _NUMPY_WORDS = 624  # in a state of NumPy's MT19937
 _given: int | None = None
 
 
-def seed_everything(seed: int, workers: bool = True) -> int:
+def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
     """Seed Python, torch and, if it is imported, NumPy. Samplers that shuffle use the seed too.
 
     Models that are built afterwards have the same initial weights on every rank. In `Trainer.fit` each rank
@@ -45,29 +51,52 @@ def seed_everything(seed: int, workers: bool = True) -> int:
     Runs on: every process that needs the seed. Processes that a strategy starts inherit it.
 
     Args:
-        seed: from 0 to 2**32 - 1.
-        workers: for compatibility with Lightning; only True, since loader workers always use the seed.
+        seed: from 0 to 2**32 - 1. None for the seed that was given before in this process, or else the
+            variable `PL_GLOBAL_SEED`, or else 0, with a warning.
+        workers: for compatibility with Lightning: loader workers always use the seed.
+        verbose: whether to log the seed, at the level INFO.
 
     Returns:
         The seed.
 
     Raises:
         InvalidTypeError: if `seed` is not an integer.
-        InvalidArgumentError: if `seed` is out of range.
+        InvalidArgumentError: if `seed`, or `PL_GLOBAL_SEED`, is out of range.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidTypeError(argument="seed", value=seed, expected="a whole number")
-    if not 0 <= seed <= _HIGHEST:
-        raise InvalidArgumentError(argument="seed", value=seed, expected=f"a number from 0 to {_HIGHEST}")
-    if workers is not True:
-        raise InvalidArgumentError(
-            argument="workers", value=workers, expected="True: loader workers always use the seed"
-        )
+    for name, flag in (("workers", workers), ("verbose", verbose)):
+        if not isinstance(flag, bool):
+            raise InvalidTypeError(argument=name, value=flag, expected="True or False")
+    seed = _checked("seed", _default_seed() if seed is None else seed)
+    if verbose:
+        _log.info("The seed is %d.", seed)
     global _given
     _given = seed
     torch.manual_seed(seed)  # the devices too
     seed_process(seed)
     return seed
+
+
+def _default_seed() -> int:
+    """Return the seed of a call without one."""
+    if _given is not None:
+        return _given
+    if not (text := os.environ.get(_VARIABLE, "").strip()):
+        rank_zero_warn(f"seed_everything() without a seed, and without {_VARIABLE}, means the seed 0.")
+        return 0
+    try:
+        return _checked(_VARIABLE, int(text))
+    except ValueError:
+        raise InvalidArgumentError(argument=_VARIABLE, value=text, expected=_RANGE) from None
+
+
+def _checked(name: str, seed: Any) -> int:
+    """Return a seed as an int, also one of NumPy's; `name` says in errors where it comes from."""
+    if isinstance(seed, bool) or not isinstance(seed, SupportsIndex):
+        raise InvalidTypeError(argument=name, value=seed, expected="a whole number")
+    number = operator.index(seed)
+    if not 0 <= number <= _HIGHEST:
+        raise InvalidArgumentError(argument=name, value=seed, expected=_RANGE)
+    return number
 
 
 def given_seed() -> int | None:

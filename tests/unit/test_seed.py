@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
+import rankwise
 from rankwise import seed_everything
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.seed import isolated_random_state
@@ -43,7 +49,72 @@ def test_no_number(seed: Any) -> None:
         seed_everything(seed)
 
 
-def test_workers_always_follow() -> None:
-    """That workers should not follow the seed is refused, not passed over."""
-    with pytest.raises(InvalidArgumentError, match="workers=False"):
-        seed_everything(1, workers=False)
+@pytest.fixture
+def unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let no seed be given before, neither here nor by a variable; restore all of it."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.setattr(rankwise.seed, "_given", None)
+    with isolated_random_state(0):
+        yield
+
+
+@pytest.mark.usefixtures("unseeded")
+def test_without_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the variable's, or 0 with a warning; later the seed that was given before. It is not exported."""
+    with pytest.warns(UserWarning, match="means the seed 0"):
+        assert seed_everything() == 0
+    assert seed_everything(7) == seed_everything() == 7
+    monkeypatch.setattr(rankwise.seed, "_given", None)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "12")
+    assert (seed_everything(), torch.initial_seed()) == (12, 12)
+    assert seed_everything(3) == 3
+    assert os.environ["PL_GLOBAL_SEED"] == "12"
+
+
+@pytest.mark.parametrize("text", ["one", "-1", str(2**32), "1.5"])
+@pytest.mark.usefixtures("unseeded")
+def test_a_variable_that_is_no_seed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """The error names the variable."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", text)
+    with pytest.raises(InvalidArgumentError, match=f"PL_GLOBAL_SEED='{text}'"):
+        seed_everything()
+
+
+@pytest.mark.usefixtures("unseeded")
+def test_a_seed_of_numpys() -> None:
+    """An integer of another library is one."""
+    seed = seed_everything(np.int64(3))
+    assert (seed, type(seed)) == (3, int)
+
+
+@pytest.mark.usefixtures("unseeded")
+def test_workers_always_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of a loader draw numbers that the seed determines, with both values of the argument."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", True)  # torch would never restore it
+    drawn = []
+    for workers in (True, False):
+        seed_everything(1, workers=workers)
+        drawn.append([batch.tolist() for batch in DataLoader(Draws(), num_workers=1)])
+    assert drawn[0] == drawn[1]
+
+
+class Draws(Dataset[torch.Tensor]):
+    """Has random numbers of torch, Python and NumPy."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(draws())
+
+
+@pytest.mark.usefixtures("unseeded")
+def test_verbose(caplog: pytest.LogCaptureFixture) -> None:
+    """The seed is logged, unless that is switched off; other values of the flags are refused."""
+    caplog.set_level(logging.INFO, logger="rankwise.seed")
+    seed_everything(5)
+    seed_everything(6, verbose=False)
+    assert caplog.messages == ["The seed is 5."]
+    for flag in ("workers", "verbose"):
+        with pytest.raises(InvalidTypeError, match=f"{flag}=None"):
+            seed_everything(5, **{flag: None})  # type: ignore[arg-type]  # refused
