@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import Trainer, TrainingModule, rank_zero_only, seed_everything
-from rankwise.environments import SlurmEnvironment
 
 print_once = rank_zero_only(print)
 
@@ -52,13 +51,12 @@ def main() -> None:
     model = Classifier()
     trainer = Trainer(
         strategy="ddp",
-        plugins=[SlurmEnvironment(auto_requeue=True)],
         max_epochs=arguments.max_epochs,
         default_root_dir=arguments.folder,
         enable_checkpointing=False,
         logger=False,
     )
-    trainer.fit(model, DataLoader(data, batch_size=16, shuffle=True), ckpt_path="last")
+    trainer.fit(model, DataLoader(data, batch_size=16, shuffle=True))
     weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
     print_once(f"{trainer.global_step} steps, weights {hashlib.sha256(weights).hexdigest()}")
 

@@ -39,7 +39,9 @@ class SlurmEnvironment(ClusterEnvironment):
         environ: the variables; by default those of the process.
         requeue_signal: the signal that announces the time limit, as with `sbatch --signal=USR1@90`; None for
             no signal.
-        auto_requeue: whether the job is put back into the queue after training has stopped for that signal.
+        auto_requeue: whether the job is put back into the queue after training has stopped for that signal,
+            as in Lightning, and `fit` without `ckpt_path` continues in a job that was requeued, from this
+            step's newest checkpoint.
 
     Source: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     """
@@ -62,7 +64,7 @@ class SlurmEnvironment(ClusterEnvironment):
         environ: Mapping[str, str] | None = None,
         *,
         requeue_signal: signal.Signals | None = signal.SIGUSR1,
-        auto_requeue: bool = False,
+        auto_requeue: bool = True,
     ) -> None:
         super().__init__(environ)
         self.requeue_signal = None if requeue_signal is None else signal.Signals(requeue_signal)
@@ -112,6 +114,18 @@ class SlurmEnvironment(ClusterEnvironment):
                     "inherited from where the job was submitted"
                 )
         return ranks
+
+    @property
+    def restart_count(self) -> int:
+        """How often Slurm has started this job again, because it was requeued."""
+        name = "SLURM_RESTART_COUNT"
+        return self._number(name) if self._has(name) else 0
+
+    @property
+    def step_name(self) -> str:
+        """A name that this step has in all starts of its job, and no other step."""
+        names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        return "/".join(["slurm", *(self._environ.get(name, "") for name in names)])
 
     def requeue(self) -> None:
         """Put the job back into the queue with `scontrol requeue`; warn if that fails."""

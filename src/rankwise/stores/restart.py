@@ -30,7 +30,7 @@ from typing import final
 
 import torch.distributed as dist
 
-from rankwise.environments import TorchElasticEnvironment
+from rankwise.environments import ClusterEnvironment, SlurmEnvironment, TorchElasticEnvironment
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import (
     RankIdentity,
@@ -54,10 +54,12 @@ class RestartInfo:
     """Which restart of a job this is; 0 is the first start.
 
     `job` identifies it in all restarts; empty where that is unknown, or several processes of a worker train.
+    `is_requeued` says that a scheduler has restarted the job: a `ckpt_path` of `fit` counts then.
     """
 
     number: int = 0
     job: str = ""
+    is_requeued: bool = False
 
 
 _noted: RestartInfo | None = None
@@ -71,10 +73,15 @@ def note_restart(restart: RestartInfo) -> None:
     _noted = restart
 
 
-def current_restart() -> RestartInfo:
-    """Return this process's restart: what the ranks have agreed on, or else the agent's own count."""
+def current_restart(environment: ClusterEnvironment | None = None) -> RestartInfo:
+    """Return this process's restart: what the ranks have agreed on, or else the agent's own count.
+
+    With Slurm's `environment`, the job's, if it is requeued automatically.
+    """
     if _noted is not None:
         return _noted
+    if isinstance(environment, SlurmEnvironment) and environment.auto_requeue:
+        return RestartInfo(environment.restart_count, environment.step_name, is_requeued=True)
     run_id = os.environ.get(_RUN_ID, "")
     count = TorchElasticEnvironment().restart_count
     return RestartInfo(count, "" if run_id == _UNNAMED else run_id)

@@ -163,13 +163,15 @@ class CheckpointFiles:
         )
         return None
 
-    def newest_of_job(self) -> str | None:
+    def newest_of_job(self, ckpt_path: str | os.PathLike[str] | None) -> str | None:
         """Return the newest loadable checkpoint that has this job's id; None in the first start.
+
+        None, too, in a job that a scheduler has restarted, if the user has given a `ckpt_path`.
 
         Runs on: rank 0. Without a store that outlives the start, ranks may count the restarts differently.
         """
-        restart = current_restart()
-        if restart.number == 0:
+        restart = current_restart(self._strategy.environment)
+        if restart.number == 0 or (restart.is_requeued and ckpt_path is not None):
             return None
         if not restart.job:
             _log.warning(_UNKNOWN_JOB)
@@ -184,6 +186,7 @@ class CheckpointFiles:
                 _log.warning("The checkpoint %s is passed over, as it does not load: %s", path, error)
                 continue
             if checkpoint.get("run_id") == restart.job:
+                _log.info("Restart %d of the job continues from %s.", restart.number, path)
                 return str(path)
         return None
 
@@ -285,7 +288,8 @@ def _training_part(context: LoopContext) -> dict[str, Any]:
         "ranks": gather_rank_states(context),
         "seed": state.seed,
         "order_seed": state.order_seed,
-        "run_id": current_restart().job,  # all starts of an elastic job share it; empty in other jobs
+        # All starts of an elastic or requeued job share it; empty in other jobs.
+        "run_id": current_restart(strategy.environment).job,
         "gradient_order": state.gradient_order,
     }
     running = context.stage.manual_optimization

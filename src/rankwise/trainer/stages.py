@@ -142,6 +142,12 @@ class Stage:
         if isinstance(self.loaders[first], DataModule) and self.datamodule is None:
             self.datamodule, self.loaders[first] = self.loaders[first], None
         check_is_a("datamodule", self.datamodule, (DataModule, type(None)), "a DataModule")
+        if self.ckpt_path == "hpc":
+            raise ConfigurationError(
+                message='ckpt_path="hpc" names no checkpoint here.',
+                facts="in a job that Slurm has requeued, fit() continues by itself.",
+                remedy='leave it out; or ckpt_path="last".',
+            )
         if self.datamodule is not None and any(given is not None for given in self.loaders.values()):
             raise ConfigurationError(
                 message=f"{self.name}() was given loaders and a data module, which has loaders too.",
@@ -268,7 +274,7 @@ class Stage:
         strategy, files = context.strategy, CheckpointFiles(context)
 
         def find() -> tuple[bool, str | None]:
-            newest = files.newest_of_job() if self.name == "fit" else None
+            newest = files.newest_of_job(self.ckpt_path) if self.name == "fit" else None
             return newest is not None, newest or files.find(self.ckpt_path)
 
         is_newest, path = strategy.call_on_rank_zero(find)

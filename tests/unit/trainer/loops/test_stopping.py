@@ -14,9 +14,11 @@ from typing_extensions import override
 
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
-from rankwise.environments import LocalEnvironment
+from rankwise.environments import LocalEnvironment, SlurmEnvironment
+from rankwise.errors import ConfigurationError
 from rankwise.processes.signals import DEBOUNCE_S
 from rankwise.trainer import Trainer
+from tests.unit.environments.variables import step
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -108,6 +110,43 @@ def test_requeue(tmp_path: Path) -> None:
     assert stopped(Signalled(signal.SIGUSR1), train) == 143
     assert Queue.requeued == 1
     assert (tmp_path / "kept" / "last.ckpt").exists()
+
+
+def step_of_slurm(restarts: int, auto_requeue: bool = True, **variables: str) -> SlurmEnvironment:
+    """A step of one task, in a job that was started again `restarts` times."""
+    environ = {**step(0, "1", place=(0, 0)), "SLURM_RESTART_COUNT": str(restarts), **variables}
+    return SlurmEnvironment(environ, auto_requeue=auto_requeue)
+
+
+def test_a_requeued_job_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fit` continues by itself, but not another step, from another `ckpt_path`, or if it is switched off."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # no scontrol
+    with pytest.warns(UserWarning, match="scontrol requeue 1042 failed"):
+        assert stopped(Signalled(signal.SIGUSR1), trainer(tmp_path, plugins=[step_of_slurm(0)])) == 143
+
+    def batches(environment: SlurmEnvironment, **options: Any) -> list[str]:
+        model = Line()
+        trainer(tmp_path, plugins=[environment]).fit(model, loader(), **options)
+        return model.seen
+
+    whole = ["train 0", "train 1", "train 2", "train 3"]
+    assert batches(step_of_slurm(1)) == whole[2:]
+    for other in (
+        step_of_slurm(0),
+        step_of_slurm(1, SLURM_STEP_ID="4"),
+        step_of_slurm(1, auto_requeue=False),
+    ):
+        assert batches(other) == whole
+    first = trainer(tmp_path, max_steps=1)
+    first.fit(Line(), loader())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    assert batches(step_of_slurm(1), ckpt_path=tmp_path / "first.ckpt") == whole[1:]
+
+
+def test_the_checkpoint_of_a_requeued_job_has_no_name(tmp_path: Path) -> None:
+    """Lightning's name for it is refused, and the error says what to do."""
+    with pytest.raises(ConfigurationError, match=r'ckpt_path="hpc".*\n.*\n.*leave it out'):
+        trainer(tmp_path).fit(Line(), loader(), ckpt_path="hpc")
 
 
 class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
