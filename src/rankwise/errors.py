@@ -13,6 +13,7 @@ RankwiseError
 |   |-- LaunchRefusedError (RuntimeError)   the start method cannot work here
 |   |-- MissingExtraError (ImportError)     an optional package is not installed
 |   |-- MissingNameError (ImportError)      a name of Lightning's that rankwise does not have
+|   |-- MissingAttributeError (AttributeError)  ... or an attribute of its Trainer
 |   `-- UnshardableLoaderError              a data loader cannot be split over ranks
 |-- InvalidTypeError (TypeError)            an argument has the wrong type
 |-- LifecycleError (RuntimeError)           a call in the wrong state
@@ -60,6 +61,7 @@ __all__ = [
     "InvalidTypeError",
     "LaunchRefusedError",
     "LifecycleError",
+    "MissingAttributeError",
     "MissingExtraError",
     "MissingNameError",
     "NonFiniteLossError",
@@ -391,6 +393,15 @@ class MissingNameError(ConfigurationError, ImportError):
     name: str = ""
 
 
+class MissingAttributeError(ConfigurationError, AttributeError):
+    """`owner` does not have `attribute`, which Lightning's class of that name has."""
+
+    SUMMARY = "{owner} has no {attribute}."
+
+    owner: str = ""
+    attribute: str = ""
+
+
 class UnshardableLoaderError(ConfigurationError):
     """A data loader cannot be split over the ranks; `reason` says why."""
 
@@ -494,7 +505,8 @@ class WorkerTimedOutError(WorkerRaisedError):
 
     ADVICE = (
         "see above what the other ranks were doing, and their stacks on stderr; if they only needed more "
-        "time, raise timeout (for the rendezvous: init_timeout)."
+        "time, raise timeout (for the rendezvous: init_timeout). DDPStrategy(check_collectives=True) names "
+        "a collective that one rank calls alone."
     )
 
     missing: tuple[int, ...] = ()

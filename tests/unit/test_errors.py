@@ -122,6 +122,11 @@ CASES = [
         '  Fix: pip install "rankwise[progress]"',
     ),
     Case(
+        lambda: errors.MissingAttributeError(owner="Trainer", attribute="fit_loop", remedy="use progress."),
+        AttributeError,
+        "Trainer has no fit_loop.\n  Fix: use progress.",
+    ),
+    Case(
         lambda: errors.MissingNameError(module="rankwise.lightning", name="Tuner", remedy="leave it out."),
         ImportError,
         "rankwise.lightning has no Tuner.\n  Fix: leave it out.",
@@ -227,7 +232,8 @@ CASES = [
         "  Seen: 60.0 s after launch.\n"
         "        global_rank=1 was last in step 17, data loading, 63 s ago\n"
         "  Fix: see above what the other ranks were doing, and their stacks on stderr; if they only "
-        "needed more time, raise timeout (for the rendezvous: init_timeout).",
+        "needed more time, raise timeout (for the rendezvous: init_timeout). "
+        "DDPStrategy(check_collectives=True) names a collective that one rank calls alone.",
     ),
     Case(
         lambda: errors.TensorMismatchError(

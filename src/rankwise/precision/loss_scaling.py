@@ -56,6 +56,11 @@ class ScaledPrecision(DtypePrecision):
         """Whether the dtype is float16."""
         return self.dtype is torch.float16
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Torch's scaler of this rank; None before the first loss, and for bfloat16."""
+        return self._scaler
+
     def configure(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         """Set the optimizers that share the scale."""
         self._optimizers = list(optimizers)

@@ -6,7 +6,8 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from rankwise.callbacks import (
     ModelCheckpoint,
     ProgressBar,
 )
-from rankwise.errors import InvalidArgumentError, LifecycleError
+from rankwise.errors import InvalidArgumentError, LifecycleError, MissingAttributeError
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.state import Progress, StageState, TrainerState
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rankwise.loggers import Logger
+    from rankwise.precision import Precision
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.loops.manual import ManualOptimization
@@ -50,9 +52,28 @@ def _argument_only() -> Any:
     return property()
 
 
-def _in_phase(phase: str) -> Any:
-    """Return a property that tells whether batches of `phase` run."""
-    return property(lambda trainer: trainer._stage.phase == phase)
+@final
+class _Absent:
+    """An attribute of Lightning's Trainer: to read and to assign it raise MissingAttributeError."""
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: object, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        raise MissingAttributeError(owner="Trainer", attribute=self._name, remedy=self._remedy)
+
+    def __set__(self, trainer: object, value: object) -> None:
+        self.__get__(trainer)
+
+
+def _in_phase(*phases: str) -> Any:
+    """Return a property that tells whether batches of one of `phases` run."""
+    return property(lambda trainer: trainer._stage.phase in phases)
 
 
 def _num_batches(phase: str) -> Any:
@@ -101,7 +122,7 @@ class TrainerProperties:
     limit_test_batches: int | float = _forwarded("options.limit_test_batches")
     limit_predict_batches: int | float = _forwarded("options.limit_predict_batches")
     num_sanity_val_steps: int = _forwarded("options.num_sanity_val_steps")
-    val_check_interval: int | float = _forwarded("options.val_check_interval")
+    val_check_interval: int | float | timedelta = _forwarded("options.val_check_interval")
     check_val_every_n_epoch: int | None = _forwarded("options.check_val_every_n_epoch")
     overfit_batches: int | float = _read_only("options.overfit_batches")
     accumulate_grad_batches: int = _forwarded("options.accumulate_grad_batches")
@@ -124,7 +145,9 @@ class TrainerProperties:
     sync_batchnorm: bool = _read_only("strategy.sync_batchnorm")
     num_nodes: int = _read_only("strategy.num_nodes")
     precision: str = _read_only("strategy.precision.name")
-    accelerator, devices = _argument_only(), _argument_only()
+    precision_plugin: Precision = _read_only("strategy.precision")
+    accelerator: str = _read_only("strategy.root_device.type")
+    distributed_sampler_kwargs: dict[str, int] = _read_only("strategy.distributed_sampler_kwargs")
     plugins, max_time = _argument_only(), _argument_only()
     enable_progress_bar, enable_checkpointing = _argument_only(), _argument_only()
     enable_model_summary, model_registry = _argument_only(), _argument_only()
@@ -134,10 +157,10 @@ class TrainerProperties:
     order_seed: int = _forwarded("state.order_seed")
     gradient_order: list[int] = _forwarded("state.gradient_order")
     should_stop: bool = _forwarded("state.should_stop")
-    ckpt_path: str | None = _forwarded("state.ckpt_path")
     callback_metrics: dict[str, Tensor] = _forwarded("state.metrics.callback")
     logged_metrics: dict[str, Tensor] = _forwarded("state.metrics.logged")
     has_validation: bool = _forwarded("state.has_validation")
+    enable_validation: bool = _read_only("state.has_validation")
     train_dataloader: Any = _loaders("train")
     val_dataloaders: Any = _loaders("validate")
     test_dataloaders: Any = _loaders("test")
@@ -161,6 +184,7 @@ class TrainerProperties:
     received_sigterm: bool = _read_only("_stage.received_sigterm")
     testing: bool = _in_phase("test")
     predicting: bool = _in_phase("predict")
+    evaluating: bool = _in_phase("validate", "test")
 
     world_size: int = _read_only("strategy.world_size")
     global_rank: int = _read_only("strategy.global_rank")
@@ -174,6 +198,33 @@ class TrainerProperties:
     early_stopping_callback: EarlyStopping | None = _first(EarlyStopping)
     early_stopping_callbacks: list[EarlyStopping] = _all(EarlyStopping)
     progress_bar_callback: ProgressBar | None = _first(ProgressBar)
+
+    devices = _Absent("trainer.num_devices, or trainer.device_ids.")
+    fit_loop = _Absent(
+        "trainer.progress counts epochs, steps and batches; trainer.max_epochs can be assigned."
+    )
+    validate_loop = _Absent("trainer.num_val_batches, or what trainer.validate(...) returns.")
+    test_loop = _Absent("trainer.num_test_batches, or what trainer.test(...) returns.")
+    predict_loop = _Absent("trainer.num_predict_batches, or what trainer.predict(...) returns.")
+    val_check_batch = _Absent("trainer.val_check_interval.")
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that the last stage has loaded; None without one."""
+        return self.state.ckpt_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: object) -> None:
+        raise MissingAttributeError(
+            owner="Trainer",
+            attribute="ckpt_path that can be assigned",
+            remedy=f"trainer.fit(model, ckpt_path={path!r}).",
+        )
+
+    @property
+    def scaler(self) -> Any:
+        """Torch's `GradScaler` of a precision that scales losses, once it has; otherwise None."""
+        return getattr(self.strategy.precision, "scaler", None)
 
     @property
     def validating(self) -> bool:
@@ -268,6 +319,10 @@ class TrainerProperties:
     def logger(self) -> Logger | None:
         """The first logger."""
         return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [] if logger is None else [logger]
 
     @property
     def log_dir(self) -> str:

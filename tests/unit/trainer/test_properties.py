@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from rankwise.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
-from rankwise.errors import InvalidArgumentError
+from rankwise.errors import InvalidArgumentError, MissingAttributeError
 from rankwise.loggers import CSVLogger
 from rankwise.trainer import Trainer
 from tests.unit.trainer.helpers import Line, loader, samples, trainer
@@ -210,3 +210,114 @@ def test_return_predictions(tmp_path: Path, given: bool | None, length: int) -> 
     model = Counts()
     assert len(trainer(tmp_path).predict(model, loader(), return_predictions=given)) == length
     assert len(model.seen) == 4
+
+
+# The public attributes of lightning.pytorch.Trainer of version 2.6, its methods included.
+# fmt: off
+LIGHTNINGS = [
+    "accelerator", "accumulate_grad_batches", "barebones", "callback_metrics", "callbacks",
+    "check_val_every_n_epoch", "checkpoint_callback", "checkpoint_callbacks", "ckpt_path",
+    "current_epoch", "datamodule", "default_root_dir", "device_ids", "distributed_sampler_kwargs",
+    "early_stopping_callback", "early_stopping_callbacks", "enable_autolog_hparams",
+    "enable_validation", "estimated_stepping_batches", "evaluating", "fast_dev_run", "fit", "fit_loop",
+    "global_rank", "global_step", "gradient_clip_algorithm", "gradient_clip_val", "init_module",
+    "interrupted", "is_global_zero", "is_last_batch", "lightning_module", "limit_predict_batches",
+    "limit_test_batches", "limit_train_batches", "limit_val_batches", "local_rank", "log_dir",
+    "log_every_n_steps", "logged_metrics", "logger", "loggers", "lr_scheduler_configs", "max_epochs",
+    "max_steps", "min_epochs", "min_steps", "model", "node_rank", "num_devices", "num_nodes",
+    "num_predict_batches", "num_sanity_val_batches", "num_sanity_val_steps", "num_test_batches",
+    "num_training_batches", "num_val_batches", "optimizers", "overfit_batches", "precision",
+    "precision_plugin", "predict", "predict_dataloaders", "predict_loop", "predicting", "print",
+    "profiler", "progress_bar_callback", "progress_bar_metrics", "received_sigterm",
+    "reload_dataloaders_every_n_epochs", "sanity_checking", "save_checkpoint", "scaler", "should_stop",
+    "state", "strategy", "test", "test_dataloaders", "test_loop", "testing", "train_dataloader",
+    "training", "val_check_batch", "val_check_interval", "val_dataloaders", "validate",
+    "validate_loop", "validating", "world_size",
+]
+# fmt: on
+
+
+def test_attributes_of_lightnings(tmp_path: Path) -> None:
+    """Each exists before a stage and after it, or is refused, read and assigned, with what to write."""
+    train = trainer(tmp_path)
+    absent: dict[str, MissingAttributeError] = {}
+    for _ in range(2):
+        absent = {name: error for name in LIGHTNINGS if (error := refusal(train, name)) is not None}
+        assert sorted(absent) == ["fit_loop", "predict_loop", "test_loop", "val_check_batch", "validate_loop"]
+        train.fit(Line(), loader(), loader())
+    for name, error in absent.items():
+        assert str(error).startswith(f"Trainer has no {name}.\n  Fix: trainer.")
+        with pytest.raises(MissingAttributeError, match=name):
+            setattr(train, name, 1)
+    with pytest.raises(MissingAttributeError, match=r"num_devices, or trainer\.device_ids"):
+        train.devices  # noqa: B018  reading it raises
+
+
+def refusal(train: Trainer, name: str) -> MissingAttributeError | None:
+    """Return the error with which an attribute is refused."""
+    try:
+        getattr(train, name)
+    except MissingAttributeError as error:
+        return error
+    return None
+
+
+class SeesStages(Line):
+    """Notes in its steps whether it is evaluated."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(f"train {self.trainer.evaluating} {self.trainer.enable_validation}")
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(f"validate {self.trainer.evaluating}")
+
+
+def test_values_of_the_strategy(tmp_path: Path) -> None:
+    """What belongs to the strategy can be read at the trainer."""
+    train = trainer(tmp_path)
+    assert train.accelerator == "cpu"
+    assert train.precision_plugin is train.strategy.precision
+    assert train.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+    assert train.scaler is None
+    scaled = trainer(tmp_path, precision="16-mixed")
+    scaled.fit(Line(), loader())
+    assert scaled.scaler.get_scale() > 1
+
+
+def test_evaluating(tmp_path: Path) -> None:
+    """It is true within an evaluation, also one of a fit; `enable_validation` says whether that has one."""
+    model, train = SeesStages(), trainer(tmp_path, limit_train_batches=1)
+    train.fit(model, loader(), loader(2))
+    assert model.seen == ["train False True", "train 0", "validate True"]
+    assert not train.evaluating
+
+
+def test_one_logger_is_assigned(tmp_path: Path) -> None:
+    """An assigned logger replaces all; None removes them."""
+    train, logger = trainer(tmp_path, logger=[CSVLogger(tmp_path), CSVLogger(tmp_path)]), CSVLogger(tmp_path)
+    train.logger = logger
+    assert (train.loggers, train.logger) == ([logger], logger)
+    train.logger = None
+    assert (train.loggers, train.logger) == ([], None)
+
+
+def test_a_checkpoint_is_passed_not_assigned(tmp_path: Path) -> None:
+    """An assigned path would have no effect; the error says where it is passed."""
+    train = trainer(tmp_path)
+    with pytest.raises(MissingAttributeError, match=r"trainer\.fit\(model, ckpt_path='last'\)"):
+        train.ckpt_path = "last"
+    assert train.ckpt_path is None
+
+
+def test_arguments_of_save_checkpoint(tmp_path: Path) -> None:
+    """They have Lightning's names; options for storage are refused."""
+    train = trainer(tmp_path)
+    train.fit(Line(), loader())
+    train.save_checkpoint(filepath=tmp_path / "a.ckpt", weights_only=None, storage_options=None)
+    assert "optimizer_states" in torch.load(tmp_path / "a.ckpt", weights_only=True)
+    options: Any = {"ttl": 3}
+    with pytest.raises(InvalidArgumentError, match=r"storage_options=.*CheckpointIO"):
+        train.save_checkpoint(tmp_path / "b.ckpt", storage_options=options)
