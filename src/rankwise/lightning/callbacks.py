@@ -1,53 +1,8 @@
-"""Names of `lightning.pytorch.callbacks`."""
+"""Names of `lightning.pytorch.callbacks`: those of `rankwise.callbacks`."""
 
-from rankwise.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
-    BasePredictionWriter,
-    Callback,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelSummary,
-    ProgressBar,
-    RichProgressBar,
-    RichProgressBarTheme,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
-    WeightAveraging,
-)
+from rankwise.callbacks import *  # noqa: F403  all of its names
+from rankwise.callbacks import __all__  # noqa: F401  exported
 from rankwise.lightning._modules import add_other_names, refuse_missing_names
-
-__all__ = [
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "BasePredictionWriter",
-    "Callback",
-    "DeviceStatsMonitor",
-    "EMAWeightAveraging",
-    "EarlyStopping",
-    "GradientAccumulationScheduler",
-    "LambdaCallback",
-    "LearningRateFinder",
-    "LearningRateMonitor",
-    "ModelCheckpoint",
-    "ModelSummary",
-    "ProgressBar",
-    "RichProgressBar",
-    "RichProgressBarTheme",
-    "StochasticWeightAveraging",
-    "TQDMProgressBar",
-    "ThroughputMonitor",
-    "Timer",
-    "WeightAveraging",
-]
 
 __getattr__ = refuse_missing_names(__name__)
 add_other_names(

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rankwise.errors import InvalidArgumentError, InvalidTypeError
+from rankwise.named_options import check_name
+from rankwise.profilers.advanced import AdvancedProfiler
 from rankwise.profilers.base import PassThroughProfiler, Profiler
 from rankwise.profilers.pytorch import PyTorchProfiler
 from rankwise.profilers.simple import SimpleProfiler
 
-_NAMES: Mapping[str, type[Profiler]] = {"simple": SimpleProfiler, "pytorch": PyTorchProfiler}
+_NAMES: Mapping[str, Callable[[], Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
 
 
 def create_profiler(given: Any) -> Profiler:
     """Return the profiler of a name, the given one, or for None one that measures nothing.
 
     Raises:
-        InvalidArgumentError: for another name.
+        UnknownNameError: for another name.
         InvalidTypeError: for what is neither.
     """
     if given is None:
         return PassThroughProfiler()
     if isinstance(given, Profiler):
         return given
-    if not isinstance(given, str):
-        expected = '"simple", "pytorch" or an instance of Profiler'
-        raise InvalidTypeError(argument="profiler", value=given, expected=expected)
-    if given.lower() not in _NAMES:
-        expected = (
-            '"simple", or "pytorch"; for functions of Python: python -m cProfile -s cumulative script.py'
-        )
-        raise InvalidArgumentError(argument="profiler", value=given, expected=expected)
-    kind: Any = _NAMES[given.lower()]
-    created: Profiler = kind()
-    return created
+    expected = f"an instance of Profiler, or one of {', '.join(map(repr, _NAMES))}"
+    return _NAMES[check_name("profiler", given, tuple(_NAMES), expected)]()

@@ -36,13 +36,13 @@ class SimpleProfiler(Profiler):
         self.extended = extended
         self.current_actions: dict[str, float] = {}
         self.recorded_durations: dict[str, list[float]] = defaultdict(list)
-        self._began = time.monotonic()
+        self._began, self._seconds = time.monotonic(), 0.0
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
         self.current_actions.clear()
         self.recorded_durations.clear()
-        self._began = time.monotonic()
+        self._began, self._seconds = time.monotonic(), 0.0
 
     def start(self, action_name: str) -> None:
         if action_name in self.current_actions:
@@ -57,8 +57,11 @@ class SimpleProfiler(Profiler):
             raise InvalidArgumentError(argument="action_name", value=action_name, expected=expected)
         self.recorded_durations[action_name].append(end - self.current_actions.pop(action_name))
 
+    def teardown(self, stage: str | None) -> None:
+        self._seconds = time.monotonic() - self._began
+
     def summary(self) -> str:
-        whole = max(time.monotonic() - self._began, 1e-9)
+        whole = max(self._seconds or time.monotonic() - self._began, 1e-9)
         totals = {action: sum(durations) for action, durations in self.recorded_durations.items()}
         rows = [("action", "calls", "mean (s)", "total (s)", "share")]
         for action in sorted(totals, key=lambda name: -totals[name]):

@@ -54,6 +54,7 @@ class CallerState:
     contents: dict[str, _Contents]  # of the submodules that the caller has; others are in these
     datamodule: _Attributes | None  # of the data module
     attributes: list[_Attributes]  # of the callbacks
+    profiler: _Attributes  # what rank 0, or the first rank of the caller's node, has measured
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     callbacks: list[dict[str, Any]]
@@ -74,6 +75,7 @@ class KnownToCaller:
         attributes: the attributes of its submodules, by the submodule's id.
         datamodule: the attributes of the data module, if there is one.
         of_callbacks: those of each callback.
+        profiler: those of the profiler.
     """
 
     def __init__(self, context: LoopContext) -> None:
@@ -84,6 +86,7 @@ class KnownToCaller:
         data = context.datamodule
         self.datamodule = None if data is None else AttributesBefore(data, self.named)
         self.of_callbacks = [AttributesBefore(callback, self.named) for callback in self.callbacks]
+        self.profiler = AttributesBefore(context.profiler, self.named)
 
 
 def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
@@ -123,6 +126,7 @@ def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
         contents=contents,
         datamodule=datamodule,
         attributes=attributes,
+        profiler=_Attributes(context.profiler, known.profiler),
         optimizers=_on_cpu(optimizers),
         schedulers=_on_cpu(schedulers),
         callbacks=_on_cpu([callback.state_dict() for callback in known.callbacks]),
@@ -150,6 +154,7 @@ def restore(context: LoopContext, state: CallerState) -> None:
     for callback, attributes, saved in zip(context.callbacks, state.attributes, state.callbacks, strict=True):
         attributes.give_to(callback)
         callback.load_state_dict(saved)
+    state.profiler.give_to(context.profiler)
     for logger, saved in zip(context.loggers, state.loggers, strict=True):
         logger.load_state_dict(saved)
     context.strategy.load_comm_hook_states(state.comm_hooks)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import pstats
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,14 @@ import pytest
 from typing_extensions import override
 
 from rankwise.callbacks import EarlyStopping
-from rankwise.errors import InvalidArgumentError, InvalidTypeError
-from rankwise.profilers import PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from rankwise.errors import InvalidArgumentError, InvalidTypeError, UnknownNameError
+from rankwise.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
 from rankwise.profilers.by_name import create_profiler
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -155,13 +164,76 @@ def test_a_file_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("method", ["start", "stop"])
-def test_actions_in_the_wrong_order(method: str) -> None:
+@pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler])
+def test_actions_in_the_wrong_order(kind: type[Profiler], method: str) -> None:
     """An action cannot start twice, nor stop before it has started."""
-    profiler = SimpleProfiler()
+    profiler = kind()
     if method == "start":
         profiler.start("action")
     with pytest.raises(InvalidArgumentError, match="action_name='action'"):
         getattr(profiler, method)("action")
+    profiler.teardown(None)
+
+
+def inner() -> int:
+    return sum(range(10))
+
+
+def outer(profiler: Profiler) -> int:
+    with profiler.profile("inner"):
+        return inner()
+
+
+def test_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each action has a table of the functions in it; one within another has its own."""
+    profiler = AdvancedProfiler(line_count_restriction=50)
+    profiler.setup("fit")
+    with profiler.profile("outer"):
+        outer(profiler)
+        inner()
+    profiler.teardown("fit")
+    profiler.describe()
+    tables = dict(
+        re.findall(r"Functions in (\w+):\n(.*?)(?=\n\nFunctions|\Z)", capsys.readouterr().out, re.DOTALL)
+    )
+    assert {name: calls(table, "inner") for name, table in tables.items()} == {"outer": 1, "inner": 1}
+    assert (calls(tables["outer"], "outer"), calls(tables["inner"], "outer")) == (1, 0)
+
+
+def calls(table: str, function: str) -> int:
+    """Return how often a function was called, by its row in a table of `pstats`."""
+    rows = [line for line in table.splitlines() if line.endswith(f"({function})")]
+    return int(rows[0].split()[0]) if rows else 0
+
+
+def test_functions_of_a_stage(tmp_path: Path) -> None:
+    """The table of steps has the module's; each action has a file that `pstats` reads. It can be pickled."""
+    profiler = AdvancedProfiler(tmp_path, "mine", dump_stats=True)
+    trainer(tmp_path, profiler=profiler).fit(Augments(), loader())
+    text = (tmp_path / "fit-mine-0.txt").read_text()
+    step = text.partition("Functions in augmentation:")[2].partition("Functions in")[0]
+    assert calls(step, "training_step") == 4
+    assert pstats.Stats(str(tmp_path / "fit-mine-0-augmentation.prof")).total_calls > 4  # type: ignore[attr-defined]
+    copied = pickle.loads(pickle.dumps(profiler))
+    assert (copied.summary() + "\n", copied.profiled_actions) == (text, {})
+    trainer(tmp_path, profiler=profiler).validate(Line(), loader(), verbose=False)
+    assert "augmentation" not in (tmp_path / "validate-mine-0.txt").read_text()
+
+
+@pytest.mark.parametrize("value", [1.5, -1])
+def test_how_many_functions(value: float) -> None:
+    """A fraction is at most 1.0."""
+    with pytest.raises(InvalidArgumentError, match="line_count_restriction"):
+        AdvancedProfiler(line_count_restriction=value)
+
+
+def test_the_time_of_a_stage_that_has_ended(tmp_path: Path) -> None:
+    """A summary that is asked for later has the stage's time."""
+    profiler = SimpleProfiler()
+    trainer(tmp_path, profiler=profiler).fit(Line(), loader())
+    summary = profiler.summary()
+    time.sleep(0.01)
+    assert profiler.summary() == summary
 
 
 def test_torchs_profiler(tmp_path: Path) -> None:
@@ -192,7 +264,13 @@ def test_torchs_profiler_with_few_batches(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("given", "kind"), [(None, PassThroughProfiler), ("Simple", SimpleProfiler), ("pytorch", PyTorchProfiler)]
+    ("given", "kind"),
+    [
+        (None, PassThroughProfiler),
+        ("Simple", SimpleProfiler),
+        ("advanced", AdvancedProfiler),
+        ("pytorch", PyTorchProfiler),
+    ],
 )
 def test_names(given: str | None, kind: type[Profiler]) -> None:
     """Names are those of Lightning."""
@@ -201,7 +279,7 @@ def test_names(given: str | None, kind: type[Profiler]) -> None:
 
 def test_what_is_no_profiler(tmp_path: Path) -> None:
     """Other names and types are refused, and the error says what there is."""
-    with pytest.raises(InvalidArgumentError, match=r"profiler='advanced'.*python -m cProfile"):
-        trainer(tmp_path, profiler="advanced")
+    with pytest.raises(UnknownNameError, match=r"profiler 'xla'.*\n.*\n.*'advanced', 'pytorch', 'simple'"):
+        trainer(tmp_path, profiler="xla")
     with pytest.raises(InvalidTypeError, match="profiler"):
         trainer(tmp_path, profiler=SimpleProfiler)
