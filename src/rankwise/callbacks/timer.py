@@ -35,7 +35,7 @@ class Timer(Callback):
     def __init__(self, duration: Any = None, interval: str = "step") -> None:
         if interval not in ("step", "epoch"):
             raise InvalidArgumentError(argument="interval", value=interval, expected="'step' or 'epoch'")
-        self.duration = None if duration is None else _parsed(duration)
+        self.duration = None if duration is None else parse_duration("max_time", duration)
         self.interval = interval
         self._before = 0.0
         self._started: float | None = None
@@ -84,20 +84,25 @@ class Timer(Callback):
             trainer.should_stop = True
 
 
-def _parsed(given: Any) -> timedelta:
+def parse_duration(argument: str, given: Any) -> timedelta:
+    """Return a duration; `given` is one, `"DD:HH:MM:SS"`, or a mapping of keywords of `timedelta`.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError: if it is none; both name the `argument`.
+    """
     if isinstance(given, str):
         match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", given.strip())
         if match is None:
-            raise InvalidArgumentError(argument="max_time", value=given, expected=_EXPECTED)
+            raise InvalidArgumentError(argument=argument, value=given, expected=_EXPECTED)
         days, hours, minutes, seconds = map(int, match.groups())
         return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     if isinstance(given, Mapping):
         try:
             given = timedelta(**given)
         except TypeError:
-            raise InvalidArgumentError(argument="max_time", value=given, expected=_EXPECTED) from None
+            raise InvalidArgumentError(argument=argument, value=given, expected=_EXPECTED) from None
     if not isinstance(given, timedelta):
-        raise InvalidTypeError(argument="max_time", value=given, expected=_EXPECTED)
+        raise InvalidTypeError(argument=argument, value=given, expected=_EXPECTED)
     if given < timedelta(0):
-        raise InvalidArgumentError(argument="max_time", value=given, expected="no negative duration")
+        raise InvalidArgumentError(argument=argument, value=given, expected="no negative duration")
     return given

@@ -10,7 +10,6 @@ from typing import Any
 from rankwise.errors import MissingNameError
 
 _NO_LIGHTNING_CLI = "build the Trainer in code; jsonargparse's CLI, Hydra and argparse can call it."
-_FINDER = "give the value yourself; rankwise does not search for it."
 _MODEL_SHARDING = 'Trainer(strategy="ddp"): models that are split over devices are out of scope.'
 _DEVICES = 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="cpu") or "cuda".'
 _NOT_PUBLIC = "use the hooks of the module, its callbacks and the strategy, which are public."
@@ -27,7 +26,9 @@ _MISSING_MODULES: Mapping[str, str] = {
 _MISSING_NAMES: Mapping[str, str] = {
     **_MISSING_MODULES,
     "LightningCLI": _NO_LIGHTNING_CLI,
-    "BatchSizeFinder": _FINDER,
+    "BatchSizeFinder": (
+        "from rankwise.lightning.tuner import Tuner; Tuner(trainer).scale_batch_size(model) before fit."
+    ),
     **dict.fromkeys(("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"), _MODEL_SHARDING),
     **dict.fromkeys(("FSDPPrecision", "DeepSpeedPrecision"), _MODEL_SHARDING),
     **dict.fromkeys(("XLAPrecision", "XLAEnvironment", "XLACheckpointIO", "XLAProfiler"), _DEVICES),
@@ -44,7 +45,7 @@ _MISSING_NAMES: Mapping[str, str] = {
     "RichModelSummary": "ModelSummary.",
     "MisconfigurationException": "rankwise.errors.ConfigurationError.",
     "SIGTERMException": "except SystemExit.",
-    "AdvancedProfiler": "cProfile around trainer.fit(), or SimpleProfiler.",
+    "RunningStage": "trainer.training, validating, sanity_checking, testing and predicting.",
     "measure_flops": "torch.utils.flop_counter.FlopCounterMode.",
     "GradClipAlgorithmType": 'the strings "norm" and "value".',
     "LightningEnum": "enum.Enum.",

@@ -168,8 +168,6 @@ def test_tuner(tmp_path: Path) -> None:
     assert (module.lr, len(curve.results["lr"] if curve else [])) == (0.1, 20)
     with pytest.raises(ConfigurationError, match="for fit"):
         Tuner(trainer(tmp_path)).lr_find(module, method="validate")
-    with pytest.raises(ConfigurationError, match="does not search for a batch size"):
-        Tuner(trainer(tmp_path)).scale_batch_size(module)
 
 
 def test_a_trial_run(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_importing_is_cheap() -> None:
         ("from rankwise.lightning.cli import LightningCLI", "build the Trainer in code"),
         ("from rankwise.lightning import cli", "build the Trainer in code"),
         ("from rankwise.lightning.strategies import FSDPStrategy", "out of scope"),
-        ("from rankwise.lightning.callbacks import BatchSizeFinder", "does not search"),
+        ("from rankwise.lightning.callbacks import BatchSizeFinder", "scale_batch_size"),
         ("from rankwise.lightning.pytorch.demos.boring_classes import BoringModel", "in your script"),
         ("import rankwise.lightning as pl; pl.Unheard", "docs/from_lightning.md"),
         ("from rankwise.lightning.utilities.rank_zero import unheard", "docs/from_lightning.md"),
@@ -81,6 +81,15 @@ def test_missing_names(statement: str, remedy: str) -> None:
     """A name that does not exist here is an error of its own, with what to do, in every form of import."""
     with pytest.raises(MissingNameError, match=remedy):
         exec(statement)
+
+
+def test_states() -> None:
+    """Lightning's names of a trainer's states are equal to their values here."""
+    states = importlib.import_module(f"{PACKAGE}.pytorch.trainer.states")
+    state = rankwise.Trainer(accelerator="cpu", devices=1, logger=False).state
+    assert state.status == states.TrainerStatus.INITIALIZING
+    state.fn = "fit"
+    assert state.fn == states.TrainerFn.FITTING != states.TrainerFn.TESTING
 
 
 def test_special_names_are_not_refused() -> None:
