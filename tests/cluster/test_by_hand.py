@@ -87,10 +87,36 @@ if __name__ == "__main__":
 """
 
 
+PREPARING = """
+import sys
+from rankwise import DataModule
+from rankwise.strategies import DDPStrategy
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+class Data(DataModule):
+    def prepare_data(self):
+        sys.stdout.write(f"per_node={self.prepare_data_per_node} on {self.trainer.global_rank}\\n")
+        sys.stdout.flush()
+
+    def train_dataloader(self):
+        return loader(16, 2)
+
+for per_node in (True, False):
+    data = Data()
+    data.prepare_data_per_node = per_node
+    strategy = DDPStrategy(start_method="fork", accelerator="cpu", devices=2, num_nodes=2)
+    quiet_trainer(strategy, "auto", num_nodes="auto", max_epochs=1).fit(Regression(), datamodule=data)
+"""
+
+
 def start(
-    hosts: TwoHosts, run_script: ScriptRunner, *arguments: str, more: Mapping[str, str | None] | None = None
+    hosts: TwoHosts,
+    run_script: ScriptRunner,
+    *arguments: str,
+    more: Mapping[str, str | None] | None = None,
+    script: str = SCRIPT,
 ) -> list[RunningScript]:
-    command = [sys.executable, run_script.write(SCRIPT), *arguments]
+    command = [sys.executable, run_script.write(script), *arguments]
     return [
         run_script.start_command(
             hosts.command(name, [str(word) for word in command]),
@@ -109,6 +135,14 @@ def test_each_node_starts_its_own(hosts: TwoHosts, run_script: ScriptRunner, met
         for rank in (2 * node, 2 * node + 1):
             place = f"global_rank {rank} of 4, local_rank {rank % 2} of 2, node {node} of 2"
             assert result.stdout.count(f"{place}) {hosts.interface} [6.0") == 2, results
+
+
+def test_where_data_are_prepared(hosts: TwoHosts, run_script: ScriptRunner) -> None:
+    """By the first rank of each node; without `prepare_data_per_node` by global rank 0 alone."""
+    results = [each.finish(timeout=110) for each in start(hosts, run_script, script=PREPARING)]
+    assert [result.returncode for result in results] == [0, 0], results
+    said = [[line for line in result.stdout.splitlines() if "per_node" in line] for result in results]
+    assert said == [["per_node=True on 0", "per_node=False on 0"], ["per_node=True on 2"]], results
 
 
 def test_a_host_that_is_loopback_to_itself(hosts: TwoHosts, run_script: ScriptRunner) -> None:

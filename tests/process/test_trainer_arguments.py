@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from rankwise.callbacks import Callback
 from rankwise.profilers import SimpleProfiler
+from rankwise.trainer.loops import fit
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
@@ -84,9 +87,27 @@ def test_inference_mode(is_on: bool) -> None:
 
 
 def test_each_rank_has_a_profile(tmp_path: Path) -> None:
-    """Each rank measures its own batches, and writes a file."""
-    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, profiler=SimpleProfiler(tmp_path, "mine"))
+    """Each rank measures its own batches, and writes a file; the caller gets what rank 0 has measured."""
+    profiler = SimpleProfiler(tmp_path, "mine")
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, profiler=profiler)
     trainer.fit(Draws(), loader(16, 4))
+    assert profiler.summary() == (tmp_path / "fit-mine-0.txt").read_text().strip()
+    assert len(profiler.recorded_durations["training_step"]) == 2
     for rank in range(2):
         rows = (tmp_path / f"fit-mine-{rank}.txt").read_text().splitlines()
         assert [row.split()[1] for row in rows if row.startswith(("backward", "training_step"))] == ["2", "2"]
+
+
+class SeesValidation(Draws):
+    """Rank 1's clock stands still."""
+
+    def on_train_start(self) -> None:
+        if self.trainer.global_rank == 1:
+            vars(fit)["time"] = SimpleNamespace(monotonic=float)  # of this process alone
+
+
+def test_validation_after_a_time() -> None:
+    """Rank 0's clock decides for all ranks."""
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, val_check_interval=timedelta(microseconds=1))
+    trainer.fit(SeesValidation(), loader(16, 4), loader(8, 4))
+    assert "val_loss" in trainer.callback_metrics

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any, ParamSpec, final
 
@@ -20,6 +21,7 @@ from rankwise.callbacks import (
     Timer,
     TQDMProgressBar,
 )
+from rankwise.callbacks.timer import parse_duration
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.loggers import CSVLogger, Logger
 from rankwise.named_options import check_is_a
@@ -70,6 +72,11 @@ def _check_limit(name: str, value: Any, *, is_zero_allowed: bool = True) -> None
         raise InvalidArgumentError(argument=name, value=value, expected=expected)
 
 
+def _check_interval(name: str, value: Any) -> None:
+    if not isinstance(value, timedelta):
+        _check_limit(name, value, is_zero_allowed=False)
+
+
 def _check_flag(name: str, value: Any) -> None:
     check_choice(name, value, (True, False))
 
@@ -103,7 +110,7 @@ class TrainerOptions:
     limit_val_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
     limit_test_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
     limit_predict_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
-    val_check_interval: _Limit = field(metadata=_by(_check_limit, is_zero_allowed=False, default=1.0))
+    val_check_interval: _Limit | timedelta = field(metadata=_by(_check_interval, default=1.0))
     check_val_every_n_epoch: int | None = field(metadata=_by(_check_number, minimum=1, is_optional=True))
     overfit_batches: _Limit = field(metadata=_by(_check_limit))
     num_sanity_val_steps: int = field(metadata=_by(_check_number, minimum=0, is_endless=True, default=2))
@@ -173,6 +180,8 @@ class TrainerOptions:
 
     def __setattr__(self, name: str, value: Any) -> None:
         metadata = self.__dataclass_fields__[name].metadata
+        if name == "val_check_interval" and isinstance(value, (str, Mapping, timedelta)):
+            value = parse_duration(name, value)
         if metadata:
             value = metadata["default"] if value is None else value
             if value is not None or not metadata["is_optional"]:
@@ -323,7 +332,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "terminate_on_nan": 'Trainer(on_nonfinite="raise").',
     "gradient_accumulation_steps": "Trainer(accumulate_grad_batches={value!r}).",
     "auto_lr_find": "callbacks=[LearningRateFinder()]",
-    "auto_scale_batch_size": "leave it out: rankwise does not look for a batch size.",
+    "auto_scale_batch_size": "rankwise.lightning.tuner: Tuner(trainer).scale_batch_size(model).",
     "track_grad_norm": "log it in on_before_optimizer_step of the module.",
     "stochastic_weight_avg": "Trainer(callbacks=[StochasticWeightAveraging(swa_lrs=...)]).",
     "ddp_sync_strategy": "Trainer(strategy=DDPStrategy(sync_mode=...)).",

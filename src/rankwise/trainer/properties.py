@@ -53,10 +53,11 @@ def _argument_only() -> Any:
 
 
 @final
-class _Absent:
+class _Absent(property):
     """An attribute of Lightning's Trainer: to read and to assign it raise MissingAttributeError."""
 
     def __init__(self, remedy: str) -> None:
+        super().__init__()
         self._remedy = remedy
 
     def __set_name__(self, owner: type, name: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks import Callback, EarlyStopping, LearningRateFinder, ModelCheckpoint
-from rankwise.errors import LifecycleError
+from rankwise.errors import InvalidArgumentError, LifecycleError
 from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.plugins import agreed_placement, collect_plugins, collect_strategy
@@ -67,7 +67,8 @@ class Trainer(TrainerProperties):
             which are the first of the data: without shuffling. 0.0 for all.
         fast_dev_run: run that many batches (True: one) of each loader once, save and log nothing.
         val_check_interval: validate after that many batches (int), at most the epoch's, or that fraction of
-            an epoch (float), where their accumulation window ends.
+            an epoch (float), where their accumulation window ends. A time (a `timedelta`, `"DD:HH:MM:SS"` or
+            `{"minutes": 10}`) counts from the last validation, by rank 0's clock, and over epochs.
         check_val_every_n_epoch: validate only in every n-th epoch. With None, `val_check_interval` (int)
             counts the batches of all epochs.
         num_sanity_val_steps: how many batches of each validation loader run before training, to find errors
@@ -98,8 +99,8 @@ class Trainer(TrainerProperties):
         enable_progress_bar: whether there is a progress bar; None for one if tqdm is installed.
         enable_model_summary: whether to add a `ModelSummary` if `callbacks` has none; None means True.
         enable_autolog_hparams: whether loggers get the module's hyperparameters when `fit` starts.
-        profiler: `"simple"` for the time that each part of a stage takes, `"pytorch"` for operators of some
-            batches, or a `Profiler`; printed at the end of each stage.
+        profiler: `"simple"` for the time that each part of a stage takes, `"advanced"` for functions of
+            Python, `"pytorch"` for operators of some batches, or a `Profiler`; printed at the end of a stage.
         model_registry: only None is accepted.
         barebones: whether nothing is logged, saved or shown, to measure the training loop; `self.log` has no
             effect then.
@@ -111,7 +112,7 @@ class Trainer(TrainerProperties):
         strategy: the strategy, bound: the given one, or a copy of it if the trainer has a precision, a
             checkpoint IO or `sync_batchnorm` for it, or if the given one is bound already.
         profiler: the profiler, or one that measures nothing. In a module,
-            `with self.trainer.profiler.profile("x"):` measures a block. Other processes have copies.
+            `with self.trainer.profiler.profile("x"):` measures a block. It has what rank 0 measured.
         callbacks: all callbacks, those that save checkpoints last. A list that is assigned within a stage
             counts from the next hook on, in the processes of the stage.
         loggers: all loggers; a list that is assigned within a stage counts likewise.
@@ -159,7 +160,7 @@ class Trainer(TrainerProperties):
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
         fast_dev_run: bool | int = False,
-        val_check_interval: int | float | None = None,
+        val_check_interval: Any = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = 0,
         accumulate_grad_batches: int = 1,
@@ -363,8 +364,15 @@ class Trainer(TrainerProperties):
         )
         return predictions
 
-    def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:
+    def save_checkpoint(
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool | None = None,
+        storage_options: Any = None,
+    ) -> None:
         """Write a checkpoint of the module of the last fit; with `weights_only`, none to continue it from.
+
+        Of `storage_options` only None is accepted: a `CheckpointIO` of your own has its options.
 
         Collective: within a stage, every rank must call this.
 
@@ -372,6 +380,9 @@ class Trainer(TrainerProperties):
             LifecycleError: when there was no fit.
             CheckpointError: when it cannot be written.
         """
+        if storage_options is not None:
+            expected = "None: Trainer(plugins=[a CheckpointIO with options of its own])"
+            raise InvalidArgumentError(argument="storage_options", value=storage_options, expected=expected)
         if self._fitted_module is None:
             raise LifecycleError(
                 call="save_checkpoint()",
@@ -379,7 +390,7 @@ class Trainer(TrainerProperties):
                 needed="a fit",
                 remedy="call trainer.fit(model, ...) first.",
             )
-        save_checkpoint(self.context(self._fitted_module), path, weights_only=weights_only)
+        save_checkpoint(self.context(self._fitted_module), filepath, weights_only=bool(weights_only))
 
     def _evaluate(self, stage: Stage, model: Any, verbose: bool) -> list[dict[str, float]]:
         metrics: list[dict[str, float]] = self._launch(stage, model)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, overload
 
 import pytest
@@ -18,6 +20,7 @@ from rankwise.callbacks import Callback, ModelCheckpoint, ModelSummary
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 from rankwise.loggers import CSVLogger, Logger
 from rankwise.trainer import Trainer
+from rankwise.trainer.loops import fit
 from tests.unit.trainer.helpers import Line, loader, samples, trainer
 
 # The parameters of lightning.pytorch.Trainer.__init__ of version 2.6, and their defaults.
@@ -352,3 +355,40 @@ def test_no_samples_are_missing() -> None:
     """The helper's numbers of samples are those that `SeesSamples` notes."""
     data = samples()
     assert [round(float(data[number][0][0]) * 8) for number in range(8)] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"val_check_interval": timedelta(0)}, ["t0", "V", "t1", "V", "t2", "V", "t3", "V"] * 2),
+        ({"val_check_interval": {"hours": 2}}, ["t0", "t1", "t2", "t3"] * 2),
+        (
+            {"val_check_interval": "00:00:00:00", "accumulate_grad_batches": 3, "check_val_every_n_epoch": 2},
+            ["t0", "t1", "t2", "t3", "t0", "t1", "t2", "V", "t3", "V"],
+        ),
+    ],
+)
+def test_validation_after_a_time(tmp_path: Path, options: dict[str, Any], expected: list[str]) -> None:
+    """It comes where a window ends and the time has passed, in the epochs that are validated at all."""
+    model = Line()
+    trainer(tmp_path, max_epochs=2, **options).fit(model, loader(), loader(count=2))
+    assert [f"t{name[-1]}" if name.startswith("train") else "V" for name in model.seen] == expected
+
+
+def test_the_time_counts_from_the_last_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of an epoch does not matter. Here a second passes in each training step, and only there."""
+    model = Line()
+    clock = SimpleNamespace(monotonic=lambda: sum(name.startswith("train") for name in model.seen))
+    monkeypatch.setattr(fit, "time", clock)
+    interval = timedelta(seconds=3)
+    train = trainer(tmp_path, max_epochs=3, val_check_interval=interval, check_val_every_n_epoch=None)
+    train.fit(model, loader(), loader(count=2))
+    assert "".join("V" if name.startswith("validate") else "t" for name in model.seen) == "tttV" * 4
+    assert train.val_check_interval == interval
+
+
+@pytest.mark.parametrize("value", ["ten minutes", {"minute": 1}, timedelta(seconds=-1)])
+def test_a_time_that_is_none(tmp_path: Path, value: Any) -> None:
+    """The error names the argument."""
+    with pytest.raises(InvalidArgumentError, match="val_check_interval"):
+        trainer(tmp_path, val_check_interval=value)

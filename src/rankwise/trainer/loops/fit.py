@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -69,6 +71,7 @@ class FitLoop:
         self._stopping = Stopping(context)
         self._reload = reload or {}
         self._has_begun = False
+        self._validated_at = 0.0  # time.monotonic(); at first when training began
         self._transfer = BatchTransfer(context)
         self._skipping = _Skipping(context)
         context.profiler.instrument(self, _run_epoch="run_training_epoch", _run_batch="run_training_batch")
@@ -81,6 +84,7 @@ class FitLoop:
             self._results = self._rank_state.results()
         self._stage.epoch_results = self._results
         with self._stage.in_phase("train", self._results), self._stopping:
+            self._validated_at = time.monotonic()
             _warn_of_evaluation_mode(context)
             self._hooks.call("on_train_start")
             context.warn_if_done()
@@ -239,10 +243,17 @@ class FitLoop:
         every = settings.check_val_every_n_epoch
         if self._validation is None or (every is not None and (progress.current_epoch + 1) % every):
             return False
-        interval = self._validation_interval()
+        if isinstance(settings.val_check_interval, timedelta):
+            return self._has_passed(settings.val_check_interval)
+        interval = self._validation_interval(settings.val_check_interval)
         before = 0 if every is not None else progress.total_batches - progress.batches_done
         first = before + batch_idx - batch_idx % settings.accumulate_grad_batches
         return is_last if math.isinf(interval) else (before + batch_idx + 1) // interval > first // interval
+
+    def _has_passed(self, interval: timedelta) -> bool:
+        """Return whether `interval` has passed on rank 0 since the last validation. Collective."""
+        elapsed = time.monotonic() - self._validated_at
+        return self._strategy.broadcast(elapsed >= interval.total_seconds())
 
     def _validate_if_due(self) -> None:
         if self._validation is not None and self._stage.is_validation_due:
@@ -267,10 +278,10 @@ class FitLoop:
         except EvaluationStopped:
             self._stopping.stop()
         self._stage.before_validation = None
+        self._validated_at = time.monotonic()
 
-    def _validation_interval(self) -> float:
+    def _validation_interval(self, interval: float) -> float:
         """Return the number of batches between validations; `inf` for one at the end of the epoch."""
-        interval = self._settings.val_check_interval
         if isinstance(interval, int):
             return interval
         if interval == 1.0 or math.isinf(self._schedule.num_batches):
@@ -302,8 +313,10 @@ class _Skipping:
         return self._counter.count(self._number, is_for=is_for) > 0
 
 
-def _check_interval(interval: float, num_batches: float) -> None:
-    """Raise ConfigurationError unless an epoch's first validation falls due."""
+def _check_interval(interval: float | timedelta, num_batches: float) -> None:
+    """Raise ConfigurationError unless an epoch's first validation falls due; for a time it may not."""
+    if isinstance(interval, timedelta):
+        return
     if isinstance(interval, int):
         is_possible, instead = interval <= num_batches, "fewer batches"
     else:
