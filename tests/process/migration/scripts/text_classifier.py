@@ -1,6 +1,8 @@
 """Text classification with a recurrent network: packed batches of a collate function, and early stopping."""
 
-import keyword
+import argparse
+import re
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-WORDS = [word for word in (*keyword.kwlist, *dir(__builtins__), *dir(torch)) if word.islower()][:256]
+WORDS = sorted(set(re.findall("[a-z_]{3,}", Path(argparse.__file__).read_text())))[:256]
 
 
 def collate(items):
