@@ -228,6 +228,38 @@ def test_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
     assert train.ckpt_path is None
 
 
+class Counts(Callback):
+    """Counts the batches of training, also over several runs."""
+
+    count = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_callbacks_in_an_evaluation(tmp_path: Path, stage: str) -> None:
+    """They get their state, as in Lightning; those that count the run keep theirs. No warning."""
+    counts, saving, path = Counts(), ModelCheckpoint(tmp_path / "kept", monitor="loss"), tmp_path / "1.ckpt"
+    first = LambdaCallback(
+        on_train_epoch_end=lambda runs, _: runs.current_epoch or runs.save_checkpoint(path)
+    )
+    callbacks: list[Callback] = [first, counts, saving]
+    train = trainer(tmp_path, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
+    train.fit(Line(), loader())
+    best = saving.best_model_path
+    assert counts.count == 8
+    getattr(train, stage)(Line(), loader(), ckpt_path=path)
+    assert (counts.count, saving.best_model_path) == (4, best)
+    getattr(trainer(tmp_path), stage)(Line(), loader(), ckpt_path=path)
+
+
 def test_hooks_see_the_checkpoint(tmp_path: Path) -> None:
     """A module may add to a checkpoint, and read its part of it."""
 

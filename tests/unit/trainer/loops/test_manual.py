@@ -161,12 +161,14 @@ def test_toggling_with_master_weights(tmp_path: Path) -> None:
     class Toggling(Duel):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             first, _ = self.optimizers()
-            with first.toggled():
-                seen.append([parameter.requires_grad for parameter in self.parameters()])
+            for toggled in (first.toggled(), self.toggled_optimizer(first)):
+                with toggled:
+                    seen.append([parameter.requires_grad for parameter in self.parameters()])
+            seen.append([parameter.requires_grad for parameter in self.parameters()])
             first.step()
 
     trainer(tmp_path, max_steps=1, plugins=[MasterWeightsPrecision("bf16-master")]).fit(Toggling(), loader())
-    assert seen == [[True, True, False, False]]
+    assert seen == [*[[True, True, False, False]] * 2, [True, True, True, True]]
 
 
 def test_backward_options(tmp_path: Path) -> None:
