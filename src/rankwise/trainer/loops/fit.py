@@ -200,8 +200,10 @@ class FitLoop:
         if self._skipping.agree(self._hooks.call("on_train_batch_start", batch, batch_idx)):
             self._skip_rest()
             return False
-        returned = self._optimization.run_batch(batch, batch_idx, is_window_end)
-        outputs = training_outputs(returned, self._settings.accumulate_grad_batches)
+        outputs = training_outputs(
+            self._optimization.run_batch(batch, batch_idx, is_window_end),
+            self._settings.accumulate_grad_batches,
+        )
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
             _step_schedulers(self._context, "step", needs_metric=False)
