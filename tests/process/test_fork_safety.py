@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -64,6 +65,24 @@ def test_forking_after_parallel_work_trains(start_method: str, run_script: Scrip
     result = run_script(HEAVY, start_method, env={"OMP_NUM_THREADS": "2"}, timeout=90)
     assert result.returncode == 0, result
     assert result.stdout.splitlines() == ["threads 2", "threads 2", "2"]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["as_usual", "by_the_program"])
+def test_a_forks_collections_leave_out_what_it_inherits(is_frozen: bool) -> None:
+    """They would copy its memory. The caller's objects stay frozen only if the program froze them."""
+    if is_frozen:
+        gc.freeze()
+    try:
+        strategy = ddp("fork")
+        strategy.launch(note_frozen)
+        assert min(strategy.results.values()) > 10_000
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        gc.unfreeze()
+
+
+def note_frozen(strategy: Strategy) -> int:
+    return gc.get_freeze_count()
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker, util
@@ -39,7 +39,7 @@ from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
 from rankwise.processes.command_line import count_launch
 from rankwise.processes.exit_codes import end_pools, exit_now
-from rankwise.processes.fork_safety import import_dynamo, pause_openmp
+from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp
 from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack, pack_or_explain, unpack
 from rankwise.processes.started_process import MultiprocessingProcess
 from rankwise.ranks import RankInfo
@@ -104,7 +104,8 @@ class MultiprocessLauncher(Launcher):
                 group = WorkerGroup(self.local_ranks, self.options, number)
                 cleanup.callback(group.close)
                 group.open_rendezvous(rendezvous)
-                group.start(self.local_ranks, _starter(self.start_method, job))
+                with objects_frozen() if self.start_method == "fork" else nullcontext():
+                    group.start(self.local_ranks, _starter(self.start_method, job))
                 group.supervisor.start()
             group.supervisor.begin_job(until_exit=True)
             _end_jobs_at_exit()

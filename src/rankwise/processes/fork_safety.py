@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -26,6 +29,22 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextmanager
+def objects_frozen() -> Iterator[None]:
+    """Leave what exists out of garbage collections in the block, and in what is forked there.
+
+    A collection writes to each object that it looks at: a fork would copy what it inherits.
+    """
+    is_ours = gc.get_freeze_count() == 0  # a program may have frozen its objects itself
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
 
 
 _PAUSE_SOFT = 1  # omp_pause_soft, OpenMP 5.0 section 3.6.1
