@@ -246,6 +246,37 @@ def test_what_env_needs_is_a_job_on_one_node(run_script: ScriptRunner) -> None:
     assert [result.stdout for result in results] == ["0 2 4\n", "1 2 4\n"], results
 
 
+IN_OWN_GROUP = """
+    import sys
+    import torch
+    from torch.utils.data import DataLoader
+    from tests.process.training_tasks import Regression, dataset
+    from rankwise import Trainer
+
+    def fit():
+        options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        trainer = Trainer(strategy="ddp", accelerator="cpu", max_epochs=1, **options)
+        trainer.fit(Regression(), DataLoader(dataset(8), batch_size=1))
+        return trainer.global_step, trainer.world_size
+
+    torch.distributed.init_process_group("gloo")  # by env://, so rank 0 listens at MASTER_PORT
+    steps = [fit(), fit()]
+    assert torch.distributed.is_initialized()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    torch.distributed.destroy_process_group()
+    steps.append(fit())
+    sys.stdout.write(f"{steps} {total.item()} {torch.distributed.is_initialized()}\\n")
+"""
+
+
+def test_a_trainer_in_a_process_group_by_env(run_script: ScriptRunner) -> None:
+    """It uses the user's group and its store, leaves the group, and trains when that is gone, too."""
+    results = _by_hand(run_script, with_tests(), IN_OWN_GROUP)
+    assert [result.returncode for result in results] == [0, 0], results
+    assert [result.stdout for result in results] == ["[(4, 2), (4, 2), (4, 2)] 2.0 False\n"] * 2, results
+
+
 def test_local_ranks_without_ranks_are_refused(run_script: ScriptRunner) -> None:
     """`LOCAL_RANK` and `MASTER_*` without `RANK` were two whole jobs: an error, in every process."""
     for result in _by_hand(run_script, with_tests({"WORLD_SIZE": None}), FIT, ranks=("LOCAL_RANK",)):

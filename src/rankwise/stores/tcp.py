@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ def host_store(
 ) -> tuple[dist.Store, tuple[str, int]]:
     """Host a TCP store, by default on loopback at a port that the kernel chooses; return it and its address.
 
-    It listens until it is deleted.
+    It listens until it is deleted. Where this process listens there already for a process group that the user
+    has created by `env://`, the store is that one.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -56,6 +58,8 @@ def host_store(
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRINUSE and (own := _hosted_by_torch(address, timeout)) is not None:
+            return own, address
         raise ProcessGroupError(
             f"The store of the job cannot listen at {address[0]}:{address[1]} on {socket.gethostname()!r}: "
             f"{error.strerror or error}.",
@@ -66,6 +70,19 @@ def host_store(
         host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return store, (host, port)
+
+
+def _hosted_by_torch(address: tuple[str, int], timeout: timedelta) -> dist.Store | None:
+    """Return the store of a process group that exists, if torch hosts it in this process at this port.
+
+    It listens as long as it has a client in this process, so it may outlive the group.
+    """
+    if not dist.is_initialized():
+        return None
+    try:
+        return dist.TCPStore(*address, None, True, timeout, wait_for_workers=False, multi_tenant=True)
+    except dist.DistNetworkError:  # another process listens there
+        return None
 
 
 def hosted_store(timeout: timedelta, address: tuple[str, int]) -> dist.Store:
