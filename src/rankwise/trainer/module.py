@@ -62,8 +62,8 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
 
     Attributes:
         automatic_optimization: whether the Trainer runs backward and steps the optimizer.
-        example_input_array: an example of the input of `forward`, if you set it; nothing here uses it, but a
-            callback or logger of yours may.
+        example_input_array: an example of the input of `forward`, if you set it, for
+            `TensorBoardLogger(log_graph=True)`.
         strict_loading: whether it is an error, not a warning, if the names of a checkpoint's weights differ
             from the module's.
         global_rank, local_rank: this process's ids in the whole job and on its node; 0 without a trainer.
