@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -77,6 +78,7 @@ class Notes(Callback):
     def __init__(self, folder: str, stops_at: int | None) -> None:
         self.folder = Path(folder)
         self.stops_at = stops_at
+        self.noted = -1
 
     @override
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -88,7 +90,8 @@ class Notes(Callback):
 
     @override
     def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
-        if isinstance(error, SystemExit):
+        is_stop = isinstance(error, (SystemExit, KeyboardInterrupt))
+        if is_stop and trainer.strategy.is_in_job:  # not in a caller that is no rank
             self.note(trainer, module)
 
     @override
@@ -97,6 +100,7 @@ class Notes(Callback):
 
     def note(self, trainer: Any, module: Any) -> None:
         """Write down the step and a few weights."""
+        self.noted = trainer.global_step
         facts = {"step": trainer.global_step, "bias": module.net[0].bias.tolist()}
         (self.folder / f"end{trainer.global_rank}").write_text(json.dumps(facts))
 
@@ -120,6 +124,30 @@ def train(strategy: str, folder: str, options: str = "") -> None:
     if options == "should_stop":
         module.hangs_at = 5
         trainer_of(strategy, folder, Notes(folder, None)).fit(module, loader)
+
+
+def keep_after_signal(strategy: str, folder: str, options: str = "") -> None:
+    """Train until a signal comes; print the state of the caller then, and train on where that is possible."""
+    notes = Notes(folder, None)
+    trainer = trainer_of(strategy, folder, notes)
+    module: Any = Slow()
+    loader: DataLoader[Any] = DataLoader(
+        dataset(100_000),
+        batch_size=4,
+        num_workers=1 if options else 0,
+        multiprocessing_context=options or None,
+    )
+    try:
+        trainer.fit(module, loader)
+    except (KeyboardInterrupt, SystemExit):
+        step, bias = trainer.global_step, module.net[0].bias.tolist()
+        facts = [trainer.interrupted, trainer.received_sigterm, notes.noted]
+        sys.stdout.write(f"kept {json.dumps([step, bias, *facts])}\n")
+        if strategy != "ddp":  # whose other processes have ended
+            trainer.callbacks, trainer.max_steps = [], step + 2
+            trainer.fit(module, loader)
+            sys.stdout.write(f"continued to {trainer.global_step - step}\n")
+        raise
 
 
 def trainer_of(strategy: str, folder: str, notes: Notes, **arguments: Any) -> Trainer:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from rankwise.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
+    Callback,
     EarlyStopping,
     EMAWeightAveraging,
     LearningRateFinder,
@@ -24,7 +25,7 @@ from rankwise.callbacks import (
     StochasticWeightAveraging,
     ThroughputMonitor,
 )
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, WorkerRaisedError
 from rankwise.lightning.tuner import Tuner
 from rankwise.loggers import CSVLogger
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
@@ -240,3 +241,32 @@ def test_the_throughput_of_all_ranks(tmp_path: Path) -> None:
     assert float(rows[1]["train/samples_per_sec"]) == pytest.approx(
         2 * float(rows[1]["train/device/samples_per_sec"])
     )
+
+
+class Exceptions(Callback):
+    """Notes what it gets, and what the Trainer says."""
+
+    def __init__(self) -> None:
+        self.seen: list[BaseException] = []
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        assert trainer.interrupted
+        self.seen.append(exception)
+
+
+class FailsOnRankOne(Regression):
+    """Raises on one rank."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 1:
+            raise ValueError("only here")
+        return super().training_step(batch, batch_idx)
+
+
+def test_exceptions_reach_the_caller() -> None:
+    """The caller's callbacks get what `fit` raises, once."""
+    callback = Exceptions()
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, callbacks=callback)
+    with pytest.raises(WorkerRaisedError, match="only here") as caught:
+        trainer.fit(FailsOnRankOne(), loader(16, 4))
+    assert callback.seen == [caught.value]

@@ -7,15 +7,17 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
+from rankwise.data.batches import SizedBatches
 from rankwise.strategies import Strategy
 from tests.helpers import processes
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import with_tests
+from tests.process.helpers import ddp, with_tests
 
 STUCK = """
     import os, signal, sys, time
@@ -144,3 +146,28 @@ def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(
     running.wait_for("killed", timeout=90)
     assert not alive_after(10.0, folder)
     assert running.finish(timeout=60).returncode == 0
+
+
+class Blocked(Dataset[bool]):
+    """Whether the process that loads blocks SIGINT."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> bool:
+        return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def blocked_while_loading(strategy: Strategy, method: str) -> list[bool]:
+    """Return whether SIGINT is blocked where batches are loaded, without a worker and with one."""
+    batches: list[Any] = []
+    for workers in (0, 1):
+        context = method if workers else None
+        batches += SizedBatches(DataLoader(Blocked(), num_workers=workers, multiprocessing_context=context))
+    return [bool(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+def test_ctrl_c_does_not_end_a_worker(method: str) -> None:
+    """A terminal sends SIGINT to the workers too, whose batches the rank needs until it stops."""
+    assert ddp("fork").launch(blocked_while_loading, method) == [False, True]

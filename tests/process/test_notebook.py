@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rankwise.processes.signals import INTERRUPT_NOTICE
 from tests.helpers.needs import need_package
 from tests.helpers.processes import wait_until_gone
 
@@ -64,6 +65,30 @@ def fail(strategy):
     strategy.barrier()
 
 strategy().launch(fail)
+"""
+
+SLOW = """
+class Slow(Line):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.current_epoch == 0:
+            print("in a step", flush=True)
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+trainer = Trainer(strategy="ddp_notebook", accelerator="cpu", devices=2, max_epochs=1000, logger=False,
+                  enable_checkpointing=False)
+module = Slow()
+trainer.fit(module, data)
+"""
+
+AFTERWARDS = """
+saved = torch.load("last.ckpt", weights_only=True)
+step = trainer.global_step
+print(trainer.interrupted, saved["global_step"] == step > 0)
+print(torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight))
+trainer.max_steps = step + 3
+trainer.fit(module, data)
+print("then", trainer.global_step - step, trainer.state.status)
 """
 
 HANG = """
@@ -148,6 +173,13 @@ def test_notebook(kernel: Kernel) -> None:
     assert "WorkerRaisedError: Worker global_rank=1" in raised
     assert "raised ValueError: from the cell" in raised
     assert "steps 2 changed True" in kernel.run("train()")
+    trained = kernel.interrupt_when(SLOW, "in a step", 2)
+    assert "KeyboardInterrupt" in trained
+    assert INTERRUPT_NOTICE in trained
+    assert "Epoch 0: " in trained  # the progress bar of rank 0, which is another process
+    afterwards = kernel.run(AFTERWARDS)
+    assert "True True\nTrue\n" in afterwards
+    assert "then 3 finished" in afterwards
     assert "KeyboardInterrupt" in kernel.interrupt_when(HANG, "hanging", 2)
     assert wait_until_gone(kernel.process.children, timeout_s=10) == []
     assert "steps 2 changed True" in kernel.run("train()")

@@ -231,8 +231,9 @@ class ModelCheckpoint(MonitoringCallback):
 
     def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
         """Save if that was asked for; what the metric has chosen stays as it is."""
-        is_stop = isinstance(exception, StoppedBySignal)  # which has saved
-        if not (self.save_on_exception and self._is_training) or is_stop:
+        is_stop = isinstance(exception.__cause__, StoppedBySignal)  # which has saved
+        is_due, self._is_training = self.save_on_exception and self._is_training and not is_stop, False
+        if not is_due:
             return
         if trainer.global_step != self._last_step_saved:
             try:

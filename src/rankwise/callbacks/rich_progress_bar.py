@@ -5,10 +5,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
-from rankwise.callbacks.progress_bar import ProgressBar
+from rankwise.callbacks.progress_bar import ProgressBar, clock, is_started_process
 from rankwise.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from rankwise.trainer import Trainer, TrainingModule
+
+_PLAIN: Mapping[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}  # for a line
 
 
 @final
@@ -45,9 +51,11 @@ class RichProgressBarTheme:
 class RichProgressBar(ProgressBar):
     """Show progress with rich, and the metrics that were logged with `prog_bar=True`.
 
+    Where the console is no terminal, there is a line every ten seconds and one at the end instead.
+
     Args:
         refresh_rate: number of batches between updates.
-        leave: keep a finished training bar on the screen.
+        leave: keep the bar of every epoch.
         theme: its styles.
         console_kwargs: arguments of `rich.console.Console`.
 
@@ -68,7 +76,7 @@ class RichProgressBar(ProgressBar):
             raise MissingExtraError(package="rich", extra="rich", purpose="RichProgressBar")
         self.theme = theme
         self.console_kwargs = dict(console_kwargs or {})
-        self._display: Any = None  # rich.progress.Progress, which shows all open bars
+        self._display: Any = None  # rich.progress.Progress, which shows all bars
         self._num_open = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,12 +84,25 @@ class RichProgressBar(ProgressBar):
 
     def make_bar(self, title: str, total: int | None, leave: bool) -> Any:
         if self._display is None:
-            self._display = self._started_display()
+            console = self._console()
+            if not (console.is_terminal or console.is_jupyter):
+                return self.make_lines(title, total, leave, partial(console.print, **_PLAIN))
+            self._display = self._started_display(console)
         self._num_open += 1
         return _Bar(self, self._display, self._display.add_task(title, total=total, metrics=""), leave)
 
-    def _started_display(self) -> Any:
+    def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        """Close the bars, and end the display, so that the terminal is as it was."""
+        super().teardown(trainer, module, stage)
+        self._end_display()
+
+    def _console(self) -> Any:
         from rich.console import Console
+
+        elsewhere = {"force_jupyter": False} if is_started_process() else {}
+        return Console(**{**elsewhere, **self.console_kwargs})
+
+    def _started_display(self, console: Any) -> Any:
         from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
         from rich.text import Text
 
@@ -93,8 +114,8 @@ class RichProgressBar(ProgressBar):
 
         class Times(ProgressColumn):
             def render(self, task: Any) -> Text:
-                left = _clock(task.time_remaining)
-                return Text(f"{_clock(task.elapsed)} < {left}", style=theme.time)
+                left = clock(task.time_remaining)
+                return Text(f"{clock(task.elapsed)} < {left}", style=theme.time)
 
         class Batches(ProgressColumn):
             def render(self, task: Any) -> Text:
@@ -113,7 +134,7 @@ class RichProgressBar(ProgressBar):
             Speed(),
             TextColumn("{task.fields[metrics]}", style=theme.metrics, markup=False),
             auto_refresh=False,  # it starts no thread
-            console=Console(**self.console_kwargs),
+            console=console,
         )
         display.start()
         return display
@@ -124,11 +145,15 @@ class RichProgressBar(ProgressBar):
         return self.theme.metrics_text_delimiter.join(values)
 
     def bar_closed(self) -> None:
-        """End the display, so that the terminal is as it was, when no bar is open."""
+        """End the display when no bar is open, if all bars stay: their lines are the terminal's then."""
         self._num_open -= 1
-        if self._num_open == 0:
+        if self._num_open == 0 and self.leave:
+            self._end_display()
+
+    def _end_display(self) -> None:
+        if self._display is not None:
             self._display.stop()
-            self._display = None
+            self._display, self._num_open = None, 0
 
 
 class _Bar:
@@ -138,7 +163,7 @@ class _Bar:
         self._owner = owner
         self._display = display
         self._task = task
-        self._leave = leave
+        self.leave = leave
         self._is_open = True
 
     def update(self, count: int) -> None:
@@ -153,17 +178,9 @@ class _Bar:
         if not self._is_open:
             return
         self._is_open = False
-        if self._leave:
+        if self.leave:
             self._display.stop_task(self._task)
             self._display.refresh()
         else:
             self._display.remove_task(self._task)
         self._owner.bar_closed()
-
-
-def _clock(seconds: float | None) -> str:
-    if seconds is None:
-        return "-:--:--"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

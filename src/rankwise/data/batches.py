@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, final
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from rankwise.data.sampler import ShardedSampler, length_of, own_generators, own_seed, set_epoch_of
 from rankwise.data.sharding import Loader, is_shardable, with_attributes, with_indices_from
+from rankwise.processes.signals import interrupts_blocked
 from rankwise.seed import isolated_random_state, mixed_seed, seed_process
 
 
@@ -132,7 +135,7 @@ class SizedBatches:
     def __iter__(self) -> Iterator[Any]:
         self.sizes.clear()
         self.indices.clear()
-        return self._counted(iter(self._loader))
+        return self._counted(_begun(self._loader))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for loaded in batches:
@@ -140,6 +143,17 @@ class SizedBatches:
             self.sizes.append(size)
             self.indices.append(indices)
             yield batch
+
+
+def _begun(loader: Any) -> Iterator[Any]:
+    """Return a loader's batches; its workers block SIGINT: a rank that is to stop still needs them."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return iter(loader)
+    context: Any = loader.multiprocessing_context or multiprocessing.get_context()
+    if context.get_start_method() != "fork":
+        resource_tracker.ensure_running()  # otherwise it starts later, and lets SIGINT through again
+    with interrupts_blocked():
+        return iter(loader)
 
 
 @final

@@ -229,9 +229,13 @@ class WorkerContext:
         self._has_reported = True  # not before: a signal handler may raise meanwhile, which is reported
 
     def run(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
-        """Run `entry` as this rank, then `finish` with its value; see `running`."""
+        """Run `entry` as this rank, then `finish` with its value, also that of a stop; see `running`."""
         with self.running(finish) as run:
-            run.value = entry(self)
+            try:
+                run.value = entry(self)
+            except StoppedBySignal as stopped:
+                finish(stopped.value)
+                raise
         return run.value
 
     @contextmanager

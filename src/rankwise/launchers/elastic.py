@@ -26,7 +26,7 @@ from rankwise.launchers.worker_main import JobSpec, bind_to_main_process, run_wo
 from rankwise.processes.command_line import count_launch
 from rankwise.processes.parent_death import ParentDeathPipe, end_with_writer
 from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack
-from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, exit_statuses_kept
+from rankwise.processes.signals import ROUTER, SignalRequest, exit_statuses_kept, stopped_by
 from rankwise.ranks import RankInfo
 from rankwise.stores.restart import RestartInfo, note_restart
 
@@ -42,6 +42,7 @@ _STOP_TIMEOUT_S = 30
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # The agent reports why it restarts its ranks nowhere; it only logs torch's exception.
 _AGENT_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+_STOPPED = type(stopped_by(signal.SIGTERM)).__name__
 _log = logging.getLogger(__name__)
 
 
@@ -191,7 +192,7 @@ class _Job:
         if self.is_alone:
             unknown = "a rank ended without an exception"
         # When nodes come or go, the agent asks the ranks that are there to stop, and they do.
-        raised = [each for each in self.records() if each.exception_type != StoppedBySignal.__name__]
+        raised = [each for each in self.records() if each.exception_type != _STOPPED]
         if not (records := [*self.unreported, *raised]):
             return unknown
         cause = first_cause(records)

@@ -41,6 +41,7 @@ from rankwise.processes.command_line import count_launch
 from rankwise.processes.exit_codes import end_pools, exit_now
 from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp
 from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack, pack_or_explain, unpack
+from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import MultiprocessingProcess
 from rankwise.ranks import RankInfo
 
@@ -111,12 +112,21 @@ class MultiprocessLauncher(Launcher):
             _end_jobs_at_exit()
             _supervisors.add(group.supervisor)
             cleanup.callback(_supervisors.discard, group.supervisor)
-            with group.supervisor.handle_signals():
-                group.supervisor.wait_job()
-            return {
-                rank.global_rank: value_of(rank, group.values[rank.global_rank], started_s)
-                for rank in group.supervisor.ranks()
-            }
+            try:
+                with group.supervisor.handle_signals():
+                    group.supervisor.wait_job()
+            except StoppedBySignal as stopped:
+                stopped.values = _values_of(group, started_s)
+                raise
+            return _values_of(group, started_s)
+
+
+def _values_of(group: WorkerGroup, started_s: float) -> dict[int, Any]:
+    """Return what the ranks of a group have returned, by global rank."""
+    return {
+        rank.global_rank: value_of(rank, group.values[rank.global_rank], started_s)
+        for rank in group.supervisor.ranks()
+    }
 
 
 def value_of(rank: FailureRecord, value: Descriptor, started_s: float) -> Any:

@@ -180,7 +180,7 @@ class _Script:
             run.values = {worker.ranks.global_rank: run.value, **self._other_values()}
         except StoppedBySignal as stopped:
             self._supervisor.begin_exit()
-            with suppress(SystemExit, WorkerError):  # raised below
+            with suppress(StoppedBySignal, SystemExit, WorkerError):  # raised below
                 self._supervisor.wait_job()
             raise self._first_failure(stopped) from None
         except BaseException as error:  # noqa: BLE001  whatever ended it
@@ -201,7 +201,8 @@ class _Script:
     def _first_failure(self, error: BaseException) -> BaseException:
         """End all other processes; return what to raise for a job that failed here or elsewhere."""
         self.end()
-        if self._supervisor.was_interrupted or isinstance(error, KeyboardInterrupt):
+        is_interrupt = isinstance(error, KeyboardInterrupt) and not isinstance(error, StoppedBySignal)
+        if self._supervisor.was_interrupted or is_interrupt:
             return KeyboardInterrupt()
         if self._supervisor.ended_by is not None:
             return SystemExit(128 + self._supervisor.ended_by)

@@ -32,7 +32,14 @@ from rankwise.processes.exit_codes import (
     is_hosted,
     write_stderr,
 )
-from rankwise.processes.signals import ROUTER, SignalRequest
+from rankwise.processes.signals import (
+    INTERRUPT_NOTICE,
+    ROUTER,
+    SignalRequest,
+    ended_by,
+    raises_keyboard_interrupt,
+    stopped_by,
+)
 from rankwise.processes.started_process import StartedProcess, is_suspended
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import StoreTable
@@ -188,8 +195,8 @@ class Supervisor:
         self, options: SupervisionOptions, on_failure: Callable[[FailureRecord], None] | None = None
     ) -> None:
         self.was_interrupted = False  # whether Ctrl-C ended the job
-        self._stop_signals = frozenset(options.stop_signals)
-        self._ending_signals = self._stop_signals | {signal.SIGTERM, signal.SIGHUP}
+        self._stop_signals = {*options.stop_signals, signal.SIGINT}
+        self._ending_signals = {*options.stop_signals, signal.SIGTERM, signal.SIGHUP}
         self._workers: list[WorkerState] = []
         self._table = StoreTable()
         self._failures = FailureCollector(self._workers, on_failure)
@@ -248,9 +255,13 @@ class Supervisor:
         self._check()
 
     def wait_job(self) -> None:
-        """Wait for the end of the job; raise its first failure, or `SystemExit` where a signal ended it.
+        """Wait for the end of the job; raise its first failure, or what a signal means that ended it.
 
         After a failure no started process is left.
+
+        Raises:
+            StoppedBySignal: when all ranks have stopped at a boundary.
+            SystemExit, KeyboardInterrupt: when a signal ended the job at once.
         """
         self._settled.wait()
         if self._crash is not None:
@@ -266,7 +277,7 @@ class Supervisor:
             finally:
                 del error  # or it lives in a cycle, through its traceback, until garbage is collected
         if self._stopped_by is not None:
-            raise SystemExit(128 + self._stopped_by)
+            raise stopped_by(self._stopped_by)
 
     def release(self) -> None:
         """Send the ranks that the job is over for all of them."""
@@ -298,19 +309,28 @@ class Supervisor:
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Act on Ctrl-C, SIGTERM and SIGHUP at once in the block; then raise `SystemExit`, if nothing was.
+        """Act on Ctrl-C, SIGTERM and SIGHUP at once in the block; then raise what they mean, if nothing was.
 
-        A rank 0 in this process may be blocked in a collective, whose peers must end first.
+        A rank 0 in this process may be blocked in a collective, whose peers must end first. It gets the
+        `KeyboardInterrupt` of a Ctrl-C outside of its loop; where there is no rank here, `wait_job` raises.
         """
         self._last_signal = None
-        observed = [signal.SIGINT, STACKS_SIGNAL]
+        has_rank_here = any(worker.process is None for worker in self._workers)
+        replaces_interrupts = not has_rank_here and raises_keyboard_interrupt()
         with (
             ROUTER.subscribe(self._ending_signals, self._on_request),
-            ROUTER.subscribe(observed, self._on_observed, is_debounced=False),
+            ROUTER.subscribe([STACKS_SIGNAL], self._on_stacks, is_debounced=False),
+            ROUTER.subscribe(
+                [signal.SIGINT],
+                self._on_interrupt,
+                is_debounced=False,
+                sets_handler=replaces_interrupts,
+                calls_earlier_handler=False,
+            ),
         ):
             yield
         if self._last_signal is not None:
-            raise SystemExit(128 + self._last_signal)
+            raise ended_by(self._last_signal) if has_rank_here else stopped_by(self._last_signal)
 
     def all_ended(self) -> bool:
         """Whether every started process is gone."""
@@ -344,29 +364,35 @@ class Supervisor:
         if not request.is_repeat:
             self._loop.call_now(partial(self._on_stop_signal, request.number))
 
-    def _on_observed(self, request: SignalRequest) -> None:
-        is_interrupt = request.number == signal.SIGINT
-        stacks = partial(dump_stacks, self._workers, "SIGUSR2 was sent to the main process")
-        self._loop.call_now(self._on_interrupt if is_interrupt else stacks)
+    def _on_interrupt(self, request: SignalRequest) -> None:
+        if raises_keyboard_interrupt():
+            self._last_signal = request.number
+            self._loop.call_now(partial(self._on_stop_signal, request.number))
+
+    def _on_stacks(self, request: SignalRequest) -> None:
+        why = "SIGUSR2 was sent to the main process"
+        self._loop.call_now(partial(dump_stacks, self._workers, why))
 
     def _on_stop_signal(self, number: int) -> None:
         has_asked = self._stop_request.number is not None
         if number in self._stop_signals and not has_asked and self._ask_to_stop(number):
             self._stop_request.begin(number)
+            if number == signal.SIGINT:
+                write_stderr(INTERRUPT_NOTICE)
         else:
             self._end_by(number)
 
     def _end_by(self, number: int) -> None:
-        self._shutdown.ended_by = number
-        self._stop_or_kill()
-
-    def _on_interrupt(self) -> None:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if number == signal.SIGINT:
             self.was_interrupted = True
-            self._stop_or_kill()
+        else:
+            self._shutdown.ended_by = number
+        self._stop_or_kill()
 
     def _ask_to_stop(self, number: int) -> bool:
         """Ask a rank that trains to stop with the others at a boundary; return whether there is one."""
+        if self._shutdown.has_begun:
+            return False  # all are told to end at once
         asked = next((worker for worker in self._workers if worker.is_in_loop and not worker.has_ended), None)
         if asked is not None:
             self._send(asked, Kind.REQUEST, b"%d" % number)

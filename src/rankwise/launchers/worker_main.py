@@ -140,8 +140,8 @@ class InheritedContext:
             with worker.running(finish) as run:
                 yield run
             run.values = {self.ranks.global_rank: run.value}
-        except StoppedBySignal:
-            raise
+        except StoppedBySignal as stopped:  # the main process raises what the signal means
+            raise SystemExit(128 + stopped.signal_number) from None
         except BaseException:  # noqa: BLE001  whatever ended it
             gc.freeze()  # a last collection with torch loaded takes most of a second
             raise SystemExit(1) from None

@@ -29,13 +29,62 @@ _SIGACTION_SIZE = 512  # more than a `struct sigaction` has on any platform
 _CAN_TELL_SENDER = "sigwaitinfo" in signal.__dict__  # not on macOS
 
 
-@final
-class StoppedBySignal(SystemExit):
-    """Raised on every rank after training has stopped for a signal: checkpoint saved, at the same step."""
+INTERRUPT_NOTICE = "rankwise: training stops at the end of this step. Ctrl-C again ends it at once.\n"
+"""What the first Ctrl-C prints while ranks train."""
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(128 + signal_number)
+
+class StoppedBySignal(BaseException):
+    """Raised on every rank after training has stopped for a signal: checkpoint saved, at the same step.
+
+    `stopped_by` returns one that is a `SystemExit` or a `KeyboardInterrupt`, too.
+
+    Attributes:
+        signal_number: the signal.
+        value: on a rank that a launcher has started: what it returns all the same.
+        values: in the launching process: what all ranks of this node have returned, by global rank.
+    """
+
+    def __init__(self, signal_number: int, *args: object) -> None:
+        super().__init__(*args)
         self.signal_number = signal_number
+        self.value: Any = None
+        self.values: dict[int, Any] = {}
+
+
+@final
+class _StoppedExit(StoppedBySignal, SystemExit):
+    pass
+
+
+@final
+class _StoppedInterrupt(StoppedBySignal, KeyboardInterrupt):
+    pass
+
+
+def stopped_by(number: int) -> StoppedBySignal:
+    """Return what to raise where all ranks have stopped for a signal, or were done with their work."""
+    if number == signal.SIGINT:
+        return _StoppedInterrupt(number)
+    return _StoppedExit(number, 128 + number)
+
+
+def ended_by(number: int) -> SystemExit | KeyboardInterrupt:
+    """Return what to raise where a signal has ended the work, or part of it."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def as_raised(error: BaseException) -> BaseException:
+    """Return what a launch raises for an error of its ranks: a stop is a plain exception, which it causes."""
+    if not isinstance(error, StoppedBySignal):
+        return error
+    raised = ended_by(error.signal_number)
+    raised.__cause__ = error
+    return raised
+
+
+def raises_keyboard_interrupt() -> bool:
+    """Whether SIGINT means Ctrl-C: the program has no handler of its own. Runs on: any thread."""
+    return _before_all(signal.getsignal(signal.SIGINT)) is signal.default_int_handler
 
 
 @final
@@ -97,6 +146,7 @@ class SignalRouter:
         calls_earlier_handler: bool = True,
         is_debounced: bool = True,
         is_default_action: bool = False,
+        sets_handler: bool = True,
     ) -> Iterator[None]:
         """Call `callback` with each of these signals in the block, then the handler that was set before.
 
@@ -108,9 +158,9 @@ class SignalRouter:
             callback: called in the main thread or in the thread of an event loop.
             in_main_thread: call it in the main thread alone, where it may raise.
             calls_earlier_handler: False to call `callback` in place of the handler that was set before.
-            is_debounced: False for signals that are no request to stop: none counts as a repeat. SIGINT then
-                keeps its handler, and only an event loop delivers it.
+            is_debounced: False for signals none of which counts as a repeat.
             is_default_action: call `callback` only where nobody else handles the signal.
+            sets_handler: False to leave the handlers as they are: only an event loop delivers the signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -118,7 +168,7 @@ class SignalRouter:
         subscription = _Subscription(
             frozenset(numbers), callback, in_main_thread, is_debounced, is_default_action
         )
-        handled = subscription.numbers - (set() if is_debounced else {signal.SIGINT})
+        handled = subscription.numbers if sets_handler else frozenset()
         before = {number: signal.getsignal(number) for number in handled}
         before = {number: old for number, old in before.items() if old is signal.SIG_DFL or callable(old)}
         with self._lock:

@@ -44,7 +44,7 @@ from rankwise.strategies.config import (
     copied_precision,
     take_fields,
 )
-from rankwise.strategies.job import Job, launched_parts, sigterm_deferred, variables_set
+from rankwise.strategies.job import Job, launch_into, launched_parts, sigterm_deferred, variables_set
 from rankwise.strategies.module_wrapping import averages_everywhere, forward_redirect, uncompiled
 from rankwise.strategies.placement import Placement, find_placement
 from rankwise.strategies.shared_errors import errors_shared
@@ -278,6 +278,7 @@ class Strategy(ABC):
 
         Raises:
             WorkerError: when a rank failed; all other ranks have ended by then.
+            SystemExit, KeyboardInterrupt: for a signal; `results` is empty unless all ranks had returned.
             LifecycleError: in a job of the same strategy.
             LaunchRefusedError, NotPicklableError: when nothing could be started.
         """
@@ -289,7 +290,7 @@ class Strategy(ABC):
         entry = partial(self._run_as_rank, init_process_group, partial(function, self, *args, **kwargs))
         parts = launched_parts(self, function, args, kwargs)
         with exit_code_kept():
-            self.results = self.launcher.launch(entry, parts, rendezvous)
+            launch_into(self.results, self.launcher, entry, parts, rendezvous)
         value: T = self.results[min(self.results)]
         return value
 

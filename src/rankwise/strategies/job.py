@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -17,14 +17,15 @@ from rankwise.checkpoint import CheckpointIO
 from rankwise.failures.classify import readable
 from rankwise.failures.exchange import resolve_cause
 from rankwise.gradient_sync.unused import explain_unused
-from rankwise.launchers.context import WorkerContext
+from rankwise.launchers import Launcher
+from rankwise.launchers.context import Entry, WorkerContext
 from rankwise.monitoring.heartbeat import TEARDOWN, blocked_in, report_phase, report_saving
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
 from rankwise.processes.event_loop import signals_delivered_in_thread
 from rankwise.processes.exit_codes import forked_children_exit
 from rankwise.processes.fork_safety import SET_BY_DYNAMO
-from rankwise.processes.signals import ROUTER, SignalRequest, exit_by_signal
+from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, ended_by, exit_by_signal
 from rankwise.strategies.module_wrapping import WrappedModules
 
 if TYPE_CHECKING:
@@ -103,6 +104,28 @@ def launched_parts(
     arguments = {f"argument {index} ({type(arg).__name__})": arg for index, arg in enumerate(args)}
     named = {f"argument {name!r}": value for name, value in kwargs.items()}
     return {"the launched function": function, "the strategy": strategy, **arguments, **named}
+
+
+def launch_into(
+    results: dict[int, Any],
+    launcher: Launcher,
+    entry: Entry,
+    described: Mapping[str, object],
+    rendezvous: str,
+) -> None:
+    """Launch, and put the values into `results`, also where all ranks have stopped for a signal.
+
+    Raises:
+        SystemExit, KeyboardInterrupt: for a signal, which has ended the work or stopped all ranks.
+        Others: as `Launcher.launch`.
+    """
+    try:
+        results.update(launcher.launch(entry, described, rendezvous))
+    except StoppedBySignal as stopped:
+        results.update(stopped.values)
+        if launcher.runs_in_caller and isinstance(stopped, SystemExit):
+            raise  # a job around this one stops, too
+        raise ended_by(stopped.signal_number) from None
 
 
 def _finish_checkpoints(checkpoint_io: CheckpointIO) -> None:

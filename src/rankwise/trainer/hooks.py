@@ -161,7 +161,13 @@ HOOKS: Sequence[Hook] = (
     *_of_evaluation("test"),
     *_of_evaluation("predict"),
     Hook("on_save_checkpoint", "checkpoint", "Before a checkpoint is written; may change it."),
-    Hook("on_exception", "exception", "When a stage raises on this rank.", ("callback", "datamodule")),
+    Hook(
+        "on_exception",
+        "exception",
+        "When a stage raises on this rank; in the calling process when others have failed or were ended, "
+        "with what it raises.",
+        ("callback", "datamodule"),
+    ),
     Hook("teardown", "stage", "When a stage ends, also after an exception.", _ALL),
 )
 """All hooks, in the order in which a stage calls them first."""

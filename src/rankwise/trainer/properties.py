@@ -22,7 +22,7 @@ from rankwise.callbacks import (
 from rankwise.errors import InvalidArgumentError, LifecycleError, MissingAttributeError
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import TrainingModule
-from rankwise.trainer.state import Progress, StageState, TrainerState
+from rankwise.trainer.state import Progress, StageState, TrainerState, TrainerStatus
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -182,7 +182,7 @@ class TrainerProperties:
     training: bool = _in_phase("train")
     sanity_checking: bool = _read_only("_stage.is_sanity_check")
     is_last_batch: bool = _read_only("_stage.is_last_batch")
-    received_sigterm: bool = _read_only("_stage.received_sigterm")
+    received_sigterm: bool = _read_only("state.received_sigterm")
     testing: bool = _in_phase("test")
     predicting: bool = _in_phase("predict")
     evaluating: bool = _in_phase("validate", "test")
@@ -349,7 +349,7 @@ class TrainerProperties:
     @property
     def interrupted(self) -> bool:
         """Whether the last stage has ended with an exception."""
-        return self.state.status == "interrupted"
+        return self.state.status == TrainerStatus.INTERRUPTED
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on local rank 0 of each node; arguments are those of `print`."""

@@ -16,6 +16,7 @@ from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.loggers.base import finalize_all
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.named_options import check_is_a
+from rankwise.processes.signals import StoppedBySignal, as_raised
 from rankwise.seed import (
     drawn_seed,
     get_random_state,
@@ -50,6 +51,7 @@ from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
 from rankwise.trainer.loops.fit import FitLoop
 from rankwise.trainer.loops.sanity_check import run_sanity_check
 from rankwise.trainer.module import TrainingModule, is_defined
+from rankwise.trainer.state import TrainerStatus
 from rankwise.trainer.state_transfer import RankState, seed_rank
 
 if TYPE_CHECKING:
@@ -205,7 +207,8 @@ class Stage:
             status = "success"
         except BaseException as error:
             failure_time_of(error)  # notes the time before the hooks take theirs
-            context.hooks.call_exception_hooks(error)
+            context.state.status = TrainerStatus.INTERRUPTED
+            context.hooks.call_exception_hooks(as_raised(error))
             raise
         finally:
             report_phase(TEARDOWN)
@@ -332,10 +335,14 @@ class Stage:
         context.stage.load_train_data = None
         context.state.has_validation = validation is not None
         reload = {"train": self._train_data, "validate": self._validation}
-        FitLoop(context, data, validation, rank_state, reload).run()
-        strategy.restore_module(module)
-        # Nothing may keep the wrapper when the process group is destroyed.
-        context.wrapped, context.stage.wrapped = module, None
+        loop = FitLoop(context, data, validation, rank_state, reload)
+        try:
+            loop.run()
+        except StoppedBySignal:
+            _unwrap(context)
+            context.optimizer_set.release_sharded(strategy)
+            raise
+        _unwrap(context)
         context.hooks.call("on_fit_end")
         context.optimizer_set.release_sharded(strategy)
 
@@ -428,6 +435,12 @@ class Stage:
         context.stage.shards[phase] = shards
         context.stage.loaders[phase] = restored_loaders(given, shards)
         return shards
+
+
+def _unwrap(context: LoopContext) -> None:
+    """Undo what `setup_module` has done. Nothing may keep the wrapper when the process group is destroyed."""
+    context.strategy.restore_module(context.module)
+    context.wrapped, context.stage.wrapped = context.module, None
 
 
 def _warn_of_hidden(module: TrainingModule, datamodule: DataModule, loaders: list[str]) -> None:

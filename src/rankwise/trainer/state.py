@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, final
 
 if TYPE_CHECKING:
@@ -24,6 +25,61 @@ if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
 
 StageName = Literal["fit", "validate", "test", "predict"]
+
+
+@final
+class TrainerFn(str, Enum):
+    """A method of a Trainer; a member equals its value."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    __str__ = str.__str__
+
+
+@final
+class RunningStage(str, Enum):
+    """What a Trainer does now; a member equals its value."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    __str__ = str.__str__
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it is an evaluation with metrics."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+
+@final
+class TrainerStatus(str, Enum):
+    """How far the last stage of a Trainer is; a member equals its value."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    __str__ = str.__str__
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the stage has ended."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+_FIRST_STAGES = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}
 
 
 @final
@@ -141,8 +197,10 @@ class TrainerState:
     fit_metrics: PublishedMetrics = field(default_factory=PublishedMetrics)
     has_validation: bool = False
     num_batches: dict[str, list[float]] = field(default_factory=dict)  # of each loader of a phase
-    fn: StageName | None = None  # the last stage
-    status: Literal["initializing", "running", "finished", "interrupted"] = "initializing"
+    fn: TrainerFn | None = None  # the last stage
+    stage: RunningStage | None = None  # of the stage that runs
+    status: TrainerStatus = TrainerStatus.INITIALIZING
+    received_sigterm: bool = False  # in the last stage
     process_seed: int = 0  # rank 0's `torch.initial_seed()` when the run began
     rank_states: list[dict[str, Any]] = field(default_factory=list)  # what each rank needs after the last fit
     # How many batches of each loader have logged by step, by the kind of evaluation.
@@ -151,23 +209,28 @@ class TrainerState:
     @property
     def finished(self) -> bool:
         """Whether the last stage has ended without an exception."""
-        return self.status == "finished"
+        return self.status == TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
         """Whether the last stage has ended."""
-        return self.status in ("finished", "interrupted")
+        return self.status.stopped
 
     @contextlib.contextmanager
     def running(self, name: StageName) -> Iterator[None]:
-        """Set `fn`, and `status` while the block runs and after it."""
-        self.fn, self.status = name, "running"
+        """Set `fn`, and `stage` and `status` while the block runs and after it."""
+        self.fn, self.status, self.received_sigterm = TrainerFn(name), TrainerStatus.RUNNING, False
+        self.stage = _FIRST_STAGES[self.fn]
         try:
             yield
         except BaseException:
-            self.status = "interrupted"
+            self.end(TrainerStatus.INTERRUPTED)
             raise
-        self.status = "finished"
+        self.end(TrainerStatus.FINISHED)
+
+    def end(self, status: TrainerStatus) -> None:
+        """Note how a stage has ended."""
+        self.stage, self.status = None, status
 
     def begin_stage(self, name: StageName) -> None:
         """Forget the metrics of the stage before; a fit that continues has those of the fit."""
@@ -186,7 +249,6 @@ class StageState:
     is_sanity_check: bool = False
     is_validation_due: bool = False  # whether a validation follows the training batch that runs, or has ended
     is_last_batch: bool = False  # of the training epoch
-    received_sigterm: bool = False
     wrapped: nn.Module | None = None  # the module as the strategy wrapped it, within a fit
     load_train_data: Callable[[], object] | None = None  # until `fit` has set `num_batches`
     before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation
@@ -197,16 +259,6 @@ class StageState:
     shards: dict[str, list[Any]] = field(
         default_factory=dict
     )  # `LoaderShard`s: this rank's part of each loader
-
-    @contextlib.contextmanager
-    def in_phase(self, phase: str, results: Results | None) -> Iterator[None]:
-        """Set the phase, and log into `results`, in the block."""
-        before = self.phase, self.results
-        self.phase, self.results = phase, results
-        try:
-            yield
-        finally:
-            self.phase, self.results = before
 
 
 @final
@@ -290,6 +342,18 @@ class LoopContext:
         step = int(numbers.pop("step", step))
         for logger in self.loggers if self.strategy.is_global_zero else ():
             logger.log_metrics(dict(numbers), step)
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: str, results: Results | None) -> Iterator[None]:
+        """Set the phase, and log into `results`, in the block."""
+        state, stage = self.state, self.stage
+        before = stage.phase, stage.results, state.stage
+        stage.phase, stage.results = phase, results
+        state.stage = RunningStage("sanity_check" if stage.is_sanity_check else phase)
+        try:
+            yield
+        finally:
+            stage.phase, stage.results, state.stage = before
 
     @property
     def is_at_limit(self) -> bool:

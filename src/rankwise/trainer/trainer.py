@@ -13,6 +13,7 @@ from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.plugins import agreed_placement, collect_plugins, collect_strategy
 from rankwise.processes.shared_memory import read_by_name
+from rankwise.processes.signals import StoppedBySignal
 from rankwise.profilers import Profiler, create_profiler
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
@@ -29,7 +30,7 @@ from rankwise.trainer.metrics.table import metrics_table
 from rankwise.trainer.module import TrainingModule, no_module
 from rankwise.trainer.properties import TrainerProperties
 from rankwise.trainer.stages import Stage
-from rankwise.trainer.state import LoopContext, StageName, StageState, TrainerState
+from rankwise.trainer.state import LoopContext, StageName, StageState, TrainerState, TrainerStatus
 from rankwise.trainer.state_transfer import CallerState, KnownToCaller, capture, named_objects, restore
 
 if TYPE_CHECKING:
@@ -408,15 +409,33 @@ class Trainer(TrainerProperties):
         is_fitted = model is self._fitted_module
         if not is_given and stage.ckpt_path is None and is_fitted:
             stage.ckpt_path = CheckpointFiles(self.context(model)).best_of_fit(stage.name)
-        with self.state.running(stage.name):
-            value, state = self._run_stage(stage, model)
+        try:
+            with self.state.running(stage.name):
+                value, state = self._run_stage(stage, model)
+        except BaseException as error:
+            if not self.strategy.runs_in_caller:
+                self._end_elsewhere(model, error)
+            raise
+        self._restore(model, state, TrainerStatus.FINISHED)
+        return value
+
+    def _restore(self, model: TrainingModule, state: CallerState | None, status: TrainerStatus) -> None:
+        """Restore the state of a stage that has run in other processes, if there is one."""
         if state is not None:
             restore(self.context(model), state)
-            self.state.status = "finished"
-        return value
+            self.state.end(status)
+
+    def _end_elsewhere(self, model: TrainingModule, error: BaseException) -> None:
+        """Restore the state with which other processes have stopped; without one, call `on_exception`."""
+        returned: dict[int, tuple[Any, CallerState | None]] = self.strategy.results
+        if returned:  # with the attributes of callbacks as the hook has left them there
+            self._restore(model, returned[min(returned)][1], TrainerStatus.INTERRUPTED)
+        else:
+            self.context(model).hooks.call_exception_hooks(error)
 
     def _run_stage(self, stage: Stage, model: TrainingModule) -> tuple[Any, CallerState | None]:
         """Run a stage on every rank; return its value, and its state if that is in other processes."""
+        self.strategy.results = {}
         if not self.strategy.launcher.has_other_ranks:  # which would wait, where this process fails alone
             stage.load_checkpoint(self.context(model))
         if stage.datamodule is not None:
@@ -541,6 +560,10 @@ def _run_on_rank(
     known = KnownToCaller(context) if brings_state_back else None
     try:
         value = stage.run(context)
+    except StoppedBySignal as stopped:
+        if known is not None and strategy.worker.channel is not None:  # torch's agent takes no values then
+            stopped.value = None, capture(context, known)
+        raise
     finally:
         trainer._stage = StageState(loaders=trainer._stage.loaders)
         report_phase("running")

@@ -1,27 +1,112 @@
-"""The progress bar."""
+"""The progress bar: what a terminal shows, and the lines in a file."""
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typing_extensions import override
 
-from rankwise.callbacks import TQDMProgressBar
+from rankwise.callbacks import TQDMProgressBar, progress_bar
 from rankwise.errors import InvalidArgumentError, MissingExtraError
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
-def test_bars_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class Terminal(io.StringIO):
+    """Keeps what it is sent."""
+
+    @override
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def shown(self) -> str:
+        """What stands in the lines at the end: what comes after the last return to their start."""
+        lines = self.getvalue().split("\n")
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+
+
+def terminal_for(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Let stderr be a terminal, for the rest of a test: pytest sets it before."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+def test_bars_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each epoch and each evaluation has a bar, with its number of batches."""
+    terminal = terminal_for(monkeypatch)
     train = trainer(tmp_path, callbacks=TQDMProgressBar(leave=True), enable_progress_bar=True, max_epochs=2)
     train.fit(Line(), loader(), loader())
     train.test(dataloaders=loader(6))
     train.predict(dataloaders=loader(6))
-    drawn = capsys.readouterr().err
+    drawn = terminal.getvalue()
     for text in ("Epoch 0", "Epoch 1", "4/4", "Validation", "Test: 100%", "Prediction: 100%", "3/3"):
         assert text in drawn
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_what_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: bool) -> None:
+    """The bar of the last epoch, of all with `leave`, and those of other stages."""
+    terminal = terminal_for(monkeypatch)
+    bar = TQDMProgressBar(leave=leave)
+    train = trainer(tmp_path, callbacks=bar, enable_progress_bar=True, max_epochs=2)
+    train.fit(Line(), loader(), loader())
+    assert "Epoch 1: 100%" in terminal.shown
+    assert ("Epoch 0: 100%" in terminal.shown) == leave
+    train.validate(Line(), loader())
+    train.test(Line(), loader())
+    assert terminal.shown.count("Validation: 100%") == 1  # not that within the fit
+    assert "Test: 100%" in terminal.shown
+
+
+class Breaks(Line):
+    """Fails in its second batch."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("shown", 0.5, prog_bar=True)
+        if batch_idx == 1 and self.current_epoch == 1:
+            raise ValueError("broken")
+        return super().training_step(batch, batch_idx)
+
+
+def test_it_stays_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows how far training came."""
+    terminal = terminal_for(monkeypatch)
+    train = trainer(tmp_path, callbacks=TQDMProgressBar(), enable_progress_bar=True, max_epochs=2)
+    with pytest.raises(ValueError, match="broken"):
+        train.fit(Breaks(), loader())
+    assert "Epoch 1:  25%" in terminal.shown
+
+
+def test_a_file_gets_a_line_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fit of a moment is one line, however many epochs it has, without control characters."""
+    train = trainer(tmp_path, callbacks=TQDMProgressBar(), enable_progress_bar=True, max_epochs=5)
+    train.fit(Line(), loader(), loader())
+    written = capsys.readouterr().err
+    assert written.rstrip("\n").isprintable()
+    assert written.count("\n") == 1
+    assert written.startswith("Epoch 4: 4/4 [0:00:0")
+
+
+def test_a_file_gets_lines_in_between(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line shows the batches, the times and the metrics; only one that is due is written."""
+    monkeypatch.setattr(progress_bar, "LINE_INTERVAL_S", 0.0)
+    train = trainer(
+        tmp_path, callbacks=TQDMProgressBar(refresh_rate=3), enable_progress_bar=True, max_epochs=2
+    )
+    with pytest.raises(ValueError, match="broken"):
+        train.fit(Breaks(), loader())
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" [")[0] for line in lines] == ["Epoch 0: 3/4", "Epoch 0: 4/4", "Epoch 1: 1/4"]
+    assert "it/s, shown=0.5]" in lines[0]
 
 
 def test_it_can_travel(tmp_path: Path) -> None:
@@ -45,11 +130,12 @@ def test_refresh_rate() -> None:
         TQDMProgressBar(refresh_rate=0)
 
 
-def test_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bars can leave room for those of other programs; there is no negative room."""
+    terminal = terminal_for(monkeypatch)
     bar = TQDMProgressBar(process_position=1, refresh_rate=3, leave=True)
     trainer(tmp_path, callbacks=bar, enable_progress_bar=True).fit(Line(), loader())
-    drawn = capsys.readouterr().err
+    drawn = terminal.getvalue()
     assert "\n\n" in drawn  # two lines down
     assert "Epoch 0: 100%" in drawn
     with pytest.raises(InvalidArgumentError, match="process_position"):

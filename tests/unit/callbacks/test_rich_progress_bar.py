@@ -57,3 +57,14 @@ def test_refused(tmp_path: Path) -> None:
         trainer(tmp_path, callbacks=RichProgressBar())
     with pytest.raises(InvalidArgumentError):
         RichProgressBar(refresh_rate=0)
+
+
+def test_a_file_gets_lines(tmp_path: Path) -> None:
+    """Where the console is no terminal, a fit of a moment is one line."""
+    text = io.StringIO()
+    bar = RichProgressBar(console_kwargs={"file": text, "width": 20})
+    train = trainer(tmp_path, callbacks=bar, enable_progress_bar=True, max_epochs=2)
+    train.fit(Shown(), loader(), loader())
+    assert text.getvalue().startswith("Epoch 1: 4/4 [")
+    assert text.getvalue().endswith("shown=0.5]\n")
+    assert text.getvalue().count("\n") == 1

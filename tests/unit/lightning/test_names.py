@@ -15,6 +15,7 @@ import rankwise
 from rankwise.errors import InvalidArgumentError, MissingNameError
 from rankwise.lightning import _modules
 from rankwise.lightning.utilities import grad_norm, isolate_rng
+from rankwise.trainer.state import TrainerFn
 
 PACKAGE = "rankwise.lightning"
 
@@ -45,6 +46,7 @@ PACKAGE = "rankwise.lightning"
         (".loggers", "WandbLogger", rankwise.loggers.WandbLogger),
         (".loggers.tensorboard", "TensorBoardLogger", rankwise.loggers.TensorBoardLogger),
         (".plugins.environments", "ClusterEnvironment", rankwise.ClusterEnvironment),
+        (".pytorch.trainer.states", "TrainerFn", TrainerFn),
     ],
 )
 def test_names_are_rankwises(module: str, name: str, own: object) -> None:

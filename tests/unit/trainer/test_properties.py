@@ -12,10 +12,17 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from rankwise.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
+from rankwise.callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    TQDMProgressBar,
+)
 from rankwise.errors import InvalidArgumentError, MissingAttributeError
 from rankwise.loggers import CSVLogger
 from rankwise.trainer import Trainer
+from rankwise.trainer.state import RunningStage, TrainerFn
 from tests.unit.trainer.helpers import Line, loader, samples, trainer
 
 
@@ -321,3 +328,31 @@ def test_arguments_of_save_checkpoint(tmp_path: Path) -> None:
     options: Any = {"ttl": 3}
     with pytest.raises(InvalidArgumentError, match=r"storage_options=.*CheckpointIO"):
         train.save_checkpoint(tmp_path / "b.ckpt", storage_options=options)
+
+
+class Stages(Callback):
+    """Notes the running stage in hooks of all kinds."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[TrainerFn | None, RunningStage | None]] = []
+
+    def note(self, trainer: Any, module: Any) -> None:
+        self.seen.append((trainer.state.fn, trainer.state.stage))
+
+    on_sanity_check_start = on_train_start = on_validation_start = on_fit_end = on_test_start = note
+
+
+def test_the_running_stage(tmp_path: Path) -> None:
+    """`state.stage` is what runs now, as in Lightning; members equal their values."""
+    stages = Stages()
+    train = trainer(tmp_path, callbacks=stages, num_sanity_val_steps=1)
+    train.fit(Line(), loader(), loader())
+    fit, check = TrainerFn.FITTING, RunningStage.SANITY_CHECKING
+    training, validating = RunningStage.TRAINING, RunningStage.VALIDATING
+    assert stages.seen == [(fit, each) for each in (check, check, training, validating, training)]
+    assert (train.state.fn, train.state.stage) == ("fit", None)
+    train.test(Line(), loader())
+    assert stages.seen[5:] == [("test", "test")]
+    assert f"{TrainerFn.TESTING} {train.state.status}" == "test finished"
+    assert RunningStage.VALIDATING.evaluating
+    assert not RunningStage.PREDICTING.evaluating

@@ -120,7 +120,7 @@ class EvaluationLoop:
     def _running(self, results: Results | None) -> Iterator[None]:
         module, hooks, name = self.context.module, self.context.hooks, _NAMES[self.stage][1]
         with (
-            self.context.stage.in_phase(self.stage, results),
+            self.context.in_phase(self.stage, results),
             self._without_gradients(),
             _modes_kept(module) as kept,
         ):

@@ -83,7 +83,7 @@ class FitLoop:
         if self._rank_state is not None and progress.is_within_epoch:
             self._results = self._rank_state.results()
         self._stage.epoch_results = self._results
-        with self._stage.in_phase("train", self._results), self._stopping:
+        with context.in_phase("train", self._results), self._stopping:
             self._validated_at = time.monotonic()
             _warn_of_evaluation_mode(context)
             self._hooks.call("on_train_start")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rankwise.seed import get_random_state, set_random_state
 from rankwise.trainer.data_loaders import LoaderShard
 from rankwise.trainer.loops.evaluation import EvaluationLoop
-from rankwise.trainer.state import PublishedMetrics
+from rankwise.trainer.state import PublishedMetrics, RunningStage
 
 if TYPE_CHECKING:
     from rankwise.trainer.state import LoopContext
@@ -35,14 +35,15 @@ def run_sanity_check(
 
 @contextlib.contextmanager
 def _checking(context: LoopContext) -> Iterator[None]:
-    """Restore the metrics and the random state after the block."""
+    """Restore the metrics, the stage and the random state after the block."""
     state, stage, device = context.state, context.stage, context.strategy.root_device
-    metrics, random_state = state.metrics, get_random_state(device)
+    metrics, running, random_state = state.metrics, state.stage, get_random_state(device)
     stage.is_sanity_check, state.metrics = True, PublishedMetrics()
+    state.stage = RunningStage.SANITY_CHECKING
     try:
         yield
     finally:
-        stage.is_sanity_check, state.metrics = False, metrics
+        stage.is_sanity_check, state.metrics, state.stage = False, metrics, running
         set_random_state(random_state, device)
 
 

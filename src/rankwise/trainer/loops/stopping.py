@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, TypeVar, final
 
 from typing_extensions import Self
 
-from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal
+from rankwise.processes.exit_codes import write_stderr
+from rankwise.processes.signals import (
+    INTERRUPT_NOTICE,
+    ROUTER,
+    SignalRequest,
+    ended_by,
+    raises_keyboard_interrupt,
+    stopped_by,
+)
 from rankwise.trainer.checkpointing import save_stop_checkpoint
+from rankwise.trainer.state_transfer import gather_rank_states
 
 if TYPE_CHECKING:
     from rankwise.trainer.state import LoopContext
@@ -28,8 +37,9 @@ class EvaluationStopped(Exception):
 class Stopping:
     """The points where a fit can stop: between optimizer steps, and between the batches of a validation.
 
-    After SIGTERM, or Slurm's requeue signal, on any rank, all ranks save a checkpoint, stop, and exit with
-    143. If the signal comes a second time, later than the debounce time, this process exits at once.
+    After SIGTERM, Slurm's requeue signal or Ctrl-C, on any rank, all ranks save a checkpoint, stop, and exit
+    with 143 or raise `KeyboardInterrupt`. A second signal, later than the debounce time, does that at once; a
+    second Ctrl-C does so at any time, unless an outer launcher may have forwarded it.
     """
 
     def __init__(self, context: LoopContext) -> None:
@@ -47,16 +57,27 @@ class Stopping:
         if channel is not None:
             channel.call_on_request(self._ask)
             self._cleanup.callback(channel.call_on_request, None)
-        signals = [signal.SIGTERM]
-        if (requeue_signal := strategy.environment.requeue_signal) is not None:
-            signals.append(requeue_signal)
-        self._cleanup.enter_context(ROUTER.subscribe(signals, self._on_signal, in_main_thread=True))
+        self._subscribe()
         return self
+
+    def _subscribe(self) -> None:
+        environment, enter = self._strategy.environment, self._cleanup.enter_context
+        signals = [signal.SIGTERM, *filter(None, [environment.requeue_signal])]
+        enter(ROUTER.subscribe(signals, self._on_signal, in_main_thread=True))
+        if raises_keyboard_interrupt():
+            interrupts = ROUTER.subscribe(
+                [signal.SIGINT],
+                self._on_signal,
+                in_main_thread=True,
+                calls_earlier_handler=False,
+                is_debounced=environment.creates_processes_externally,
+            )
+            enter(interrupts)
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self._cleanup.close()
         if kind is None and self._caught is not None:  # the signal came after the last step
-            raise SystemExit(128 + self._caught)
+            raise ended_by(self._caught)
 
     def may_continue(self) -> bool:
         """Return whether the next optimizer step may begin; False on all ranks after the same step.
@@ -94,20 +115,27 @@ class Stopping:
 
     def stop(self) -> None:
         """Stop, after all ranks agreed to; for a signal, save a checkpoint and raise `StoppedBySignal`."""
-        number = self._signal
+        number, context = self._signal, self._context
         if number is None:
-            self._context.state.should_stop = True
+            context.state.should_stop = True
             return
-        self._context.stage.received_sigterm |= number == signal.SIGTERM
-        if not self._context.options.fast_dev_run:
-            save_stop_checkpoint(self._context)
+        context.state.received_sigterm |= number == signal.SIGTERM
+        if not context.options.fast_dev_run:
+            save_stop_checkpoint(context)
+        context.state.rank_states = gather_rank_states(context)  # a fit that continues needs them
         environment = self._strategy.environment
         if number == environment.requeue_signal and self._strategy.is_global_zero:
             # The scheduler may end the job when it requeues it: first wait for asynchronous checkpoints.
             self._strategy.checkpoint_io.teardown()
             environment.requeue()
         self._caught = None
-        raise StoppedBySignal(signal.SIGTERM)  # the same exit code for every signal
+        number = number if number == signal.SIGINT else signal.SIGTERM  # the others have one exit code
+        raise stopped_by(number)
+
+    @property
+    def _is_reporter(self) -> bool:
+        """Whether this process says that Ctrl-C has been noted; a supervisor does it for its ranks."""
+        return self._strategy.worker.channel is None and self._strategy.is_global_zero
 
     @property
     def _signal(self) -> int | None:
@@ -118,10 +146,12 @@ class Stopping:
     def _on_signal(self, request: SignalRequest) -> None:
         if self._caught is None:
             self._caught = request.number
-            self._context.stage.received_sigterm |= request.number == signal.SIGTERM
+            self._context.state.received_sigterm |= request.number == signal.SIGTERM
             self._ask(request.number)
+            if request.number == signal.SIGINT and self._is_reporter:
+                write_stderr(INTERRUPT_NOTICE)
         elif not request.is_repeat:
-            raise SystemExit(128 + request.number)
+            raise ended_by(request.number)
 
     def _ask(self, signum: int) -> None:
         self._agreement.request(f"{_SIGNAL}{signum}")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from typing_extensions import override
 
-from rankwise.callbacks import ModelCheckpoint
+from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.environments import LocalEnvironment, SlurmEnvironment
 from rankwise.errors import ConfigurationError
-from rankwise.processes.signals import DEBOUNCE_S
+from rankwise.processes.signals import DEBOUNCE_S, INTERRUPT_NOTICE
 from rankwise.trainer import Trainer
 from tests.unit.environments.variables import step
 from tests.unit.trainer.helpers import Line, loader, trainer
@@ -170,4 +170,118 @@ def test_a_job_is_requeued_once_its_checkpoint_is_there(tmp_path: Path) -> None:
 def test_nothing_is_saved_in_a_fast_dev_run(tmp_path: Path) -> None:
     """A trial run leaves no files, stopped or not."""
     assert stopped(Signalled(signal.SIGTERM), trainer(tmp_path, fast_dev_run=4)) == 143
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_is_known_afterwards(tmp_path: Path) -> None:
+    """The Trainer says how the stage ended, to hooks too, until the next stage."""
+    noted = Noted()
+    train = trainer(tmp_path, callbacks=noted)
+    assert stopped(Signalled(signal.SIGTERM), train) == 143
+    assert (train.received_sigterm, train.interrupted, train.state.status) == (True, True, "interrupted")
+    assert noted.seen == [("SystemExit", True, "interrupted")]
+    train.validate(Line(), loader())
+    assert (train.received_sigterm, train.interrupted) == (False, False)
+
+
+# ------------------------------------------------------------------------------------------- Ctrl-C
+
+
+class Noted(Callback):
+    """Notes what `on_exception` gets, and what the Trainer says then."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bool, str]] = []
+
+    @override
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.seen.append((type(exception).__name__, trainer.received_sigterm, str(trainer.state.status)))
+
+
+def interrupted(model: Line, train: Trainer) -> None:
+    """Fit until Ctrl-C ends that; the exception is exactly the one of which shells know."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train.fit(model, loader())
+    assert caught.type is KeyboardInterrupt
+
+
+def test_ctrl_c_stops_at_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The step is finished, a checkpoint is written, and a fit that continues ends as an undisturbed one."""
+    before = signal.getsignal(signal.SIGINT)
+    noted, model = Noted(), Signalled(signal.SIGINT)
+    train = trainer(tmp_path, callbacks=noted)
+    interrupted(model, train)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capsys.readouterr().err == INTERRUPT_NOTICE
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == train.global_step == 2
+    assert (train.interrupted, train.received_sigterm, train.state.stage) == (True, False, None)
+    assert noted.seen == [("KeyboardInterrupt", False, "interrupted")]
+    train.fit(model, loader())
+    whole = Line()
+    trainer(tmp_path / "whole").fit(whole, loader())
+    assert model.seen == whole.seen
+    assert torch.equal(model.layer.weight, whole.layer.weight)
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    """However soon it comes: there is no checkpoint then."""
+    model = Signalled(signal.SIGINT, signal.SIGINT)
+    interrupted(model, trainer(tmp_path))
+    assert model.seen == ["train 0"]
+    assert list(tmp_path.iterdir()) == []
+
+
+class External(LocalEnvironment):  # type: ignore[misc]  # one that differs from the real one in this alone
+    """As torchrun, which forwards the signal that a terminal sends to all."""
+
+    creates_processes_externally = True
+
+
+def test_a_forwarded_ctrl_c_is_no_second_one(tmp_path: Path) -> None:
+    """Under an outer launcher one Ctrl-C may come twice."""
+    interrupted(Signalled(signal.SIGINT, signal.SIGINT), trainer(tmp_path, plugins=[External()]))
+    assert (tmp_path / "last.ckpt").exists()
+
+
+def test_ctrl_c_within_a_validation(tmp_path: Path) -> None:
+    """It ends after the batch; the fit that continues validates again."""
+
+    class Validating(Line):
+        @override
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if self.seen.count("validate 1") == 1 and batch_idx == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    train, model = trainer(tmp_path), Validating()
+    with pytest.raises(KeyboardInterrupt):
+        train.fit(model, loader(), loader(6))
+    assert model.seen[-2:] == ["validate 0", "validate 1"]
+    train.fit(model, loader(), loader(6))
+    assert model.seen[6:] == ["validate 0", "validate 1", "validate 2"]
+
+
+def test_a_handler_of_ones_own_for_ctrl_c(tmp_path: Path) -> None:
+    """It decides: training goes on."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: heard.append(signum))
+    try:
+        model = Signalled(signal.SIGINT)
+        trainer(tmp_path).fit(model, loader())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
+    assert len(model.seen) == 4
+
+
+def test_ctrl_c_outside_of_the_loop(tmp_path: Path) -> None:
+    """Where there is no step to wait for, it ends the stage at once."""
+
+    class Starting(Line):
+        @override
+        def on_fit_start(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+
+    interrupted(Starting(), trainer(tmp_path))
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,128 @@
+"""Ctrl-C in training: what was trained is kept, by the caller and in a checkpoint; the second one ends it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rankwise.processes.signals import INTERRUPT_NOTICE
+from tests.helpers.scripts import RunningScript, ScriptResult, ScriptRunner
+from tests.process.helpers import with_tests
+from tests.process.stopping import CODE, check_end
+from tests.process.test_stopping import HANGING
+
+INTERRUPTED = -signal.SIGINT  # what subprocess says of a process that a shell reports as 130
+
+SCRIPT = """
+    import sys
+    from tests.process.stopping import keep_after_signal
+
+    if __name__ == "__main__":
+        keep_after_signal(*sys.argv[1:])
+"""
+
+
+def start(run_script: ScriptRunner, strategy: str, folder: Path, *more: str) -> RunningScript:
+    """Begin to train on two ranks; return when both have made a few steps."""
+    running = run_script.start(SCRIPT, strategy, str(folder), *more, env=with_tests())
+    running.wait_for("training", count=2, timeout=60)
+    return running
+
+
+def check_kept(result: ScriptResult, folder: Path, *, sigterm: bool) -> None:
+    """Both ranks and the checkpoint have the same weights, and so has the caller, which can train on."""
+    check_end(folder)
+    end = json.loads((folder / "end0").read_text())
+    kept = next(line for line in result.stdout.splitlines() if line.startswith("kept "))
+    step, bias, interrupted, received_sigterm, noted = json.loads(kept.removeprefix("kept "))
+    assert {"step": step, "bias": bias} == end
+    assert (interrupted, received_sigterm, noted) == (True, sigterm, step)
+    if result.command[2] != "ddp":
+        assert "continued to 2" in result.stdout, result
+
+
+@pytest.mark.parametrize(
+    ("strategy", "who", "workers"),
+    [
+        ("ddp", "group", ""),
+        ("ddp_fork", "main", ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("ddp", "main", "fork"),
+                ("ddp", "group", "spawn"),
+                ("ddp_fork", "group", "spawn"),
+                ("ddp_spawn", "group", "fork"),
+                ("ddp_forkserver", "main", ""),
+                ("ddp_notebook", "group", ""),
+            )
+        ),
+    ],
+)
+def test_ctrl_c(strategy: str, who: str, workers: str, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """All ranks stop after one step, with a checkpoint; the caller has the state, and what Ctrl-C raises."""
+    running = start(run_script, strategy, tmp_path, workers)
+    if who == "group":
+        running.send_signal_to_group(signal.SIGINT)
+    else:
+        running.send_signal(signal.SIGINT)
+    result = running.finish(timeout=60, leftover_grace_s=20)
+    assert result.returncode == INTERRUPTED, result
+    assert result.stderr.count("Traceback (most recent call last)") == 1, result
+    assert result.stderr.count(INTERRUPT_NOTICE) == 1, result
+    check_kept(result, tmp_path, sigterm=False)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
+def test_sigterm(strategy: str, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """The caller has the state, too, and knows of the signal."""
+    running = start(run_script, strategy, tmp_path)
+    running.send_signal(signal.SIGTERM)
+    result = running.finish(timeout=60)
+    assert result.returncode == CODE, result
+    check_kept(result, tmp_path, sigterm=True)
+
+
+@pytest.mark.soak
+def test_ctrl_c_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """A terminal sends it to the agent and to the ranks, to which the agent forwards it."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(run_script.write(SCRIPT)), "ddp", str(tmp_path)]
+    running = run_script.start_command(command, env=with_tests())
+    running.wait_for("training", count=2, timeout=60)
+    running.send_signal_to_group(signal.SIGINT)
+    result = running.finish(timeout=60)
+    assert result.returncode != 0, result
+    assert result.stdout.count("kept [") == 2, result
+    check_end(tmp_path)
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("popen", marks=pytest.mark.soak)])
+def test_a_second_ctrl_c(start_method: str, run_script: ScriptRunner) -> None:
+    """It ends ranks that wait in native code for ever, within the grace period."""
+    running = run_script.start(HANGING.replace("timeout=4", "timeout=3600"), start_method, env=with_tests())
+    running.wait_for("hanging", count=2, timeout=60)
+    running.send_signal_to_group(signal.SIGINT)
+    time.sleep(0.5)
+    assert running.stderr.count(INTERRUPT_NOTICE) == 1
+    assert running.processes()
+    running.send_signal_to_group(signal.SIGINT)
+    result = running.finish(timeout=60)
+    assert result.returncode == INTERRUPTED, result
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start_method", ["fork", "popen"])
+def test_ctrl_c_where_no_step_ends(start_method: str, run_script: ScriptRunner) -> None:
+    """One is enough in the end: after the time that a collective may take."""
+    running = run_script.start(HANGING, start_method, env=with_tests())
+    running.wait_for("hanging", count=2, timeout=60)
+    running.send_signal(signal.SIGINT)
+    result = running.finish(timeout=60)
+    assert result.returncode == INTERRUPTED, result
