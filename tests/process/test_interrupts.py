@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from rankwise.processes.signals import INTERRUPT_NOTICE
+from tests.helpers.load import slowdown
 from tests.helpers.scripts import RunningScript, ScriptResult, ScriptRunner
 from tests.process.helpers import with_tests
 from tests.process.stopping import CODE, check_end
 from tests.process.test_stopping import HANGING
 
 INTERRUPTED = -signal.SIGINT  # what subprocess says of a process that a shell reports as 130
+ENDS = {"fork": INTERRUPTED, "popen": 130}  # rank 0 in the main process waits in native code: that exits
 
 SCRIPT = """
     import sys
@@ -109,12 +111,13 @@ def test_a_second_ctrl_c(start_method: str, run_script: ScriptRunner) -> None:
     running = run_script.start(HANGING.replace("timeout=4", "timeout=3600"), start_method, env=with_tests())
     running.wait_for("hanging", count=2, timeout=60)
     running.send_signal_to_group(signal.SIGINT)
-    time.sleep(0.5)
-    assert running.stderr.count(INTERRUPT_NOTICE) == 1
-    assert running.processes()
+    deadline = time.monotonic() + 60 * slowdown()
+    while INTERRUPT_NOTICE not in running.stderr and time.monotonic() < deadline:
+        time.sleep(0.05)
     running.send_signal_to_group(signal.SIGINT)
     result = running.finish(timeout=60)
-    assert result.returncode == INTERRUPTED, result
+    assert result.stderr.count(INTERRUPT_NOTICE) == 1, result
+    assert result.returncode == ENDS[start_method], result
 
 
 @pytest.mark.soak
@@ -125,4 +128,4 @@ def test_ctrl_c_where_no_step_ends(start_method: str, run_script: ScriptRunner) 
     running.wait_for("hanging", count=2, timeout=60)
     running.send_signal(signal.SIGINT)
     result = running.finish(timeout=60)
-    assert result.returncode == INTERRUPTED, result
+    assert result.returncode == ENDS[start_method], result

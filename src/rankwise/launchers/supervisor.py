@@ -114,6 +114,7 @@ class ShutdownSequence:
     loop: EventLoop  # its deadline is used from `begin` on
     send: Callable[[WorkerState, Kind, bytes], None]
     options: SupervisionOptions
+    is_main_stuck: Callable[[], bool]  # whether rank 0 in the main process has not noticed a Ctrl-C
     has_begun: bool = False  # a rank that ends afterwards has not failed
     ended_by: int | None = None  # the signal that ended the job at once
     _began_s: float = 0.0
@@ -166,7 +167,8 @@ class ShutdownSequence:
 
     def _end_busy_main(self) -> None:
         # Rank 0 in the main process may be in C code, in a block that catches all, or in another thread. The
-        # others have been killed: the kernel may need time to end them. After Ctrl-C the program decides.
+        # others have been killed: the kernel may need time to end them. After Ctrl-C, if it
+        # has noticed that, the program decides.
         own = next((worker for worker in self.workers if worker.process is None), None)
         if own is None:
             return
@@ -176,6 +178,8 @@ class ShutdownSequence:
                 code = 128 + self.ended_by
             elif error is not None and not is_hosted():
                 code = exit_code_of(error)
+            elif self.is_main_stuck() and not is_hosted():
+                code = 128 + signal.SIGINT
         if error is not None:
             what = "raises this when it can" if code is None else "was still at work, so its process ends"
             write_stderr(f"rankwise: {error}\n  (rank 0 {what})\n", LAST_LINES_TIMEOUT_S)
@@ -202,7 +206,11 @@ class Supervisor:
         self._failures = FailureCollector(self._workers, on_failure)
         self._stalls = LocalStragglerMonitor(self._workers, options.stall_warning_s)
         self._loop = EventLoop()
-        self._shutdown = ShutdownSequence(self._workers, self._failures, self._loop, self._send, options)
+        self._shutdown = ShutdownSequence(
+            self._workers, self._failures, self._loop, self._send, options, self._is_main_stuck
+        )
+        self._interrupts: list[int] = []  # an item for each Ctrl-C
+        self._noticed: list[int] = []  # for each that the main thread has handled, in its loop
         self._stop_request = StopTimeout(self._workers, options.teardown_timeout_s, self._end_by)
         self._stopped_by: int | None = None  # the signal for which training has stopped
         self._last_signal: int | None = None
@@ -327,6 +335,13 @@ class Supervisor:
                 sets_handler=replaces_interrupts,
                 calls_earlier_handler=False,
             ),
+            ROUTER.subscribe(
+                [signal.SIGINT],
+                self._on_noticed,
+                in_main_thread=True,
+                is_debounced=False,
+                sets_handler=False,
+            ),
         ):
             yield
         if self._last_signal is not None:
@@ -367,7 +382,16 @@ class Supervisor:
     def _on_interrupt(self, request: SignalRequest) -> None:
         if raises_keyboard_interrupt():
             self._last_signal = request.number
+            self._interrupts.append(request.number)
             self._loop.call_now(partial(self._on_stop_signal, request.number))
+
+    def _on_noticed(self, request: SignalRequest) -> None:
+        self._noticed.append(request.number)
+
+    def _is_main_stuck(self) -> bool:
+        """Whether rank 0, in this process, has not handled a Ctrl-C, after which ranks were to stop."""
+        has_asked = self._stop_request.number == signal.SIGINT
+        return has_asked and len(self._noticed) < len(self._interrupts)
 
     def _on_stacks(self, request: SignalRequest) -> None:
         why = "SIGUSR2 was sent to the main process"
