@@ -17,8 +17,7 @@ from rankwise.checkpoint import CheckpointIO
 from rankwise.failures.classify import readable
 from rankwise.failures.exchange import resolve_cause
 from rankwise.gradient_sync.unused import explain_unused
-from rankwise.launchers import Launcher
-from rankwise.launchers.context import Entry, WorkerContext
+from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import TEARDOWN, blocked_in, report_phase, report_saving
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
@@ -30,6 +29,8 @@ from rankwise.strategies.module_wrapping import WrappedModules
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from rankwise.launchers.context import Entry, Launcher
 _log = logging.getLogger(__name__)
 
 
