@@ -85,15 +85,6 @@ def test_missing_names(statement: str, remedy: str) -> None:
         exec(statement)
 
 
-def test_states() -> None:
-    """Lightning's names of a trainer's states are equal to their values here."""
-    states = importlib.import_module(f"{PACKAGE}.pytorch.trainer.states")
-    state = rankwise.Trainer(accelerator="cpu", devices=1, logger=False).state
-    assert state.status == states.TrainerStatus.INITIALIZING
-    state.fn = "fit"
-    assert state.fn == states.TrainerFn.FITTING != states.TrainerFn.TESTING
-
-
 def test_special_names_are_not_refused() -> None:
     """Special and private names are missing in the ordinary way, as Python's own tools expect."""
     pl = importlib.import_module(PACKAGE)
