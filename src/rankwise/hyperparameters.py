@@ -24,6 +24,7 @@ __all__ = [
     "HyperparametersMixin",
     "checkpointed_parts",
     "left_out_of_checkpoints",
+    "record_of_lightning",
 ]
 
 MODULE_KEYS = ("hyper_parameters", "hparams_name")
@@ -194,6 +195,13 @@ def _snapshot(values: Mapping[str, Any]) -> AttributeDict:
     return AttributeDict(
         {name: copy.deepcopy(value) if _is_storable(value) else value for name, value in values.items()}
     )
+
+
+def record_of_lightning(owner: Any) -> _Record:
+    """Return the record of what Lightning's own `save_hyperparameters` has saved in an object."""
+    values = AttributeDict(owner.hparams)
+    container = getattr(owner, "_hparams_name", None)
+    return _Record(values, values, set(values), container, owner._log_hyperparams)
 
 
 def checkpointed_parts(owner: HyperparametersMixin, keys: tuple[str, str] = MODULE_KEYS) -> dict[str, Any]:

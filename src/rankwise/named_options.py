@@ -8,8 +8,10 @@ from typing import Any, Generic, TypeVar
 
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownNameError
 
-__all__ = ["NameTable", "check_is_a", "check_name", "split_options"]
+__all__ = ["USE_OWN_CLASS", "NameTable", "check_is_a", "check_name", "is_lightnings_own", "split_options"]
 
+USE_OWN_CLASS = "use rankwise's class of that name: import rankwise.lightning as pl."
+"""What to do with an object of a class that comes with Lightning."""
 
 Entry = TypeVar("Entry", bound=Any)
 
@@ -80,8 +82,15 @@ def check_is_a(name: str, value: Any, kinds: Any, expected: str = "", remedy: st
         return
     if isinstance(value, type) and issubclass(value, kinds):
         remedy = remedy or f"make an instance of it: {value.__name__}()"
+    if is_lightnings_own(type(value)):
+        remedy = remedy or USE_OWN_CLASS
     expected = expected or f"an instance of {kinds[0].__name__}"
     raise InvalidTypeError(argument=name, value=value, expected=expected, remedy=remedy)
+
+
+def is_lightnings_own(kind: type) -> bool:
+    """Return whether a class is defined in the packages of Lightning, which need not be installed."""
+    return kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def check_name(argument: str, value: object, names: tuple[str, ...], expected: str = "") -> str:

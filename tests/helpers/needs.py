@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 
 import pytest
@@ -14,6 +15,17 @@ def need_package(name: str) -> None:
         importlib.import_module(name)
     else:
         pytest.importorskip(name)
+
+
+def need_installed(*names: str) -> None:
+    """Skip where a package is not installed, without importing any; in CI that is an error.
+
+    For tests whose programs import them: that may take seconds.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            missing = f"{name} is not installed"
+            (pytest.fail if is_ci() else pytest.skip)(missing)
 
 
 def is_ci() -> bool:

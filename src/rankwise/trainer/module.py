@@ -338,12 +338,13 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
             self._weight = None
         return weight
 
-    def optimizers(self) -> Any:
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or the list of them if there is not exactly one.
 
-        In manual optimisation their `step` and `zero_grad` use the trainer's precision.
+        In manual optimisation their `step` and `zero_grad` use the trainer's precision; those of torch's
+        own optimizers, which are returned with `use_pl_optimizer=False`, do not.
         """
-        running = self.trainer.running_manual_optimization
+        running = self.trainer.running_manual_optimization if use_pl_optimizer else None
         return _one_or_all(self.trainer.optimizers if running is None else running.optimizers)
 
     def lr_schedulers(self) -> Any:
@@ -431,7 +432,9 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        for part in self.modules():  # a module within this one has the same trainer
+            if isinstance(part, TrainingModule):
+                part._trainer = trainer
 
     @property
     def device(self) -> torch.device:
@@ -491,14 +494,8 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
 
 def no_module(model: Any) -> InvalidTypeError:
     """Return the error for what is given in place of a `TrainingModule`."""
-    name, remedy = type(model).__name__, ""
-    if name == "OptimizedModule":
-        remedy = "for torch.compile(model): model.compile(), and fit(model)"
-    elif any(base.__name__ == "LightningModule" for base in type(model).__mro__):
-        remedy = (
-            f"derive {name} from rankwise's class of that name: import rankwise.lightning as pl, in place of "
-            "import lightning.pytorch as pl."
-        )
+    is_compiled = type(model).__name__ == "OptimizedModule"
+    remedy = "for torch.compile(model): model.compile(), and fit(model)" if is_compiled else ""
     expected = "an instance of TrainingModule"
     return InvalidTypeError(argument="model", value=model, expected=expected, remedy=remedy)
 

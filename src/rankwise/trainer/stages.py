@@ -46,6 +46,7 @@ from rankwise.trainer.data_loaders import (
     restored_loaders,
     shard_for_phase,
 )
+from rankwise.trainer.lightning_objects import is_of_lightning
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
 from rankwise.trainer.loops.fit import FitLoop
@@ -141,9 +142,10 @@ class Stage:
 
     def __post_init__(self) -> None:
         first = next(iter(self.loaders))
-        if isinstance(self.loaders[first], DataModule) and self.datamodule is None:
+        if _is_data_module(self.loaders[first]) and self.datamodule is None:
             self.datamodule, self.loaders[first] = self.loaders[first], None
-        check_is_a("datamodule", self.datamodule, (DataModule, type(None)), "a DataModule")
+        if not _is_data_module(self.datamodule):
+            check_is_a("datamodule", self.datamodule, (DataModule, type(None)), "a DataModule")
         if self.ckpt_path == "hpc":
             raise ConfigurationError(
                 message='ckpt_path="hpc" names no checkpoint here.',
@@ -441,6 +443,10 @@ def _unwrap(context: LoopContext) -> None:
     """Undo what `setup_module` has done. Nothing may keep the wrapper when the process group is destroyed."""
     context.strategy.restore_module(context.module)
     context.wrapped, context.stage.wrapped = context.module, None
+
+
+def _is_data_module(value: object) -> bool:
+    return isinstance(value, DataModule) or is_of_lightning(value, DataModule)
 
 
 def _warn_of_hidden(module: TrainingModule, datamodule: DataModule, loaders: list[str]) -> None:

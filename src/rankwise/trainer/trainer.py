@@ -22,6 +22,7 @@ from rankwise.trainer.consistency import check_can_compare
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data_loaders import check_loaders
 from rankwise.trainer.hooks import Hooks, check_hooks
+from rankwise.trainer.lightning_objects import check_uses, classes_lent, take_callbacks
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
 from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
@@ -193,7 +194,7 @@ class Trainer(TrainerProperties):
             **{name: keywords[name] for name in TrainerOptions.__dataclass_fields__}
         )
         self.callbacks = arguments.collect_callbacks(
-            callbacks,
+            take_callbacks(callbacks),
             enable_checkpointing=keywords["enable_checkpointing"],
             enable_progress_bar=keywords["enable_progress_bar"],
             enable_model_summary=keywords["enable_model_summary"],
@@ -391,7 +392,8 @@ class Trainer(TrainerProperties):
                 needed="a fit",
                 remedy="call trainer.fit(model, ...) first.",
             )
-        save_checkpoint(self.context(self._fitted_module), filepath, weights_only=bool(weights_only))
+        with classes_lent(self, self._fitted_module, self.datamodule):
+            save_checkpoint(self.context(self._fitted_module), filepath, weights_only=bool(weights_only))
 
     def _evaluate(self, stage: Stage, model: Any, verbose: bool) -> list[dict[str, float]]:
         metrics: list[dict[str, float]] = self._launch(stage, model)
@@ -403,6 +405,10 @@ class Trainer(TrainerProperties):
         """Run a stage on every rank, and restore its state here."""
         is_given = model is not None or stage.name == "fit"
         model = model if is_given else self.module
+        with classes_lent(self, model, stage.datamodule, self.datamodule):
+            return self._launch_with(model, stage, is_given=is_given)
+
+    def _launch_with(self, model: Any, stage: Stage, *, is_given: bool) -> Any:
         self._check_stage(stage, model)
         if stage.name == "fit":
             self._find_learning_rates(stage, model)
@@ -479,6 +485,7 @@ class Trainer(TrainerProperties):
         stage.check_module(model)
         self._add_callbacks_of(model)
         check_hooks(model, self.callbacks, stage.datamodule)
+        check_uses(self, model, stage.datamodule, *self.callbacks)
         for callback in self.callbacks:
             callback.check_stage(self, model, stage.name)
         if stage.name == "fit":
@@ -497,7 +504,8 @@ class Trainer(TrainerProperties):
         """Add the callbacks that the module configures, once; they keep their state from stage to stage."""
         if model is not self._configured:
             model.trainer = self  # the hook may read it
-            callbacks = arguments.with_module_callbacks(self.callbacks, model.configure_callbacks())
+            callbacks = take_callbacks(model.configure_callbacks())
+            callbacks = arguments.with_module_callbacks(self.callbacks, callbacks)
             self.callbacks = _for_dev_run(callbacks) if self.fast_dev_run else callbacks
             self._configured = model
 

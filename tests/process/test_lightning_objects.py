@@ -1,0 +1,233 @@
+"""Modules, data modules and callbacks of Lightning's own classes in a rankwise Trainer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.helpers.load import slowdown
+from tests.helpers.needs import need_installed
+from tests.helpers.scripts import WITHOUT_COVERAGE, ScriptRunner
+
+SOAK = pytest.mark.soak
+STRATEGIES = [
+    "ddp_fork",
+    pytest.param("ddp", marks=SOAK),
+    pytest.param("ddp_spawn", marks=SOAK),
+    pytest.param("ddp_forkserver", marks=SOAK),
+]
+
+OBJECTS = """
+import copy, json, os, pickle, sys, time, warnings
+from pathlib import Path
+
+sys.modules["mpi4py.MPI"] = None  # Lightning's detection starts MPI, where it is installed
+
+import torch
+from lightning import pytorch as pl
+from torch.utils.data import DataLoader, TensorDataset
+
+import rankwise
+
+warnings.filterwarnings("ignore")
+QUIET = dict(accelerator="cpu", max_epochs=3, log_every_n_steps=1)
+QUIET |= dict(enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
+
+class Encoder(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        assert self.trainer is not None
+        return torch.relu(self.layer(x))
+
+class Module(pl.LightningModule):
+    def __init__(self, lr=0.05, is_manual=False):
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = not is_manual
+        self.encoder, self.head = Encoder(), torch.nn.Linear(4, 1)
+        self.steps_seen, self.notes = 0, []
+
+    def loss(self, batch):
+        return (self.head(self.encoder(batch[0])) - batch[1]).pow(2).mean()
+
+    def training_step(self, batch, batch_idx):
+        self.steps_seen += 1
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log_dict({"test": self.loss(batch)}, sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self.head(self.encoder(batch[0]))
+
+    def on_train_epoch_end(self):
+        ranks = self.all_gather(torch.tensor(float(self.global_rank))).sum()
+        self.notes.append([self.current_epoch, self.global_step, float(ranks) >= 0])
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["steps_seen"] = self.steps_seen
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), self.hparams.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+class Data(pl.LightningDataModule):
+    def __init__(self, batch_size):
+        super().__init__()
+        self.save_hyperparameters()
+        self.prepared = 0
+
+    def prepare_data(self):
+        self.prepared += 1
+
+    def setup(self, stage):
+        x = torch.arange(64.0).view(16, 4).sin()
+        self.data = TensorDataset(x, x.sum(1, keepdim=True))
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=self.hparams.batch_size)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+class Ends(pl.Callback):
+    def __init__(self):
+        self.epochs, self.kinds = 0, set()
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.epochs += 1
+        self.kinds |= {isinstance(pl_module, pl.LightningModule), pl_module.trainer is trainer}
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.epochs = state["epochs"]
+"""
+
+EQUAL = (
+    OBJECTS
+    + """
+def run(trainer_class, batch_size, folder, is_manual, **where):
+    pl.seed_everything(1, workers=True, verbose=False)
+    module, data, ends = Module(is_manual=is_manual), Data(batch_size), Ends()
+    weight = module.head.weight
+    trainer = trainer_class(default_root_dir=folder, callbacks=[ends], logger=False, **where, **QUIET)
+    trainer.fit(module, datamodule=data)
+    found = {"fit": {name: float(value) for name, value in trainer.callback_metrics.items()}}
+    found["validate"] = trainer.validate(module, datamodule=data, verbose=False)
+    found["test"] = trainer.test(module, data, verbose=False)
+    found["predict"] = torch.cat(trainer.predict(module, datamodule=data)).flatten().tolist()
+    found["weights"] = [weight.flatten().tolist() for weight in module.state_dict().values()]
+    found["notes"] = [module.notes, ends.epochs, ends.kinds == {True}, data.prepared > 0]
+    found["steps"] = module.steps_seen
+    assert module.head.weight is weight
+    assert (type(module), type(module.encoder), type(data)) == (Module, Encoder, Data)
+    assert b"rankwise" not in pickle.dumps((module, data.hparams))
+    path = str(Path(folder) / "again.ckpt")
+    trainer.save_checkpoint(path)
+    if trainer.is_global_zero:  # which has written it
+        loaded = Module.load_from_checkpoint(path, weights_only=True)
+        torch.testing.assert_close(loaded.state_dict(), module.state_dict())
+        saved = torch.load(path, weights_only=True)
+        found["checkpoint"] = [
+            saved["hyper_parameters"], saved["datamodule_hyper_parameters"]["batch_size"] == batch_size,
+            saved["steps_seen"], sorted(saved["callbacks"]), saved["epoch"], saved["global_step"],
+        ]
+    return trainer.is_global_zero, found
+
+if __name__ == "__main__":
+    alone, found = os.environ.get("LOCAL_RANK", "0") == "0", []
+    for is_manual in (False, True):
+        if alone:
+            own = run(pl.Trainer, 8, "lightning", is_manual, devices=1)[1]
+            one = run(rankwise.Trainer, 8, "one", is_manual, devices=1)[1]
+        both = None
+        if not is_manual or sys.argv[1] != "ddp_fork":
+            both = run(rankwise.Trainer, 4, "both", is_manual, devices=2, strategy=sys.argv[1])[1]
+        if alone:
+            found.append([own, one, both])
+    if alone:
+        print(json.dumps(found))
+"""
+)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Compare nested lists and dictionaries; numbers to 1e-6."""
+    if isinstance(expected, dict):
+        assert sorted(found) == sorted(expected)
+        for name in expected:
+            assert_equal(found[name], expected[name])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for own, other in zip(found, expected, strict=True):
+            assert_equal(own, other)
+    else:
+        assert found == (pytest.approx(expected, abs=1e-6) if isinstance(expected, float) else expected)
+
+
+@pytest.mark.timeout(600)  # by spawn, ten processes import Lightning one pair after another
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equal_to_lightnings_trainer(run_script: ScriptRunner, strategy: str) -> None:
+    """All stages give Lightning's weights, values and predictions, on one process and on two."""
+    need_installed("lightning")
+    result = run_script(EQUAL, strategy, timeout=400)
+    assert result.returncode == 0, result
+    for own, one, both in json.loads(result.stdout.splitlines()[-1]):
+        found = [one] if both is None else [one, both]
+        checkpoints = [each.pop("checkpoint") for each in (own, *found)]
+        for each in found:
+            assert_equal(each, own)
+        for checkpoint in checkpoints[1:]:
+            assert_equal(checkpoint[:3] + checkpoint[4:], checkpoints[0][:3] + checkpoints[0][4:])
+            assert "Ends" in checkpoint[3]
+
+
+FAILING = (
+    OBJECTS
+    + """
+class Failing(Module):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 1:
+            Path("failed_s").write_text(str(time.monotonic()))
+            raise ValueError("loss is nan")
+        return super().training_step(batch, batch_idx)
+
+if __name__ == "__main__":
+    module = Failing()
+    try:
+        trainer = rankwise.Trainer(logger=False, devices=2, strategy=sys.argv[1], **QUIET)
+        trainer.fit(module, Data(4))
+    except rankwise.errors.WorkerRaisedError as error:
+        print(time.monotonic() - float(Path("failed_s").read_text()), type(module) is Failing, error)
+"""
+)
+
+
+@SOAK
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_a_rank_that_fails(run_script: ScriptRunner, strategy: str) -> None:
+    """It is reported with its traceback, and the module is Lightning's again."""
+    need_installed("lightning")
+    result = run_script(FAILING, strategy, env=WITHOUT_COVERAGE)
+    assert result.returncode == 0, result
+    took_s, is_as_before, message = result.stdout.split(maxsplit=2)
+    assert float(took_s) < 2 * slowdown()
+    assert is_as_before == "True"
+    assert "raised ValueError: loss is nan" in message
+    assert "in training_step" in message

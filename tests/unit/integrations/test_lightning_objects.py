@@ -1,0 +1,251 @@
+"""Modules, data modules and callbacks of Lightning's own classes in a rankwise Trainer of one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rankwise.errors import ConfigurationError, InvalidTypeError
+from rankwise.trainer import DataModule, TrainingModule
+from tests.helpers.needs import need_package
+from tests.unit.trainer.helpers import loader, trainer
+
+need_package("lightning")
+pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning and its dependencies warn of
+
+
+@pytest.fixture(scope="module")
+def pl() -> Any:
+    """Return `lightning.pytorch`."""
+    return importlib.import_module("lightning.pytorch")
+
+
+@pytest.fixture(scope="module")
+def make(pl: Any) -> Callable[..., Any]:
+    """Return what makes a module of Lightning's, with further methods."""
+
+    class Line(pl.LightningModule):
+        def __init__(self, width: int = 2, loss: Any = abs) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = nn.Linear(width, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def make(**methods: Any) -> Any:
+        return type("Own", (Line,), methods)()
+
+    return make
+
+
+def fit(folder: Path, module: Any, *data: Any, **options: Any) -> Any:
+    """Fit, and return the trainer."""
+    made = trainer(folder, max_epochs=1, **options)
+    made.fit(module, *(data or (loader(),)))
+    return made
+
+
+def test_the_classes_are_lent(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
+    """In a stage a module is of both libraries; afterwards it is Lightning's, and has no trainer."""
+    seen: list[Any] = []
+
+    def on_fit_start(self: Any) -> None:
+        seen.extend([isinstance(self, TrainingModule), isinstance(self, pl.LightningModule)])
+        seen.extend([self.trainer.world_size, self.inner.trainer is self.trainer, type(self).__name__])
+        batch = torch.ones(1)
+        seen.append(self._on_before_batch_transfer(batch) is batch)  # as `to_onnx` calls it
+
+    module = make(on_fit_start=on_fit_start)
+    module.inner, kind = make(), type(module)
+    made = fit(tmp_path, module)
+    assert seen == [True, True, 1, True, "Own", True]
+    assert type(module) is kind
+    assert not isinstance(module.inner, TrainingModule)
+    assert module.current_epoch == 0
+    with pytest.raises(RuntimeError, match="not attached"):
+        module.trainer  # noqa: B018  it raises
+    assert made.lightning_module is module
+
+
+def test_copied_while_lent(tmp_path: Path, make: Callable[..., Any]) -> None:
+    """A copy and a pickle have both classes, too: these go to other processes."""
+    copies: list[Any] = []
+
+    def on_fit_start(self: Any) -> None:
+        copies.append(copy.deepcopy(self))
+        copies.append(pickle.loads(pickle.dumps(self)))
+
+    module = make(on_fit_start=on_fit_start)
+    globals()["Own"], type(module).__qualname__, type(module).__module__ = type(module), "Own", __name__
+    try:
+        fit(tmp_path, module)
+    finally:
+        del globals()["Own"]
+    for each in copies:
+        assert isinstance(each, TrainingModule)
+        assert isinstance(each, type(module))
+        assert each.hparams.width == 2
+        assert each.layer.weight is not module.layer.weight
+
+
+def test_hyperparameters(tmp_path: Path, make: Callable[..., Any]) -> None:
+    """Those that Lightning has saved are in checkpoints, but for what these cannot hold: that is said."""
+    module = make()
+    with pytest.warns(UserWarning, match=r"will not have the hyperparameters loss"):
+        made = fit(tmp_path, module, enable_checkpointing=True)
+    path = made.checkpoint_callback.best_model_path
+    assert torch.load(path, weights_only=True)["hyper_parameters"] == {"width": 2}
+    made.save_checkpoint(tmp_path / "again.ckpt")
+    again = torch.load(tmp_path / "again.ckpt", weights_only=True)
+    assert again["hyper_parameters"] == {"width": 2}
+    assert type(module).load_from_checkpoint(path, weights_only=True).hparams.width == 2
+
+
+def test_a_data_module(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
+    """One of Lightning's gives the loaders; in a stage it is of both libraries."""
+    seen: list[Any] = []
+
+    class Data(pl.LightningDataModule):
+        def setup(self, stage: str) -> None:
+            seen.extend([stage, isinstance(self, DataModule), self.trainer.world_size])
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    data = Data()
+    made = fit(tmp_path, make(), data)
+    assert seen == ["fit", True, 1]
+    assert (made.datamodule, type(data), data.trainer) == (data, Data, None)
+    with pytest.raises(ConfigurationError, match="loaders and a data module"):
+        trainer(tmp_path).fit(make(), loader(), datamodule=data)
+
+
+def test_callbacks(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
+    """A user's callback is called; so is one that the module configures, and one without any methods."""
+    seen: list[str] = []
+
+    class Note(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(type(pl_module).__name__)
+
+    class Other(Note):
+        pass
+
+    module = make(configure_callbacks=lambda self: Other())
+    made = fit(tmp_path, module, callbacks=[Note(), pl.Callback()])
+    assert seen == ["Own", "Own"]
+    assert {"Note", "Other", "Callback"} <= {type(each).__name__ for each in made.callbacks}
+
+
+NEVER = r"\(\) would never be called"
+
+
+def refused(self: Any) -> None:
+    self.trainer.fit_loop.epoch_progress.reset()
+
+
+def refused_in_strategy(self: Any) -> None:
+    for _ in range(self.trainer.strategy.num_threads_of_nothing):
+        pass
+
+
+def refused_argument(self: Any) -> None:
+    [print(self.trainer.accelerator) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("methods", "text"),
+    [
+        ({"on_fit_start": refused}, r"Own.on_fit_start\(\) uses trainer.fit_loop, which"),
+        ({"helper": property(refused)}, r"Own.helper\(\) uses trainer.fit_loop, which"),
+        ({"on_fit_end": refused_in_strategy}, "uses trainer.strategy.num_threads_of_nothing, which"),
+        ({"on_fit_end": refused_argument}, "uses trainer.accelerator, which"),
+        ({"training_epoch_end": lambda self, outputs: None}, "training_epoch_end" + NEVER),
+        (
+            {"configure_sharded_model": lambda self: None},
+            "configure_sharded_model" + NEVER,
+        ),
+    ],
+)
+def test_what_a_module_cannot_use(
+    tmp_path: Path, make: Callable[..., Any], methods: dict[str, Any], text: str
+) -> None:
+    """Parts of Lightning's Trainer are refused by name, before anything starts; so are hooks."""
+    module = make(**methods, prepare_data=lambda self: pytest.fail("it has started"))
+    kind = type(module)
+    with pytest.raises(ConfigurationError, match=text):
+        fit(tmp_path, module)
+    assert type(module) is kind
+
+
+def test_what_a_module_asks_for(tmp_path: Path, make: Callable[..., Any]) -> None:
+    """What exists, what code sets itself, and what it asks for with `hasattr` is not refused."""
+
+    def on_fit_start(self: Any) -> None:
+        self.trainer.mine = self.trainer.strategy.world_size
+        if hasattr(self.trainer, "fit_loop"):
+            self.trainer.fit_loop.reset()
+        self.trainer.mine += self.config.trainer.max_lr
+
+    module = make(on_fit_start=on_fit_start, teardown=lambda self, stage: self.trainer.mine)
+    module.config = SimpleNamespace(trainer=SimpleNamespace(max_lr=2))
+    made: Any = fit(tmp_path, module)
+    assert made.mine == 3
+
+
+def test_what_a_callback_cannot_use(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
+    """The same for callbacks, whose argument is the trainer."""
+
+    class Note(pl.Callback):
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            print(self, trainer.fit_loop)
+
+    with pytest.raises(ConfigurationError, match=r"Note.on_fit_end\(\) uses trainer.fit_loop, which"):
+        fit(tmp_path, make(), callbacks=Note())
+
+
+def test_lightnings_own_parts_are_refused(tmp_path: Path, pl: Any) -> None:
+    """What comes with Lightning needs its Trainer; the error says what to import instead."""
+    own_stopping = type("Mine", (pl.callbacks.EarlyStopping,), {})("loss")
+    for callback in (pl.callbacks.ModelCheckpoint(), own_stopping):
+        with pytest.raises(ConfigurationError, match=r"Lightning's own (Mod|Early)[\s\S]*rankwise\.light"):
+            trainer(tmp_path, callbacks=[callback])
+    with pytest.raises(InvalidTypeError, match=r"import rankwise\.lightning as pl"):
+        trainer(tmp_path, logger=pl.loggers.CSVLogger(tmp_path))
+
+
+def test_a_class_that_cannot_be_joined(tmp_path: Path, make: Callable[..., Any]) -> None:
+    """A class that refuses to be derived from is named."""
+
+    def refuse(cls: Any, **options: Any) -> None:
+        raise TypeError("it is final")
+
+    module = make(__init_subclass__=refuse)
+    with pytest.raises(ConfigurationError, match="Own cannot be used with rankwise's Trainer: it is final"):
+        fit(tmp_path, module)
+
+
+def test_an_optimizer_of_torchs(tmp_path: Path, make: Callable[..., Any]) -> None:
+    """`optimizers(use_pl_optimizer=False)` returns torch's own."""
+    found: list[Any] = []
+
+    def on_fit_start(self: Any) -> None:
+        found.append(self.optimizers(use_pl_optimizer=False))
+
+    fit(tmp_path, make(on_fit_start=on_fit_start))
+    assert type(found[0]) is torch.optim.SGD
