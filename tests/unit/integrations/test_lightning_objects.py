@@ -165,7 +165,7 @@ def refused_in_strategy(self: Any) -> None:
 
 
 def refused_argument(self: Any) -> None:
-    [print(self.trainer.accelerator) for _ in range(2)]
+    [print(self.trainer.plugins) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def refused_argument(self: Any) -> None:
         ({"on_fit_start": refused}, r"Own.on_fit_start\(\) uses trainer.fit_loop, which"),
         ({"helper": property(refused)}, r"Own.helper\(\) uses trainer.fit_loop, which"),
         ({"on_fit_end": refused_in_strategy}, "uses trainer.strategy.num_threads_of_nothing, which"),
-        ({"on_fit_end": refused_argument}, "uses trainer.accelerator, which"),
+        ({"on_fit_end": refused_argument}, "uses trainer.plugins, which"),
         ({"training_epoch_end": lambda self, outputs: None}, "training_epoch_end" + NEVER),
         (
             {"configure_sharded_model": lambda self: None},
