@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import UninitializedParameter, is_lazy
+from torch import Tensor
 
 from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.nested import map_tensors, to_device
-from rankwise.processes.changed_attributes import (
-    AttributesBefore,
-    changed_attributes,
-    updated,
-    with_contents,
+from rankwise.processes.changed_attributes import AttributesBefore
+from rankwise.processes.module_state import (
+    ModuleBefore,
+    ModuleState,
+    ObjectState,
+    named_parts,
+    warn_of_lost_attributes,
 )
-from rankwise.processes.parametrized_modules import kind_of, set_kind
-from rankwise.processes.shared_memory import Unreadable, send_by_name
+from rankwise.processes.shared_memory import send_by_name
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metrics.metric_objects import (
     merged,
@@ -50,11 +47,10 @@ _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
 class CallerState:
     """What the calling process gets after a stage that ran in other processes; picklable, on the CPU."""
 
-    values: dict[str, tuple[Tensor, bool] | None]  # of the parameters that the caller has, by `named_parts`
-    contents: dict[str, _Contents]  # of the submodules that the caller has; others are in these
-    datamodule: _Attributes | None  # of the data module
-    attributes: list[_Attributes]  # of the callbacks
-    profiler: _Attributes  # what rank 0, or the first rank of the caller's node, has measured
+    module: ModuleState
+    datamodule: ObjectState | None
+    attributes: list[ObjectState]  # of the callbacks
+    profiler: ObjectState  # what rank 0, or the first rank of the caller's node, has measured
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     callbacks: list[dict[str, Any]]
@@ -71,18 +67,16 @@ class KnownToCaller:
     """What the calling process has, too, when a stage starts in this one.
 
     Attributes:
-        parts: the `named_parts` of the module.
-        attributes: the attributes of its submodules, by the submodule's id.
+        module: the module as it is then.
         datamodule: the attributes of the data module, if there is one.
         of_callbacks: those of each callback.
         profiler: those of the profiler.
     """
 
     def __init__(self, context: LoopContext) -> None:
-        self.parts = named_parts(context.module)
         self.named = named_objects(context)
         self.callbacks, self.loggers = list(context.callbacks), list(context.loggers)
-        self.attributes = {id(part): AttributesBefore(part, self.named) for part in context.module.modules()}
+        self.module = ModuleBefore(context.module, self.named)
         data = context.datamodule
         self.datamodule = None if data is None else AttributesBefore(data, self.named)
         self.of_callbacks = [AttributesBefore(callback, self.named) for callback in self.callbacks]
@@ -107,26 +101,18 @@ def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
     if strategy.local_rank != 0:
         return None
     send_by_name(known.named)
-    present = set(map(id, module.modules()))
-    contents = {
-        name: _Contents(part, known.attributes[id(part)])
-        for name, part in known.parts.items()
-        if isinstance(part, nn.Module) and id(part) in present
-    }
-    datamodule = None if known.datamodule is None else _Attributes(context.datamodule, known.datamodule)
-    attributes = list(map(_Attributes, known.callbacks, known.of_callbacks))
-    owners = [(name.removeprefix("module "), each.attributes) for name, each in contents.items()]
-    owners += [] if datamodule is None else [("datamodule", datamodule)]
-    owners += zip((type(callback).__name__ for callback in known.callbacks), attributes, strict=True)
-    _warn_of_lost_attributes(context.strategy, owners)
+    state = ModuleState(module, known.module)
+    datamodule = None if known.datamodule is None else ObjectState(context.datamodule, known.datamodule)
+    attributes = list(map(ObjectState, known.callbacks, known.of_callbacks))
+    if strategy.is_global_zero:
+        others = [] if datamodule is None else [("datamodule", datamodule)]
+        others += zip((type(callback).__name__ for callback in known.callbacks), attributes, strict=True)
+        warn_of_lost_attributes(state, others)
     return CallerState(
-        values={
-            name: _value_of(part) for name, part in known.parts.items() if isinstance(part, nn.Parameter)
-        },
-        contents=contents,
+        module=state,
         datamodule=datamodule,
         attributes=attributes,
-        profiler=_Attributes(context.profiler, known.profiler),
+        profiler=ObjectState(context.profiler, known.profiler),
         optimizers=_on_cpu(optimizers),
         schedulers=_on_cpu(schedulers),
         callbacks=_on_cpu([callback.state_dict() for callback in known.callbacks]),
@@ -146,7 +132,7 @@ def _on_cpu(state: Any) -> Any:
 def restore(context: LoopContext, state: CallerState) -> None:
     """Give the calling process's objects the worker's state; parameters keep their identity."""
     module = context.module
-    _restore_module(module, state)
+    state.module.restore(module)
     if state.datamodule is not None and context.datamodule is not None:
         state.datamodule.give_to(context.datamodule)
     for field in dataclasses.fields(state.trainer):
@@ -171,16 +157,6 @@ def restore(context: LoopContext, state: CallerState) -> None:
         context.optimizer_set.set_gradients(module, state.gradients)
 
 
-def named_parts(module: nn.Module) -> dict[str, object]:
-    """Return a module's submodules, their classes, and its parameters, by names that its copies have too."""
-    modules = dict(module.named_modules(remove_duplicate=False))
-    return {
-        **{f"class {name}": kind_of(part)[0] for name, part in modules.items()},
-        **{f"module {name}": part for name, part in modules.items()},
-        **{f"parameter {name}": part for name, part in module.named_parameters(remove_duplicate=False)},
-    }
-
-
 def named_objects(context: LoopContext) -> dict[str, object]:
     """Return the `named_parts` of a module and what its attributes may refer to, by such names."""
     return {
@@ -191,132 +167,6 @@ def named_objects(context: LoopContext) -> dict[str, object]:
         **{f"callback {number}": callback for number, callback in enumerate(context.callbacks)},
         **{f"logger {number}": logger for number, logger in enumerate(context.loggers)},
     }
-
-
-def _value_of(parameter: nn.Parameter) -> tuple[Tensor, bool] | None:
-    is_empty = isinstance(parameter, UninitializedParameter)
-    return None if is_empty else (parameter.detach(), parameter.requires_grad)
-
-
-def _restore_module(module: nn.Module, state: CallerState) -> None:
-    """Give a module the worker's parameters, buffers and submodules; known ones stay the same objects."""
-    parts: dict[str, Any] = named_parts(module)
-    for name, value in state.values.items():
-        if value is not None:
-            _put(parts[name], *value)
-    for name, contents in state.contents.items():
-        contents.give_to(parts[name])
-
-
-def _put(parameter: nn.Parameter, value: Tensor, requires_grad: bool) -> None:
-    """Set a parameter, in place if its shape and dtype allow it."""
-    if isinstance(parameter, UninitializedParameter):
-        parameter.materialize(value.shape, dtype=value.dtype)
-    if parameter.shape != value.shape or parameter.dtype != value.dtype:
-        parameter.data = value  # the stage converted it
-    else:
-        with torch.no_grad():
-            parameter.copy_(value)
-    parameter.requires_grad_(requires_grad)
-
-
-@final
-class _Attributes:
-    """The attributes of an object that a stage has changed; `before` are those when it started.
-
-    Attributes:
-        lost: the names of attributes that may have changed, but cannot be sent.
-    """
-
-    def __init__(self, owner: object, before: AttributesBefore) -> None:
-        self._changed, self.lost = changed_attributes(owner, before)
-        self._removed = [name for name in before.values if name not in vars(owner)]
-
-    def give_to(self, owner: object, *, removes: bool = True) -> None:
-        """Give an object these attributes; with `removes`, take away those that the stage has removed."""
-        attributes = vars(owner)
-        for name in self._removed if removes else ():
-            attributes.pop(name, None)
-        unreadable = {}
-        for name, value in self._changed.items():
-            new = updated(attributes.get(name), value)
-            if isinstance(new, Unreadable):
-                unreadable[name] = new.reason
-            else:
-                attributes[name] = new
-        if unreadable:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in unreadable.items())
-            warnings.warn(
-                f"These attributes of {type(owner).__name__} were set in a worker process, and cannot be "
-                f"read in the calling process, where they stay as they are: {reasons}.",
-                stacklevel=2,
-            )
-
-
-@final
-class _Contents:
-    """What one submodule consists of; `before` are its attributes when the stage started."""
-
-    def __init__(self, module: nn.Module, before: AttributesBefore) -> None:
-        self.attributes = _Attributes(module, before)
-        self._kind = kind_of(module)
-        self._modules = dict(module._modules.items())
-        self._parameters = dict(module._parameters.items())
-        self._buffers = dict(module._buffers.items())
-        self._transient = module._non_persistent_buffers_set
-        self._training = module.training
-        self._hooks = list(_reparametrizing_hooks(module).values())
-
-    def give_to(self, module: nn.Module) -> None:
-        """Make a module consist of it. Buffers keep their identity, if their shape and dtype allow it."""
-        buffers = {name: _kept(module._buffers.get(name), value) for name, value in self._buffers.items()}
-        is_lazy_module = isinstance(module, LazyModuleMixin)  # it changes its class itself when it is called
-        if not is_lazy_module:
-            set_kind(module, self._kind)
-        self.attributes.give_to(module, removes=not is_lazy_module)
-        _replace(module, module._modules, self._modules)
-        _replace(module, module._parameters, self._parameters)
-        _replace(module, module._buffers, buffers)
-        module._non_persistent_buffers_set = self._transient
-        module.training = self._training
-        for key in _reparametrizing_hooks(module):
-            del module._forward_pre_hooks[key]
-        for hook in self._hooks:
-            module.register_forward_pre_hook(hook)
-
-
-def _warn_of_lost_attributes(strategy: Strategy, owners: Iterable[tuple[str, _Attributes]]) -> None:
-    """Warn on rank 0 of attributes that cannot be sent; `owners` have names."""
-    lost = [f"{name}.{attribute}".removeprefix(".") for name, each in owners for attribute in each.lost]
-    if lost and strategy.is_global_zero:
-        warnings.warn(
-            "These attributes of the module, its data module or callbacks were set in a worker process, and "
-            f"cannot be pickled: {', '.join(lost)}. They stay as they are in the calling process. Set what "
-            "can be pickled, or delete the others in teardown().",
-            stacklevel=2,
-        )
-
-
-def _reparametrizing_hooks(module: nn.Module) -> dict[int, Any]:
-    """Return the hooks of torch's `weight_norm`, `spectral_norm` and pruning, which compute a tensor."""
-    hooks = module._forward_pre_hooks.items()
-    return {key: hook for key, hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")}
-
-
-def _replace(owner: nn.Module, mapping: dict[str, Any], new: dict[str, Any]) -> None:
-    if list(map(id, mapping.values())) == list(map(id, new.values())) and list(mapping) == list(new):
-        return
-    for name in new:
-        owner.__dict__.pop(name, None)  # a plain attribute hides it
-    mapping.clear()
-    mapping.update(new)
-
-
-def _kept(current: Tensor | None, value: Tensor | None) -> Tensor | None:
-    """Return the buffer that has the value: the current one, changed in place, if that is possible."""
-    if current is None or value is None or is_lazy(current) or is_lazy(value):
-        return value
-    return with_contents(current, value)
 
 
 def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:

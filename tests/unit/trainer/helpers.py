@@ -16,13 +16,14 @@ from typing_extensions import override
 from rankwise.environments import ClusterEnvironment
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
+from rankwise.processes.module_state import named_parts
 from rankwise.processes.shared_memory import owned_descriptor, pack, read_by_name, unpack
 from rankwise.ranks import RankInfo
 from rankwise.strategies import Strategy
 from rankwise.strategies.placement import Placement
 from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.state import LoopContext
-from rankwise.trainer.state_transfer import named_objects, named_parts
+from rankwise.trainer.state_transfer import named_objects
 
 T = TypeVar("T")
 
