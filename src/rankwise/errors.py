@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -492,6 +493,11 @@ class WorkerRaisedError(WorkerError):
         """Return what the worker's own exception says to do, if it says so, and where to look."""
         _, is_found, own = self.exception_message.partition("\n  Fix: ")
         here = super().fix()
+        if re.search("(closed|reset) by peer", self.exception_message):  # yet no other rank has failed before
+            here += (
+                " Another rank had ended: DDPStrategy(check_collectives=True) names a collective that one "
+                "rank calls alone."
+            )
         return f"{own.partition(chr(10))[0]} Or {here}" if is_found else here
 
 

@@ -465,3 +465,10 @@ def test_abort() -> None:
     assert "DDPStrategy(check_collectives=True)" in str(killed)
     other = errors.WorkerKilledError(**WHERE, signal_number=signal.SIGSEGV)
     assert "check_collectives" not in str(other)
+
+
+def test_a_collective_of_one_rank() -> None:
+    """So does the error of a rank whose peer had ended; another error does not."""
+    for message, is_named in (("[pair.cc:553] Connection closed by peer [127.0.0.1]:1", True), ("no", False)):
+        error = errors.WorkerRaisedError(**WHERE, exception_type="RuntimeError", exception_message=message)
+        assert ("DDPStrategy(check_collectives=True) names" in str(error)) == is_named
