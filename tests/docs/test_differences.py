@@ -330,6 +330,23 @@ def test_names_that_exist_by_now() -> None:
     assert found == []
 
 
+def test_missing_names_that_exist_by_now() -> None:
+    """No module of the namespace has a name of which the page says that it does not exist."""
+    names = (
+        "callbacks",
+        "core",
+        "fabric",
+        "loggers",
+        "plugins",
+        "profilers",
+        "strategies",
+        "trainer",
+        "utilities",
+    )
+    modules = [importlib.import_module(f"rankwise.lightning.{name}") for name in names]
+    assert [name for name in _modules._MISSING_NAMES for module in modules if name in vars(module)] == []
+
+
 def test_defaults_that_are_equal_by_now(pl: Any) -> None:
     """A row does not say of an argument of the Trainer that it has another default, if it has not."""
     rows = [

@@ -45,7 +45,6 @@ _MISSING_NAMES: Mapping[str, str] = {
     "RichModelSummary": "ModelSummary.",
     "MisconfigurationException": "rankwise.errors.ConfigurationError.",
     "SIGTERMException": "except SystemExit.",
-    "RunningStage": "trainer.training, validating, sanity_checking, testing and predicting.",
     "measure_flops": "torch.utils.flop_counter.FlopCounterMode.",
     "GradClipAlgorithmType": 'the strings "norm" and "value".',
     "LightningEnum": "enum.Enum.",
