@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.environments import ClusterEnvironment
+from rankwise.environments import ClusterEnvironment, LightningClusterEnvironment
 from rankwise.errors import ConfigurationError
 from rankwise.named_options import check_is_a
 from rankwise.precision import Precision, create_precision
@@ -16,7 +16,7 @@ from rankwise.strategies.config import agreed_value
 
 _DEFAULT_PARTS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": TorchCheckpointIO}
 _PLUGINS: Mapping[str, Any] = {
-    "cluster environment": (ClusterEnvironment, str),
+    "cluster environment": (ClusterEnvironment, LightningClusterEnvironment, str),
     "precision": Precision,
     "checkpoint IO": CheckpointIO,
     "strategy": Strategy,
@@ -25,7 +25,7 @@ _PLUGINS: Mapping[str, Any] = {
 
 def collect_plugins(given: Any) -> dict[str, Any]:
     """Return the content of `plugins=[...]` by kind: at most one of each, None for the others."""
-    classes = (str, ClusterEnvironment, Precision, CheckpointIO, Strategy)
+    classes = (str, ClusterEnvironment, LightningClusterEnvironment, Precision, CheckpointIO, Strategy)
     expected = "a ClusterEnvironment or its name, a Precision, a CheckpointIO or a Strategy"
     plugins = as_list("plugins", given, classes, expected)
     found = {}

@@ -92,6 +92,12 @@ fabric.launch()  # does nothing
 weights = train(fabric)
 if sys.argv[1:] == ["fail"] and fabric.global_rank == 1:
     raise ValueError("loss is nan")
+if sys.argv[1:] == [f"exit {fabric.global_rank}"]:
+    sys.exit(3)
+try:
+    sys.exit(4)
+except SystemExit:
+    pass  # as programs do that call another one's main function
 total = fabric.all_reduce(1.0, reduce_op="sum")
 assert fabric.launch(lambda own: own.global_rank) == fabric.global_rank
 if fabric.is_global_zero:
@@ -126,6 +132,16 @@ def test_a_rank_that_fails_ends_the_script(run_script: ScriptRunner) -> None:
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
+def test_the_exit_status_of_a_rank_is_the_cause(run_script: ScriptRunner, rank: int) -> None:
+    """One that leaves with `sys.exit(3)` while others wait for it ends the script, with 3."""
+    result = run_script(SCRIPT, f"exit {rank}", env=with_tests())
+    assert result.returncode == 3, result
+    assert f"WorkerExitedError: Worker global_rank={rank}" in result.stderr, result
+    assert "exited with code 3" in result.stderr, result
+    assert result.stdout == ""
+
+
 @pytest.mark.soak
 def test_a_script_under_torchrun(run_script: ScriptRunner) -> None:
     """The same script runs where torchrun has started the processes; so does its failure."""
@@ -139,6 +155,9 @@ def test_a_script_under_torchrun(run_script: ScriptRunner) -> None:
     result = run_script.command([*command, str(path), "fail"], env=with_tests())
     assert result.returncode == 1, result
     assert "ValueError: loss is nan" in result.stderr, result
+    result = run_script.command([*command, str(path), "exit 1"], env=with_tests())
+    assert result.returncode == 1, result
+    assert "exitcode  : 3" in result.stderr, result
 
 
 def test_processes_that_run_a_function_need_one() -> None:

@@ -5,20 +5,36 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from tests.helpers.load import slowdown
-from tests.helpers.scripts import WITHOUT_COVERAGE, ScriptResult, ScriptRunner
+from tests.helpers.ports import free_port
+from tests.helpers.scripts import WITHOUT_COVERAGE, RunningScript, ScriptResult, ScriptRunner
 
 SOAK = pytest.mark.soak
-STRATEGIES = [
-    "rankwise_ddp_fork",
-    pytest.param("rankwise_ddp", marks=SOAK),
-    pytest.param("rankwise_ddp_spawn", marks=SOAK),
-    pytest.param("rankwise_ddp_forkserver", marks=SOAK),
-]
+TORCHRUN = "torchrun"
+WORKERS = ("rankwise_ddp_fork", "rankwise_ddp_spawn", "rankwise_ddp_forkserver")  # run a stage only
+OTHERS = ("rankwise_ddp", "rankwise_ddp_spawn", "rankwise_ddp_forkserver")
+STRATEGIES = ["rankwise_ddp_fork", *(pytest.param(name, marks=SOAK) for name in OTHERS)]
+STARTS = [*STRATEGIES, pytest.param(TORCHRUN, marks=SOAK)]
+"""What starts the two ranks: a strategy, or torchrun. The default is the fastest."""
+
+
+def start(
+    run_script: ScriptRunner, source: str, how: str, *args: str, env: Mapping[str, str | None] | None = None
+) -> RunningScript:
+    """Start a program with a strategy's name and `args`; or under torchrun, twice."""
+    path = run_script.write(source)
+    if how != TORCHRUN:
+        return run_script.start(path, how, *args, env=env)
+    options = ["--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(path), "rankwise_ddp", *args]
+    return run_script.start_command(command, env=env)
+
 
 MODULE = """
 import json, os, signal, sys, time, warnings
@@ -54,7 +70,8 @@ class Module(pl.LightningModule):
         return [batch[0][:, 0]]
 
     def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), 0.1)
+        adam = torch.optim.Adam(self.parameters(), 0.1)
+        return [adam], [torch.optim.lr_scheduler.StepLR(adam, 2)]
 
 def loader(batch_size):
     return DataLoader(TensorDataset(torch.arange(32.0).view(8, 4) / 32), batch_size=batch_size)
@@ -69,9 +86,23 @@ class Ends(pl.Callback):
     def on_train_epoch_end(self, trainer, pl_module):
         self.epochs += 1
 
+class Data(pl.LightningDataModule):
+    def __init__(self, batch_size):
+        super().__init__()
+        self.batch_size = batch_size
+        self.stages = []
+
+    def setup(self, stage):
+        self.stages.append(stage)
+
+    def train_dataloader(self):
+        return loader(self.batch_size)
+
+    val_dataloader = train_dataloader
+
 def run(batch_size, folder, **arguments):
     pl.seed_everything(1, workers=True, verbose=False)
-    module, ends = Module(), Ends()
+    module, ends, data = Module(), Ends(), Data(batch_size)
     best = pl.callbacks.ModelCheckpoint(monitor="val", save_top_k=1, dirpath=folder)
     logger = pl.loggers.CSVLogger(folder)
     trainer = pl.Trainer(max_epochs=3, callbacks=[ends, best], logger=logger, **arguments, **QUIET)
@@ -79,16 +110,22 @@ def run(batch_size, folder, **arguments):
     first = module.net.weight.tolist()
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     trainer.fit_loop.max_epochs = 5
-    trainer.fit(module, loader(batch_size), loader(batch_size))
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(f"{folder}/end.ckpt")
+    adam, schedule = trainer.optimizers[0].state_dict(), trainer.lr_scheduler_configs[0].scheduler
     (validated,) = trainer.validate(module, loader(batch_size), verbose=False)
     predicted = trainer.predict(module, loader(batch_size))
     saved = torch.load(best.best_model_path, weights_only=False)
     return trainer.is_global_zero, {
         "weights": [first, module.net.weight.tolist(), saved["state_dict"]["net.weight"].tolist()],
+        "averages": adam["state"][0]["exp_avg"].tolist(),
         "metrics": metrics,
         "validated": validated,
         "predicted": [float(value) for (batch,) in predicted for value in batch],
         "counters": [trainer.global_step, trainer.current_epoch, ends.epochs, module.steps_seen],
+        "schedule": [adam["param_groups"][0]["lr"], schedule.last_epoch],
+        "is_attached": [trainer.optimizers[0].param_groups[0]["params"][0] is module.net.weight],
+        "stages": [data.stages, trainer.datamodule is data],
         "state": str(trainer.state),
         "best": Path(best.best_model_path).name,
         "logged": sorted(os.listdir(f"{folder}/lightning_logs")),
@@ -99,6 +136,8 @@ if __name__ == "__main__":
     _, alone = run(8, f"alone-{os.environ.get('LOCAL_RANK', 0)}", strategy="auto", devices=1)
     is_zero, together = run(4, "together", strategy=strategy, devices=2)
     if is_zero:
+        states = torch.load("together/end.ckpt", weights_only=False)["optimizer_states"]
+        together["saved_averages"] = states[0]["state"][0]["exp_avg"].tolist()
         print(json.dumps([alone, together]))
 """
 )
@@ -110,20 +149,27 @@ def last_line(result: ScriptResult) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def check_rows(own: Any, expected: Any) -> None:
+    """Compare two matrices."""
+    assert own == [pytest.approx(row, abs=1e-6) for row in expected]
+
+
 @pytest.mark.parametrize(
-    "strategy", [*STRATEGIES, pytest.param("rankwise_ddp_find_unused_parameters_true", marks=SOAK)]
+    "how", [*STARTS, pytest.param("rankwise_ddp_find_unused_parameters_true", marks=SOAK)]
 )
-def test_two_ranks_are_one(run_script: ScriptRunner, strategy: str) -> None:
+def test_two_ranks_are_one(run_script: ScriptRunner, how: str) -> None:
     """Two fits, validation and prediction leave what Lightning leaves after them in one process."""
-    alone, together = last_line(run_script(STAGES, strategy, timeout=180))
+    alone, together = last_line(start(run_script, STAGES, how).finish(timeout=240))
     for name in ("metrics", "validated"):
         assert together[name] == pytest.approx(alone[name], abs=1e-6)
     for own, expected in zip(together["weights"], alone["weights"], strict=True):
-        assert own == [pytest.approx(row, abs=1e-6) for row in expected]
-    for name in ("counters", "state", "best", "logged"):
-        assert together[name] == alone[name]
+        check_rows(own, expected)
+    check_rows(together["averages"], alone["averages"])
+    check_rows(together["saved_averages"], alone["averages"])
+    for name in ("counters", "schedule", "is_attached", "stages", "state", "best", "logged"):
+        assert together[name] == alone[name], name
     first_ranks, predicted = [0.0, 0.25, 0.5, 0.75], together["predicted"]
-    if strategy.startswith(("rankwise_ddp_fork", "rankwise_ddp_spawn")):  # all ranks' predictions come back
+    if how in WORKERS:  # all ranks' predictions come back
         assert predicted[:4] == first_ranks
         assert sorted(predicted) == sorted(alone["predicted"])
     else:
@@ -147,12 +193,11 @@ class Report(pl.Callback):
         print("on_exception", type(exception).__name__, flush=True)
 
 if __name__ == "__main__":
-    is_main = "LOCAL_RANK" not in os.environ
     trainer = pl.Trainer(strategy=sys.argv[1], devices=2, logger=False, callbacks=[Report()], **QUIET)
     try:
         trainer.fit(Failing(), loader(2))
     except BaseException as error:
-        if is_main:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the main process, or torchrun's first rank
             took_s = time.monotonic() - float(Path("failed_s").read_text())
             has_group = torch.distributed.is_initialized()
             print(json.dumps([type(error).__name__, str(error), took_s, has_group, trainer.interrupted]))
@@ -161,19 +206,19 @@ if __name__ == "__main__":
 )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", STRATEGIES)
 @pytest.mark.parametrize(
-    ("how", "expected", "text", "exit_code"),
+    ("what", "expected", "text", "exit_code"),
     [
         ("raise", "WorkerRaisedError", "raised ValueError: loss is nan", 1),
         pytest.param("kill", "WorkerKilledError", "was killed by SIGKILL", 137, marks=SOAK),
     ],
 )
 def test_a_rank_that_fails(
-    run_script: ScriptRunner, strategy: str, how: str, expected: str, text: str, exit_code: int
+    run_script: ScriptRunner, how: str, what: str, expected: str, text: str, exit_code: int
 ) -> None:
     """The failure of another rank is rankwise's exception within two seconds; callbacks learn of it."""
-    result = run_script(FAILURE, strategy, how, env=WITHOUT_COVERAGE)
+    result = start(run_script, FAILURE, how, what, env=WITHOUT_COVERAGE).finish()
     assert result.returncode == exit_code, result
     reported, *_, last = [line for line in result.stdout.splitlines() if line.startswith(("on_exc", "["))]
     assert reported == f"on_exception {expected}", result
@@ -182,6 +227,20 @@ def test_a_rank_that_fails(
     assert "global_rank=1" in message
     assert text in message
     assert took_s < 2 * slowdown()
+
+
+@SOAK
+@pytest.mark.parametrize(
+    ("what", "text"), [("raise", "ValueError: loss is nan"), ("kill", "Signal 9 (SIGKILL)")]
+)
+def test_a_rank_of_torchrun_that_fails(run_script: ScriptRunner, what: str, text: str) -> None:
+    """Its failure is the one that torchrun reports; no rank stays in a signal handler of Lightning's."""
+    running = start(run_script, FAILURE, TORCHRUN, what, env=WITHOUT_COVERAGE)
+    result = running.finish(timeout=60)
+    ended_s = time.monotonic()
+    assert result.returncode == 1, result
+    assert text in result.stderr.partition("Root Cause")[2], result
+    assert ended_s - float((run_script.folder / "failed_s").read_text()) < 5 * slowdown(), result
 
 
 SLOW = (
@@ -204,23 +263,19 @@ if __name__ == "__main__":
     ("number", "exit_code"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 143, marks=SOAK)]
 )
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param("rankwise_ddp_fork", marks=SOAK),
-        "rankwise_ddp",
-        pytest.param("rankwise_ddp_spawn", marks=SOAK),
-        pytest.param("rankwise_ddp_forkserver", marks=SOAK),
-    ],
+    "how", ["rankwise_ddp", *(pytest.param(name, marks=SOAK) for name in (*WORKERS, TORCHRUN))]
 )
 def test_a_signal_ends_all_ranks(
-    run_script: ScriptRunner, strategy: str, number: signal.Signals, exit_code: int
+    run_script: ScriptRunner, how: str, number: signal.Signals, exit_code: int
 ) -> None:
     """Ctrl-C, and SIGTERM, end every rank, also one that sleeps and one that waits in a collective."""
-    running = run_script.start(SLOW, strategy)
+    running = start(run_script, SLOW, how, env=WITHOUT_COVERAGE)
     running.wait_for("training", count=4, timeout=120)
+    sent_s = time.monotonic()
     running.send_signal_to_group(number) if number == signal.SIGINT else running.send_signal(number)
     result = running.finish(timeout=30)
     assert result.returncode == exit_code, result
+    assert time.monotonic() - sent_s < 5 * slowdown(), result
 
 
 FABRIC = """
@@ -247,33 +302,133 @@ def main(fabric):
     ranks = fabric.all_gather(torch.tensor(fabric.global_rank)).tolist()
     return model.module.weight.tolist(), ranks
 
-if __name__ == "__main__":
-    alone, _ = Fabric(accelerator="cpu", devices=1).launch(main)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
-    together, ranks = fabric.launch(main)
-    try:
-        fabric.launch()
-    except LaunchRefusedError as error:
-        refusal = str(error)
-    if fabric.is_global_zero:
-        print(json.dumps([alone[0], together[0], ranks, refusal]))
+def create(strategy):
+    return Fabric(accelerator="cpu", devices=2, strategy=strategy)
 """
 
+FUNCTION = (
+    FABRIC
+    + """
+if __name__ == "__main__":
+    alone, _ = Fabric(accelerator="cpu", devices=1).launch(main)
+    fabric = create(sys.argv[1])
+    together, ranks = fabric.launch(main)
+    if fabric.is_global_zero:
+        print(json.dumps([alone[0], together[0], ranks]))
+"""
+)
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_fabric(run_script: ScriptRunner, strategy: str) -> None:
-    """Two ranks of Fabric train as one; `launch` without a function is refused."""
-    alone, together, ranks, refusal = last_line(run_script(FABRIC, strategy, timeout=180))
+REST_OF_SCRIPT = (
+    FABRIC
+    + """
+alone, _ = Fabric(accelerator="cpu", devices=1).launch(main)
+fabric = create(sys.argv[1])
+fabric.launch()
+fabric.launch()  # does nothing
+together, ranks = main(fabric)
+if sys.argv[2] == "exit" and fabric.global_rank == 1:
+    sys.exit(3)
+fabric.barrier()
+if fabric.is_global_zero:
+    print(json.dumps([alone[0], together[0], ranks]))
+"""
+)
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_fabric(run_script: ScriptRunner, how: str) -> None:
+    """Two ranks of Fabric train as one."""
+    alone, together, ranks = last_line(start(run_script, FUNCTION, how).finish(timeout=180))
     assert together == pytest.approx(alone, abs=1e-6)
     assert ranks == [0, 1]
-    assert "fabric.launch(main)" in refusal
+
+
+@pytest.mark.parametrize("how", ["rankwise_ddp", pytest.param(TORCHRUN, marks=SOAK)])
+def test_fabric_without_a_function(run_script: ScriptRunner, how: str) -> None:
+    """`fabric.launch()` makes every rank run the rest of the script."""
+    alone, together, ranks = last_line(start(run_script, REST_OF_SCRIPT, how, "end").finish(timeout=180))
+    assert together == pytest.approx(alone, abs=1e-6)
+    assert ranks == [0, 1]
 
 
 @SOAK
-def test_under_torchrun(run_script: ScriptRunner) -> None:
-    """Processes that torchrun has started are used."""
-    path = run_script.write(STAGES)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    alone, together = last_line(run_script.command([*torchrun, str(path), "rankwise_ddp"], timeout=240))
-    assert together["counters"] == alone["counters"]
-    assert together["weights"][1][0] == pytest.approx(alone["weights"][1][0], abs=1e-6)
+def test_a_rank_of_fabric_exits(run_script: ScriptRunner) -> None:
+    """Its exit status is the cause, and the script's."""
+    result = start(run_script, REST_OF_SCRIPT, "rankwise_ddp", "exit").finish(timeout=180)
+    assert result.returncode == 3, result
+    assert "WorkerExitedError: Worker global_rank=1" in result.stderr, result
+
+
+OWN_ENVIRONMENT = (
+    MODULE
+    + """
+from lightning.fabric.plugins import ClusterEnvironment
+
+import rankwise.lightning as rl
+
+class Shells(ClusterEnvironment):
+    # Two shells on one machine.
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+    main_port = property(lambda self: int(os.environ["OUR_PORT"]))
+    ended = 0
+
+    @staticmethod
+    def detect():
+        return False
+
+    def world_size(self):
+        return 2
+
+    def global_rank(self):
+        return int(os.environ["OUR_RANK"])
+
+    local_rank = global_rank
+
+    def node_rank(self):
+        return 0
+
+    def set_world_size(self, size):
+        assert size == 2
+
+    def set_global_rank(self, rank):
+        assert rank == self.global_rank()
+
+    def teardown(self):
+        self.ended += 1
+
+class Ours(rl.LightningModule):
+    configure_optimizers = Module.configure_optimizers
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0]) - 1).pow(2).mean()
+
+if __name__ == "__main__":
+    found = []
+    for kind, library, strategy in ((Module, pl, "rankwise_ddp"), (Ours, rl, "ddp")):
+        library.seed_everything(1)
+        module, shells = kind(), Shells()
+        trainer = library.Trainer(
+            strategy=strategy, devices=2, plugins=[shells], max_epochs=2, logger=False,
+            enable_checkpointing=False, **QUIET
+        )
+        trainer.fit(module, loader(4))
+        found.append([trainer.global_rank, trainer.world_size, shells.ended, module.net.weight.tolist()])
+    print(json.dumps(found))
+"""
+)
+
+
+def test_a_cluster_environment_of_lightnings(run_script: ScriptRunner) -> None:
+    """One given as a plug-in determines ranks and address, in Lightning's Trainer and in rankwise's."""
+    port, path = str(free_port()), run_script.write(OWN_ENVIRONMENT)
+    shells = [run_script.start(path, env={"OUR_RANK": str(rank), "OUR_PORT": port}) for rank in range(2)]
+    (first, second), (other_first, other_second) = [last_line(each.finish(timeout=180)) for each in shells]
+    for rank, (theirs, ours) in enumerate([(first, second), (other_first, other_second)]):
+        assert theirs[:3] == ours[:3] == [rank, 2, 1]
+        check_rows(ours[3], theirs[3])
+    check_rows(other_first[3], first[3])

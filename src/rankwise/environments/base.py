@@ -232,6 +232,9 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     def validate_settings(self, devices: int, num_nodes: int) -> None:
         """Check the user's settings against this environment; override to raise for invalid ones."""
 
+    def teardown(self) -> None:
+        """Clean up at the end of a job, on every rank; override it where something is left."""
+
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in self.seen().items())
         return f"{type(self).__name__}({shown})"

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.checkpoint.base import as_checkpoint_error
-from rankwise.environments import ClusterEnvironment
+from rankwise.environments import ClusterEnvironment, GivenEnvironment
 from rankwise.errors import LifecycleError, UnknownArgumentError
 from rankwise.failures.classify import start_exception_chain
 from rankwise.gradient_sync import GradientSync
@@ -113,7 +113,7 @@ class Strategy(ABC):
         accelerator: str = "auto",
         devices: Devices = "auto",
         num_nodes: int | Literal["auto"] = "auto",
-        cluster_environment: ClusterEnvironment | str | None = None,
+        cluster_environment: GivenEnvironment | None = None,
         precision: Precision | None = None,
         checkpoint_io: CheckpointIO | None = None,
         process_config: ProcessConfig | None = None,
@@ -181,7 +181,7 @@ class Strategy(ABC):
         accelerator: str = "auto",
         devices: Devices = "auto",
         num_nodes: int | Literal["auto"] = "auto",
-        environment: ClusterEnvironment | str | None = None,
+        environment: GivenEnvironment | None = None,
     ) -> RankInfo:
         """Fix ranks, devices, environment and launcher, once. Defaults stand for the constructor's arguments.
 
@@ -327,6 +327,7 @@ class Strategy(ABC):
         """
         job = self.job
         job.cleanup.enter_context(variables_set(job.worker.variables))
+        job.cleanup.callback(self.environment.teardown)
         job.cleanup.callback(set_rank_zero_only, set_rank_zero_only(self.ranks.global_rank))
         self.precision.device_type = self.root_device.type
         if self.root_device.type == "cuda":

@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, TypeVar, final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.environments import ClusterEnvironment
+from rankwise.environments import ClusterEnvironment, GivenEnvironment, LightningClusterEnvironment
 from rankwise.environments.detect import find_environment
 from rankwise.errors import (
     ConfigurationError,
@@ -63,7 +63,7 @@ class ProcessConfig:
     accelerator: str = "auto"
     devices: Devices = "auto"
     num_nodes: int | Literal["auto"] = "auto"
-    cluster_environment: ClusterEnvironment | str | None = None
+    cluster_environment: GivenEnvironment | None = None
     start_method: str = "popen"
     rendezvous: str = "auto"
     grace_period_s: float = 1.0
@@ -75,7 +75,7 @@ class ProcessConfig:
         check_devices(self.devices)
         check_num_nodes(self.num_nodes)
         if self.cluster_environment is not None:
-            kinds = (ClusterEnvironment, str)
+            kinds = (ClusterEnvironment, LightningClusterEnvironment, str)
             check_is_a("cluster_environment", self.cluster_environment, kinds, _ENVIRONMENT)
         if isinstance(self.cluster_environment, str):
             find_environment(self.cluster_environment)

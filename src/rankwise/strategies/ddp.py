@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.environments import ClusterEnvironment
+from rankwise.environments import ClusterEnvironment, GivenEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
 from rankwise.gradient_sync import GradientSync, GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
@@ -123,7 +123,7 @@ class DDPStrategy(Strategy):
         devices: int | str | list[int] | tuple[int, ...] = "auto",
         num_nodes: Any = "auto",
         parallel_devices: Sequence[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | str | None = None,
+        cluster_environment: GivenEnvironment | None = None,
         precision: Any = None,
         checkpoint_io: Any = None,
         process_group_backend: str | None = None,

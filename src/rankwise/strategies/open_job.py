@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, final
 
 from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers.context import CallerLauncher
@@ -26,7 +26,7 @@ def begin_job(strategy: Strategy) -> None:
     What ends the script ends the job: its last line on every rank, an exception on any of them, a signal. The
     job's first failure is then printed instead of this rank's own, as `Strategy.launch` would raise it.
 
-    Mutates: `sys.excepthook`, and what a job changes, until this process ends.
+    Mutates: `sys.excepthook`, `sys.exit`, and what a job changes, until this process ends.
 
     Raises:
         LaunchRefusedError: where processes are started that run a function only, and within such a job.
@@ -65,6 +65,7 @@ class OpenJob:
         self._pid = os.getpid()
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
+        sys.exit = _exit
         atexit.register(self._on_exit)
 
     def _end(self, error: BaseException | None) -> BaseException | None:
@@ -96,10 +97,34 @@ class OpenJob:
     def _on_exit(self) -> None:
         if not self.is_running or os.getpid() != self._pid:
             return
-        error = self._end(getattr(sys, "last_value", None))  # printed by another hook than ours
-        if error is None or error is getattr(sys, "last_value", None):
+        # Printed by another hook than ours, or no error for Python, which exits with this code by itself.
+        own = getattr(sys, "last_value", None) or ScriptExit.uncaught
+        error = self._end(own)
+        if error is None or error is own:
             return
         if isinstance(error, SystemExit):
             exit_now(error.code if isinstance(error.code, int) else _FAILURE)
         report_at_exit(error)
         exit_now(exit_code_of(error))
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """Raise a `SystemExit` that is known when exit hooks run; be the script's `sys.exit`."""
+    raise ScriptExit() if status is None else ScriptExit(status)
+
+
+class ScriptExit(SystemExit):
+    """The `SystemExit` of a script in an open job. Python drops it, and its code, before it calls exit hooks.
+
+    Attributes:
+        uncaught: of the class: what ends the script with another exit code than 0.
+    """
+
+    uncaught: ClassVar[SystemExit | None] = None
+
+    def __del__(self) -> None:
+        try:
+            sys._getframe(1)
+        except ValueError:  # no Python code runs any more, so none has caught it
+            if self.code not in (None, 0):
+                ScriptExit.uncaught = SystemExit(self.code)

@@ -14,9 +14,12 @@ import torch
 from rankwise.environments import (
     ClusterEnvironment,
     Detection,
+    GivenEnvironment,
+    LightningClusterEnvironment,
     LocalEnvironment,
     NodesEnvironment,
     TorchElasticEnvironment,
+    adapted_environment,
     create_environment,
     detect_environment,
 )
@@ -78,7 +81,8 @@ def find_placement(
     """Return the placement that a config has in this process, without a launcher."""
     kind = device_type(config.accelerator)
     devices, num_nodes = check_devices(config.devices), check_num_nodes(config.num_nodes)
-    detection = _find_environment(config.cluster_environment)
+    count = len(devices) if isinstance(devices, tuple) else devices
+    detection = _find_environment(config.cluster_environment, count, num_nodes)
     environment = detection.environment
     found = local_devices(kind, devices, environment.processes_per_node)
     if environment.creates_processes_externally:
@@ -94,10 +98,17 @@ def find_placement(
     return Placement(ranks, tuple(found), environment)
 
 
-def _find_environment(given: ClusterEnvironment | str | None) -> Detection:
+def _find_environment(
+    given: GivenEnvironment | None, devices: int | None, num_nodes: int | None
+) -> Detection:
     """Return the environment and the reason for choosing it."""
     if isinstance(given, ClusterEnvironment):
         return Detection(given, "it was given", {})
+    if isinstance(given, LightningClusterEnvironment):
+        is_rerun = script_place() is not None
+        return Detection(
+            adapted_environment(given, devices, num_nodes, is_rerun=is_rerun), "it was given", {}
+        )
     if isinstance(given, str):
         return Detection(create_environment(given), "it was named", {})
     if script_place() is not None:

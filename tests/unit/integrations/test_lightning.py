@@ -14,6 +14,7 @@ from rankwise import (
     DDPStrategy,
     SingleDeviceStrategy,
     StrategyRegistry,
+    Trainer,
 )
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import (
@@ -24,6 +25,7 @@ from rankwise.errors import (
     UnknownArgumentError,
 )
 from rankwise.precision import Precision
+from tests.unit.environments.variables import step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning and its dependencies warn of
 
@@ -44,14 +46,10 @@ def strategy(pl: Any) -> Callable[..., Any]:
 def trainer(pl: Any, strategy: Any, **arguments: Any) -> Any:
     """Return a Trainer of Lightning's that writes nothing."""
     environments = importlib.import_module("lightning.fabric.plugins.environments")
-    alone = environments.LightningEnvironment()  # Lightning's detection starts MPI, where it is installed
+    # Lightning's detection starts MPI, where it is installed.
+    arguments = {"plugins": [environments.LightningEnvironment()], **arguments}
     return pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        plugins=[alone],
-        logger=False,
-        enable_checkpointing=False,
-        **arguments,
+        strategy=strategy, accelerator="cpu", logger=False, enable_checkpointing=False, **arguments
     )
 
 
@@ -127,6 +125,52 @@ def test_without_a_launch_there_is_no_process_group(pl: Any) -> None:
         made.strategy.setup_distributed()
     with pytest.raises(LifecycleError):
         made.strategy.cluster_environment.main_port  # noqa: B018  it raises
+
+
+@pytest.fixture
+def environments(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return Lightning's environments; this process gets its rank back."""
+    for rank_zero in ("lightning_utilities.core.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        monkeypatch.setattr(importlib.import_module(rank_zero).rank_zero_only, "rank", 0)
+    return importlib.import_module("lightning.fabric.plugins.environments")
+
+
+def as_variables(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    """Set variables for the test."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_environments_given_as_plug_ins(pl: Any, environments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that Lightning never detects determines the ranks, in rankwise's Trainer, too."""
+    pod = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29471", "WORLD_SIZE": "2", "RANK": "1"}
+    as_variables(monkeypatch, pod)
+    kubeflow = environments.KubeflowEnvironment()
+    made = trainer(pl, "rankwise_ddp", devices=1, num_nodes=2, plugins=[kubeflow])
+    assert (made.global_rank, made.local_rank, made.world_size, made.node_rank) == (1, 0, 2, 1)
+    own = Trainer(accelerator="cpu", strategy="ddp", devices=1, plugins=[kubeflow])
+    assert own.strategy.ranks == made.strategy.rankwise.ranks
+    assert own.strategy.environment.main_address == "192.0.2.1"
+
+
+def test_lightnings_default_given_within_a_launcher(
+    pl: Any, environments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that this process is no rank of the launcher; without it, the launcher is detected."""
+    as_variables(monkeypatch, {**step(1), "SLURM_NTASKS_PER_NODE": "2"})  # which Lightning asks for
+    alone = trainer(pl, "rankwise_ddp_fork", devices=2, plugins=[environments.LightningEnvironment()])
+    assert (alone.global_rank, alone.world_size) == (0, 2)
+    assert not alone.strategy.rankwise.environment.creates_processes_externally
+    srun = trainer(pl, "rankwise_ddp", devices=2, plugins=[environments.SLURMEnvironment()])
+    assert srun.strategy.rankwise.environment.name == "slurm"
+    assert (srun.global_rank, srun.world_size) == (1, 2)
+
+
+def test_a_strategy_that_another_trainer_uses(pl: Any, strategy: Callable[..., Any]) -> None:
+    """Each has ranks of its own."""
+    own = DDPStrategy(start_method="fork")
+    first, second = (trainer(pl, strategy(own), devices=devices) for devices in (2, 3))
+    assert (first.world_size, second.world_size) == (2, 3)
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def create_strategy(given: DDPStrategy | str, arguments: dict[str, Any]) -> DDPS
         raise ConfigurationError(
             message=f"{option} cannot have an effect in Lightning's loops.", remedy=remedy
         )
-    return strategy
+    return strategy.with_() if strategy.is_bound else strategy
 
 
 def _options_of_own_loops(strategy: DDPStrategy) -> dict[str, str]:

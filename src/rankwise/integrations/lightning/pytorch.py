@@ -6,85 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
 
 from rankwise import strategies
-from rankwise.integrations.lightning.names import create_strategy
-from rankwise.integrations.lightning.processes import RankwiseLauncher, bind, check_in_job
+from rankwise.integrations.lightning.processes import OnRankwise, RankwiseLauncher
 from rankwise.integrations.lightning.worker_state import (
     KnownToCaller,
     StageResult,
-    WorkerState,
+    StateBefore,
+    optimizers_taken,
     value_of,
 )
 from rankwise.processes.shared_memory import read_by_name
-
-
-class RankwiseStrategy(LightningDDPStrategy):
-    """Lightning's DDP strategy; rankwise starts the processes, connects them, and averages the gradients.
-
-    A failure of any rank is raised as rankwise's own exception, with the traceback of the rank that failed
-    first, after all other ranks have ended.
-
-    Args:
-        strategy: a `rankwise.DDPStrategy`, or its name.
-        checkpoint_io: Lightning's, as for its own strategies.
-        precision_plugin: Lightning's, as for its own strategies.
-        arguments: of the strategy that is named, such as `start_method`, `timeout`, `comm_hook` and
-            `find_unused_parameters`.
-
-    Attributes:
-        rankwise: the strategy of rankwise.
-
-    Raises:
-        ConfigurationError: for options that cannot have an effect in Lightning's loops.
-        RankwiseError: as the constructor of the named strategy.
-    """
-
-    cluster_environment: Any  # Lightning sets it
-
-    def __init__(
-        self,
-        strategy: strategies.DDPStrategy | str = "ddp",
-        *,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        **arguments: Any,
-    ) -> None:
-        self.rankwise = create_strategy(strategy, arguments)
-        super().__init__(
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            timeout=self.rankwise.timeout,
-            **self.rankwise.ddp_kwargs,
-        )
-
-    def set_world_ranks(self) -> None:
-        """Determine the ranks. Lightning calls it when it has the devices."""
-        self.cluster_environment = bind(
-            self.rankwise, self.parallel_devices, self.num_nodes, self.cluster_environment
-        )
-
-    def _configure_launcher(self) -> None:
-        self._launcher = TrainerLauncher(self.rankwise)
-
-    def setup_distributed(self) -> None:
-        """Take over the process group, which exists already."""
-        check_in_job(self.rankwise, "call a method of the Trainer, such as fit().")
-        reset_seed()
-        self._process_group_backend = self.rankwise.process_group_backend
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        self.rankwise.job.cleanup.callback(self._unwrap)
-        return self.rankwise.setup_module(model)
-
-    def _register_ddp_hooks(self) -> None:
-        """Do nothing: rankwise has registered its own."""
-
-    def _unwrap(self) -> None:
-        self.model = self.lightning_module
 
 
 class TrainerLauncher(RankwiseLauncher):
@@ -104,11 +40,48 @@ class TrainerLauncher(RankwiseLauncher):
             value: list[Any] = []
             strategy.launch(lambda _: value.append(function(*args, **kwargs)))
             return value[0]
-        with read_by_name(KnownToCaller(trainer).named):
+        known = KnownToCaller(trainer, _data_module(trainer, *args, *kwargs.values()))
+        with optimizers_taken(trainer), read_by_name(known.named):
             strategy.launch(_run_in_worker, trainer, function, args, kwargs)
         results = [result for _, result in sorted(strategy.results.items())]
-        results[0].state.restore(trainer)
+        results[0].state.restore(trainer, known)
         return value_of(results)
+
+
+class RankwiseStrategy(OnRankwise, LightningDDPStrategy):
+    """The Trainer's DDP strategy on rankwise. Arguments, attributes and errors are those of `OnRankwise`.
+
+    A failure of any rank is raised as rankwise's own exception, with the traceback of the rank that failed
+    first, after all other ranks have ended.
+    """
+
+    precision_argument = "precision_plugin"
+    launcher_type = TrainerLauncher
+
+    def set_world_ranks(self) -> None:
+        """Determine the ranks. Lightning calls it when it has the devices."""
+        self.bind_rankwise()
+
+    def setup_distributed(self) -> None:
+        """Take over the process group, which exists already."""
+        self.check_in_job("call a method of the Trainer, such as fit().")
+        reset_seed()
+        self._process_group_backend = self.rankwise.process_group_backend
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        self.rankwise.job.cleanup.callback(self._unwrap)
+        return self.rankwise.setup_module(model)
+
+    def _register_ddp_hooks(self) -> None:
+        """Do nothing: rankwise has registered its own."""
+
+    def _unwrap(self) -> None:
+        self.model = self.lightning_module
+
+
+def _data_module(trainer: Any, *arguments: Any) -> LightningDataModule | None:
+    """Return the data module of a stage, in whichever place it was given, or of an earlier one."""
+    return next((each for each in arguments if isinstance(each, LightningDataModule)), trainer.datamodule)
 
 
 def _run_in_worker(
@@ -118,10 +91,10 @@ def _run_in_worker(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> StageResult:
-    known = KnownToCaller(trainer)
+    known = KnownToCaller(trainer, _data_module(trainer, *args, *kwargs.values()))
+    before = StateBefore(trainer, known)
     value = function(*args, **kwargs)
-    state = WorkerState(trainer, known) if strategy.local_rank == 0 else None
-    return StageResult.of(trainer, value, state)
+    return StageResult.of(trainer, value, before)
 
 
 class _NoSignalHandlers(_SignalConnector):

@@ -5,18 +5,25 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 
 from rankwise.nested import to_device
+from rankwise.process_group.distributed_optimizers import is_sharded
 from rankwise.processes.changed_attributes import AttributesBefore
-from rankwise.processes.shared_memory import send_by_name
-from rankwise.trainer.state_transfer import _Attributes, _Contents, _put, _value_of, named_parts
+from rankwise.processes.module_state import (
+    ModuleBefore,
+    ModuleState,
+    ObjectState,
+    named_parts,
+    warn_of_lost_attributes,
+)
+from rankwise.processes.shared_memory import Isolated, modules_needed, send_by_name
 
 _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -25,28 +32,34 @@ _PLAIN = (bool, int, float, str, type(None), _BaseProgress)
 
 @final
 class KnownToCaller:
-    """What the calling process has, too, when a stage starts in a worker process.
+    """The objects of a stage that the calling process has, too.
 
     Attributes:
-        parts: the `named_parts` of the module.
-        attributes: the attributes of its submodules, by the submodule's id.
-        others: the callbacks and loggers.
-        attributes_of_others: their attributes.
+        data_module: the stage's, if there is one.
+        others: the callbacks, loggers and data module.
         named: all objects that are sent by name.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.parts = named_parts(trainer.lightning_module)
-        self.others = _others(trainer)
+    def __init__(self, trainer: Any, data_module: Any) -> None:
+        self.data_module = data_module
+        data_modules = [] if data_module is None else [data_module]
+        self.others = [*trainer.callbacks, *trainer.loggers, *data_modules]
         self.named = {
-            **self.parts,
+            **named_parts(trainer.lightning_module),
             "trainer": trainer,
             "strategy": trainer.strategy,
             **{f"other {number}": each for number, each in enumerate(self.others)},
         }
-        parts = trainer.lightning_module.modules()
-        self.attributes = {id(part): AttributesBefore(part, self.named) for part in parts}
-        self.attributes_of_others = [AttributesBefore(each, self.named) for each in self.others]
+
+
+@final
+class StateBefore:
+    """These objects as they are when a stage starts in a worker process."""
+
+    def __init__(self, trainer: Any, known: KnownToCaller) -> None:
+        self.known = known
+        self.module = ModuleBefore(trainer.lightning_module, known.named)
+        self.others = [AttributesBefore(each, known.named) for each in known.others]
 
 
 @final
@@ -56,41 +69,22 @@ class WorkerState:
     Making it sends by name, from then on, what the caller has.
     """
 
-    def __init__(self, trainer: Any, known: KnownToCaller) -> None:
+    def __init__(self, trainer: Any, before: StateBefore) -> None:
+        known = before.known
         send_by_name(known.named)
-        present = set(map(id, trainer.lightning_module.modules()))
-        self._values = {
-            name: _value_of(part) for name, part in known.parts.items() if isinstance(part, nn.Parameter)
-        }
-        self._contents = {
-            name: _Contents(part, known.attributes[id(part)])
-            for name, part in known.parts.items()
-            if isinstance(part, nn.Module) and id(part) in present
-        }
-        self._others = list(map(_Attributes, known.others, known.attributes_of_others))
+        self._module = ModuleState(trainer.lightning_module, before.module)
+        self._others = list(map(ObjectState, known.others, before.others))
         self._loops = [_plain_attributes(loop) for loop in _loops(trainer)]
         self._metrics = {name: to_device(dict(getattr(trainer, name)), "cpu") for name in _METRICS}
         self._state, self._should_stop = trainer.state, trainer.should_stop
-        self._warn_of_lost_attributes()
+        self._optimizers = _sendable_optimizers(trainer)
+        names = (type(each).__name__ for each in known.others)
+        warn_of_lost_attributes(self._module, zip(names, self._others, strict=True))
 
-    def _warn_of_lost_attributes(self) -> None:
-        lost = [name for each in self._contents.values() for name in each.attributes.lost]
-        if lost:
-            warnings.warn(
-                f"These attributes of the module were set in a worker process, and cannot be pickled: "
-                f"{', '.join(lost)}. They stay as they are in the calling process.",
-                stacklevel=2,
-            )
-
-    def restore(self, trainer: Any) -> None:
+    def restore(self, trainer: Any, known: KnownToCaller) -> None:
         """Give it to the objects of the calling process; parameters stay the same objects."""
-        parts: dict[str, Any] = named_parts(trainer.lightning_module)
-        for name, value in self._values.items():
-            if value is not None:
-                _put(parts[name], *value)
-        for name, contents in self._contents.items():
-            contents.give_to(parts[name])
-        for each, changed in zip(_others(trainer), self._others, strict=True):
+        self._module.restore(trainer.lightning_module)
+        for each, changed in zip(known.others, self._others, strict=True):
             changed.give_to(each)
         for loop, attributes in zip(_loops(trainer), self._loops, strict=True):
             vars(loop).update(attributes)
@@ -98,6 +92,38 @@ class WorkerState:
             getattr(trainer, name).clear()
             getattr(trainer, name).update(metrics)
         trainer.state, trainer.should_stop = self._state, self._should_stop
+        if known.data_module is not None:
+            trainer.datamodule = known.data_module
+        if isinstance(self._optimizers, tuple):  # otherwise there are none, or they could not be read
+            trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = self._optimizers
+
+
+def _sendable_optimizers(trainer: Any) -> Any:
+    """Return the optimizers and schedulers of a fit; None if there are none, or if they cannot be sent."""
+    found = (trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs)
+    if trainer.state.fn != TrainerFn.FITTING or any(map(is_sharded, trainer.strategy.optimizers)):
+        return None
+    if modules_needed(found) is None:
+        warnings.warn(
+            "The optimizers and schedulers of this fit stay in the worker process: they cannot be pickled. A "
+            "checkpoint that the calling process saves has no state of them; ModelCheckpoint saves in the "
+            "worker process.",
+            stacklevel=2,
+        )
+        return None
+    return Isolated(found)
+
+
+@contextmanager
+def optimizers_taken(trainer: Any) -> Iterator[None]:
+    """Keep the optimizers of an earlier fit out of what is sent to worker processes, in the block."""
+    strategy = trainer.strategy
+    kept = strategy.optimizers, strategy.lr_scheduler_configs
+    strategy.optimizers, strategy.lr_scheduler_configs = [], []
+    try:
+        yield
+    finally:
+        strategy.optimizers, strategy.lr_scheduler_configs = kept
 
 
 @final
@@ -110,10 +136,11 @@ class StageResult:
     state: WorkerState | None
 
     @classmethod
-    def of(cls, trainer: Any, value: Any, state: WorkerState | None) -> StageResult:
+    def of(cls, trainer: Any, value: Any, before: StateBefore) -> StageResult:
         """Return the result of a stage that has returned `value`."""
         is_prediction = trainer.state.fn == TrainerFn.PREDICTING
         num_loaders = trainer.predict_loop.num_dataloaders if is_prediction and value is not None else 0
+        state = WorkerState(trainer, before) if trainer.local_rank == 0 else None
         return cls(to_device(value, "cpu"), num_loaders, state)
 
 
@@ -129,10 +156,6 @@ def value_of(results: list[StageResult]) -> Any:
     if first.num_loaders > 1:
         return [list(itertools.chain(*of_loader)) for of_loader in zip(*by_rank, strict=True)]
     return list(itertools.chain(*by_rank))
-
-
-def _others(trainer: Any) -> list[Any]:
-    return [*trainer.callbacks, *trainer.loggers]
 
 
 def _loops(trainer: Any) -> Iterator[Any]:

@@ -1,0 +1,157 @@
+"""A `ClusterEnvironment` of Lightning's as one of rankwise's; Lightning itself is not imported."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, final, runtime_checkable
+
+from rankwise.environments.base import ClusterEnvironment
+from rankwise.environments.torch_variables import NodesEnvironment
+from rankwise.errors import ConfigurationError, WorldSizeMismatchError
+
+_RANKS = ("world_size", "global_rank", "local_rank", "node_rank")
+
+
+@runtime_checkable
+class LightningClusterEnvironment(Protocol):
+    """What Lightning's `ClusterEnvironment` is recognised by: its methods that rankwise's does not have.
+
+    It also has `creates_processes_externally`, `main_address`, `main_port`, `validate_settings`, `teardown`.
+    """
+
+    def set_world_size(self, size: int) -> None:
+        """Set the number of processes, unless the environment determines it."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Set this process's rank, unless the environment determines it."""
+
+
+GivenEnvironment = ClusterEnvironment | LightningClusterEnvironment | str
+"""What users give as an environment: an instance, one of Lightning's, or a name."""
+
+
+def adapted_environment(
+    given: Any, devices: int | None, num_nodes: int | None, *, is_rerun: bool
+) -> ClusterEnvironment:
+    """Return the environment for one of Lightning's.
+
+    Args:
+        given: Lightning's.
+        devices: the number of processes on this node, if the user has given it.
+        num_nodes: the number of nodes, if the user has given it.
+        is_rerun: whether a strategy has started this process, whatever Lightning's environment sees in the
+            variables of it.
+
+    Raises:
+        ConfigurationError: when the number of processes on this node is not known, and for methods that fail.
+    """
+    if is_rerun or not _ask(given, "creates_processes_externally"):
+        return _AdaptedNodes(given)
+    return _AdaptedRanks(given, devices, num_nodes)
+
+
+class _Adapted(ClusterEnvironment):
+    """The facts that both kinds have."""
+
+    name = "lightning"
+    remedy = "give devices and num_nodes as that environment has them: Trainer(devices=..., num_nodes=...)."
+
+    def __init__(self, given: Any) -> None:
+        super().__init__({})
+        self._given = given
+
+    @property
+    def local_rank(self) -> int:
+        return int(_ask(self._given, "local_rank"))
+
+    @property
+    def node_rank(self) -> int:
+        return int(_ask(self._given, "node_rank"))
+
+    @property
+    def main_address(self) -> str:
+        return str(_ask(self._given, "main_address"))
+
+    @property
+    def main_port(self) -> int:
+        return int(_ask(self._given, "main_port"))
+
+    def validate_settings(self, devices: int, num_nodes: int) -> None:
+        self._given.validate_settings(devices, num_nodes)
+
+    def teardown(self) -> None:
+        self._given.teardown()
+
+    def seen(self) -> dict[str, str]:
+        return {f"{name}()": str(_ask(self._given, name)) for name in _RANKS}
+
+    def __repr__(self) -> str:
+        return f"{type(self._given).__name__} of Lightning"
+
+
+@final
+class _AdaptedRanks(_Adapted):
+    """An environment whose launcher has started each rank; it is given what it takes, by Lightning's rule."""
+
+    def __init__(self, given: Any, devices: int | None, num_nodes: int | None) -> None:
+        super().__init__(given)
+        world_size = self.world_size
+        self._local_world_size = devices or self._without_devices(world_size, num_nodes)
+        self._num_nodes = num_nodes or max(1, world_size // self._local_world_size)
+        given.set_world_size(self._num_nodes * self._local_world_size)
+        given.set_global_rank(self.node_rank * self._local_world_size + self.local_rank)
+        if self.world_size != self._num_nodes * self._local_world_size:
+            raise WorldSizeMismatchError(
+                devices=self._local_world_size,
+                num_nodes=self._num_nodes,
+                launched_by=type(given).__name__,
+                world_size=self.world_size,
+                variables=self.seen(),
+            )
+
+    def _without_devices(self, world_size: int, num_nodes: int | None) -> int:
+        if num_nodes is None and world_size > 1:
+            raise ConfigurationError(
+                message=f"{type(self._given).__name__} does not know how many processes this node has.",
+                facts=f"world_size()={world_size}; Lightning takes the rest from the arguments.",
+                remedy="Trainer(devices=...), with the number of processes on each node.",
+            )
+        return max(1, world_size // (num_nodes or 1))
+
+    @property
+    def global_rank(self) -> int:
+        return int(_ask(self._given, "global_rank"))
+
+    @property
+    def world_size(self) -> int:
+        return int(_ask(self._given, "world_size"))
+
+    @property
+    def local_world_size(self) -> int:
+        return self._local_world_size
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+
+@final
+class _AdaptedNodes(_Adapted, NodesEnvironment):
+    """An environment of one process on each node, from which the strategy starts the others."""
+
+    has_num_nodes = False
+
+    @property
+    def num_nodes(self) -> int:
+        return self.node_rank + 1
+
+
+def _ask(given: Any, name: str) -> Any:
+    """Return a fact of Lightning's environment: a method or a property."""
+    try:
+        fact = getattr(given, name)
+        return fact() if callable(fact) else fact
+    except Exception as error:
+        raise ConfigurationError(
+            message=f"{type(given).__name__}.{name} failed: {type(error).__name__}: {error}.",
+            remedy="start the job with the launcher of this environment, or leave the environment out.",
+        ) from error
