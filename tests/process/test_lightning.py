@@ -128,7 +128,7 @@ def run(batch_size, folder, **arguments):
         "stages": [data.stages, trainer.datamodule is data],
         "state": str(trainer.state),
         "best": Path(best.best_model_path).name,
-        "logged": sorted(os.listdir(f"{folder}/lightning_logs")),
+        "logged": sorted(each.name for each in Path(folder).glob("lightning_logs/*")),
     }
 
 if __name__ == "__main__":
@@ -220,8 +220,8 @@ def test_a_rank_that_fails(
     """The failure of another rank is rankwise's exception within two seconds; callbacks learn of it."""
     result = start(run_script, FAILURE, how, what, env=WITHOUT_COVERAGE).finish()
     assert result.returncode == exit_code, result
-    reported, *_, last = [line for line in result.stdout.splitlines() if line.startswith(("on_exc", "["))]
-    assert reported == f"on_exception {expected}", result
+    assert f"on_exception {expected}" in result.stdout, result
+    last = [line for line in result.stdout.splitlines() if line.startswith("[")][-1]
     name, message, took_s, has_group, is_interrupted = json.loads(last)
     assert (name, has_group, is_interrupted) == (expected, False, True)
     assert "global_rank=1" in message
