@@ -274,7 +274,7 @@ def test_a_signal_ends_all_ranks(
     sent_s = time.monotonic()
     running.send_signal_to_group(number) if number == signal.SIGINT else running.send_signal(number)
     result = running.finish(timeout=30)
-    assert result.returncode == exit_code, result
+    assert result.returncode == (1 if how == TORCHRUN else exit_code), result
     assert time.monotonic() - sent_s < 5 * slowdown(), result
 
 

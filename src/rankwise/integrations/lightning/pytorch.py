@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
@@ -34,7 +35,7 @@ class TrainerLauncher(RankwiseLauncher):
             those of all ranks of this node, one rank after another.
         """
         strategy = self._strategy
-        if not strategy.placement.environment.creates_processes_externally:
+        if not _has_lightnings_requeueing(trainer, strategy):
             trainer._signal_connector = _NoSignalHandlers(trainer)
         if strategy.runs_in_caller:
             value: list[Any] = []
@@ -84,6 +85,13 @@ def _data_module(trainer: Any, *arguments: Any) -> LightningDataModule | None:
     return next((each for each in arguments if isinstance(each, LightningDataModule)), trainer.datamodule)
 
 
+def _has_lightnings_requeueing(trainer: Any, strategy: strategies.DDPStrategy) -> bool:
+    """Return whether Slurm has started the ranks, and Lightning is to act on its signals."""
+    environment = trainer._accelerator_connector.cluster_environment
+    is_external = strategy.placement.environment.creates_processes_externally
+    return is_external and isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+
+
 def _run_in_worker(
     strategy: strategies.DDPStrategy,
     trainer: Any,
@@ -98,7 +106,10 @@ def _run_in_worker(
 
 
 class _NoSignalHandlers(_SignalConnector):
-    """Leave signals to rankwise's supervisor: Lightning's handler would start a collective in the handler."""
+    """Leave signals to rankwise's supervisor, or to the launcher that has started the ranks.
+
+    Lightning's handler of SIGTERM starts a collective in the handler, which hangs where others are in another.
+    """
 
     def register_signal_handlers(self) -> None:
         self.received_sigterm = False
