@@ -83,8 +83,7 @@ class Strategy(ABC):
         results: after a launch, each local rank's value by global rank.
         timeout: how long a collective may take.
         sync_batchnorm: whether batch normalisation uses the batches of all ranks in training.
-        registered_names: of the class: the names under which `register_strategies` registers it, each with
-            its description and arguments.
+        registered_names: of the class: its names for `register_strategies`, with description and arguments.
 
     Raises:
         InvalidArgumentError, InvalidTypeError, UnknownNameError: for impossible arguments.

@@ -108,7 +108,7 @@ def _run_in_worker(
 class _NoSignalHandlers(_SignalConnector):
     """Leave signals to rankwise's supervisor, or to the launcher that has started the ranks.
 
-    Lightning's handler of SIGTERM starts a collective in the handler, which hangs where others are in another.
+    Lightning's handler of SIGTERM starts a collective, which hangs where other ranks are in another.
     """
 
     def register_signal_handlers(self) -> None:
