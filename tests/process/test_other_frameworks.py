@@ -12,7 +12,7 @@ from tests.helpers.needs import need_installed
 from tests.helpers.scripts import WITHOUT_COVERAGE, ScriptRunner
 
 SOAK = pytest.mark.soak
-START_METHODS = ["fork", pytest.param("spawn", marks=SOAK), pytest.param("popen", marks=SOAK)]
+START_METHODS = ["fork", pytest.param("spawn", marks=SOAK)]
 
 TRANSFORMERS = """
 import json, os, signal, sys, time
