@@ -321,7 +321,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "val_percent_check": "Trainer(limit_val_batches={value!r}).",
     "test_percent_check": "Trainer(limit_test_batches={value!r}).",
     "prepare_data_per_node": "leave it out: prepare_data() runs once on each node.",
-    "multiple_trainloader_mode": "give fit() one loader, over a data set that reads several.",
+    "multiple_trainloader_mode": "trainer.fit(model, CombinedLoader(loaders, mode=...)).",
     # precision
     "amp_backend": 'Trainer(precision="16-mixed"); for Apex O2: "16-master".',
     "amp_level": 'Trainer(precision="16-mixed"); for Apex O2: "16-master".',
