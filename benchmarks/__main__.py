@@ -48,7 +48,7 @@ def _measure(options: argparse.Namespace) -> int:
     pool = ThreadPoolExecutor(
         2 if options.quick else 1
     )  # no context: an interrupt would wait for its threads
-    for result in pool.map(partial(_answer, sampling=sampling), options.questions or QUESTIONS):
+    for result in pool.map(partial(_answer, sampling=sampling), options.questions or list(QUESTIONS)):
         print(result, flush=True)
         results.append(result)
         if options.json is not None:
@@ -71,6 +71,13 @@ def _command() -> str:
     return " ".join(["python -m benchmarks", *sys.argv[1:]]).replace(f"{REPOSITORY}/", "")
 
 
+def _question(name: str) -> str:
+    """Check a question's name: argparse would compare an empty list of them with its choices."""
+    if name not in QUESTIONS:
+        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(QUESTIONS)}")
+    return name
+
+
 def _parser() -> argparse.ArgumentParser:
     questions = "\n".join(f"  {name:14} {what}" for name, (_, what) in QUESTIONS.items())
     parser = argparse.ArgumentParser(
@@ -82,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "questions",
         nargs="*",
         metavar="question",
-        choices=list(QUESTIONS),
+        type=_question,
         help="what to measure; all by default",
     )
     parser.add_argument(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import simulated
-from benchmarks.__main__ import QUESTIONS
+from benchmarks.__main__ import QUESTIONS, _parser
 from benchmarks.paired import Ratio, interleaved
 from benchmarks.results import Result, read_json, rows_of, write_json
 from benchmarks.sampling import Sampling
@@ -33,6 +33,19 @@ def test_each_question_has_its_place() -> None:
     """Every question of `python -m benchmarks` has a section in one of the pages."""
     text = "".join((DOCS / name).read_text() for name in ("benchmarks.md", "scaling.md"))
     assert [name for name in QUESTIONS if f"<!-- {name} -->\n" not in text] == []
+
+
+@pytest.mark.parametrize(("arguments", "questions"), [([], []), (["step", "scale"], ["step", "scale"])])
+def test_questions(arguments: list[str], questions: list[str]) -> None:
+    """Without any, all are asked."""
+    assert _parser().parse_args(arguments).questions == questions
+
+
+def test_an_unknown_question(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named, with those that there are."""
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["stpe"])
+    assert "'stpe' is not one of step, import" in capsys.readouterr().err
 
 
 def test_contenders_take_turns_in_alternating_order() -> None:
