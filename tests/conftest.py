@@ -27,6 +27,12 @@ def _interruptible() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _lines_are_whole() -> None:
+    """Let the programs that tests start write a line at once, so that lines of two ranks do not mix."""
+    os.environ.pop("PYTHONUNBUFFERED", None)  # with it, print writes each argument on its own
+
+
+@pytest.fixture(autouse=True, scope="session")
 def temp_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Set the temporary folder of this run and of the processes that it starts to one of its own."""
     folder = tmp_path_factory.mktemp("t")  # short: the path of a Unix socket has 108 bytes

@@ -515,7 +515,7 @@ MAIN_IS_A_RANK = ["popen", *(pytest.param(method, marks=pytest.mark.soak) for me
 @pytest.mark.parametrize("how", ["except", "swallow", "thread", "blocked", "print"])
 def test_a_rank_that_nothing_interrupts(how: str, method: str, run_script: ScriptRunner) -> None:
     """It is killed; where it is rank 0 in the main process, that prints the cause and ends."""
-    result = run_script(BUSY, method, how, "raise", env={"PYTHONUNBUFFERED": None})
+    result = run_script(BUSY, method, how, "raise")
     assert result.returncode == 1, result
     assert "global_rank=1" in result.stderr, result
     assert "ValueError: the cause" in result.stderr, result
