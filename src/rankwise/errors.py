@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import difflib
 import pickle
-import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -478,12 +477,16 @@ class WorkerError(RankwiseError, RuntimeError):
 
 
 class WorkerRaisedError(WorkerError):
-    """A worker raised an exception of `exception_type` with `exception_message`."""
+    """A worker raised an exception of `exception_type` with `exception_message`.
+
+    With `has_lost_peer` torch raised it because another rank had ended, yet no other rank has failed before.
+    """
 
     ADVICE = "start from the traceback of global_rank={global_rank} below."
 
     exception_type: str = ""
     exception_message: str = ""
+    has_lost_peer: bool = False
 
     def what(self) -> str:
         first_line = self.exception_message.partition("\n")[0].rstrip(".")
@@ -493,7 +496,7 @@ class WorkerRaisedError(WorkerError):
         """Return what the worker's own exception says to do, if it says so, and where to look."""
         _, is_found, own = self.exception_message.partition("\n  Fix: ")
         here = super().fix()
-        if re.search("(closed|reset) by peer", self.exception_message):  # yet no other rank has failed before
+        if self.has_lost_peer:
             here += (
                 " Another rank had ended: DDPStrategy(check_collectives=True) names a collective that one "
                 "rank calls alone."

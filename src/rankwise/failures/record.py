@@ -137,7 +137,7 @@ class FailureRecord:
                 facts["missing"] = tuple(sorted({*self.missing} - {self.global_rank}))
                 facts["last_seen"] = (*self.last_seen, *self.notes)
                 return WorkerTimedOutError(**facts)
-            return WorkerRaisedError(**facts)
+            return WorkerRaisedError(**facts, has_lost_peer=self.is_consequence)
         if self.exit_status is not None and self.exit_status < 0:
             return WorkerKilledError(**facts, signal_number=-self.exit_status)
         return WorkerExitedError(**facts, exit_code=self.exit_status, phase=self.phase)

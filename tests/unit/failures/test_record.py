@@ -273,6 +273,14 @@ def test_what_wraps_a_consequence_is_the_cause_where_there_is_no_other() -> None
     assert (error.exception_type, error.exception_message) == ("FileNotFoundError", "no such file")
     assert "raise error" in error.traceback_text
     assert "Connection closed by peer" in error.traceback_text
+    assert error.has_lost_peer
+
+
+def test_a_peer_of_the_users_own_is_no_rank() -> None:
+    """An error of another type than torch's, with the same text, does not blame another rank."""
+    error = first_cause([of(ConnectionError("Connection reset by peer"))]).to_error(0.0, (), ())
+    assert isinstance(error, WorkerRaisedError)
+    assert not error.has_lost_peer
 
 
 def test_what_wraps_a_timeout_is_one() -> None:
