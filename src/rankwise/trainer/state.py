@@ -27,8 +27,14 @@ if TYPE_CHECKING:
 StageName = Literal["fit", "validate", "test", "predict"]
 
 
+class _Named(str, Enum):
+    """Members equal their values, and are printed as these."""
+
+    __str__ = str.__str__
+
+
 @final
-class TrainerFn(str, Enum):
+class TrainerFn(_Named):
     """A method of a Trainer; a member equals its value."""
 
     FITTING = "fit"
@@ -36,11 +42,9 @@ class TrainerFn(str, Enum):
     TESTING = "test"
     PREDICTING = "predict"
 
-    __str__ = str.__str__
-
 
 @final
-class RunningStage(str, Enum):
+class RunningStage(_Named):
     """What a Trainer does now; a member equals its value."""
 
     TRAINING = "train"
@@ -49,8 +53,6 @@ class RunningStage(str, Enum):
     TESTING = "test"
     PREDICTING = "predict"
 
-    __str__ = str.__str__
-
     @property
     def evaluating(self) -> bool:
         """Whether it is an evaluation with metrics."""
@@ -58,15 +60,13 @@ class RunningStage(str, Enum):
 
 
 @final
-class TrainerStatus(str, Enum):
+class TrainerStatus(_Named):
     """How far the last stage of a Trainer is; a member equals its value."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
-
-    __str__ = str.__str__
 
     @property
     def stopped(self) -> bool:
