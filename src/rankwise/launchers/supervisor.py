@@ -167,8 +167,8 @@ class ShutdownSequence:
 
     def _end_busy_main(self) -> None:
         # Rank 0 in the main process may be in C code, in a block that catches all, or in another thread. The
-        # others have been killed: the kernel may need time to end them. After Ctrl-C, if it
-        # has noticed that, the program decides.
+        # others have been killed: the kernel may need time to end them. After a Ctrl-C that rank 0 has
+        # noticed, the program decides.
         own = next((worker for worker in self.workers if worker.process is None), None)
         if own is None:
             return
