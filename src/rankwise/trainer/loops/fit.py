@@ -200,10 +200,7 @@ class FitLoop:
         if self._skipping.agree(self._hooks.call("on_train_batch_start", batch, batch_idx)):
             self._skip_rest()
             return False
-        outputs = training_outputs(
-            self._optimization.run_batch(batch, batch_idx, is_window_end),
-            self._settings.accumulate_grad_batches,
-        )
+        outputs = self._outputs(self._optimization.run_batch(batch, batch_idx, is_window_end))
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
             _step_schedulers(self._context, "step", needs_metric=False)
@@ -221,6 +218,12 @@ class FitLoop:
                 check_values(self._context)
             self._validate_if_due()
         return True
+
+    def _outputs(self, returned: Any) -> dict[str, Any]:
+        """Return what `on_train_batch_end` gets, empty if nobody defines it."""
+        if not self._hooks.is_defined("on_train_batch_end"):
+            return {}
+        return training_outputs(returned, self._settings.accumulate_grad_batches)
 
     def _skip_rest(self) -> None:
         """End the epoch as if it had no further batch, without validation."""

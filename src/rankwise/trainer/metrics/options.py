@@ -106,7 +106,8 @@ def reduction_named(given: Any) -> str:
 def number_of(name: str, value: Any) -> Tensor:
     """Return a logged number as a tensor of shape `()`; NumPy's scalars are real numbers, too."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().reshape(()).double()
+        number = value.detach().double()
+        return number.reshape(()) if number.shape else number
     if isinstance(value, Real):
         return torch.tensor(float(value), dtype=torch.double)
     raise InvalidTypeError(
