@@ -45,8 +45,17 @@ SUBJECTS = {
 """What each folder (or file, such as `registry.py`) is for."""
 
 BASICS = (
-    *("start", "lazy_names", "limited_call", "nested", "hyperparameters", "paths", "errors", "ranks", "seed"),
-    "named_options",
+    *(
+        "start",
+        "garbage_collection",
+        "lazy_names",
+        "limited_call",
+        "errors",
+        "ranks",
+        "seed",
+        "named_options",
+    ),
+    *("nested", "hyperparameters", "paths"),
 )
 NOT_DRAWN = (*BASICS, "__init__", "__main__")
 

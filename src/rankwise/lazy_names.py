@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+from rankwise.garbage_collection import CollectionsPaused
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -29,10 +30,5 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 def import_without_collections(name: str) -> ModuleType:
     """Import a module; without garbage collections meanwhile, which walk all of torch's objects."""
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with CollectionsPaused():
         return import_module(name)
-    finally:
-        if is_enabled:
-            gc.enable()

@@ -17,6 +17,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
+from rankwise.garbage_collection import CollectionsPaused
 from rankwise.ranks import rank_zero_warn
 
 __all__ = [
@@ -169,7 +170,8 @@ def _reseeded(generator: Any, seed: int) -> Callable[[], object]:
     """Seed a generator; return a function that restores its state."""
     restore: Callable[[], object]
     if isinstance(generator, torch.Generator):
-        restore = partial(generator.set_state, generator.get_state())
+        with CollectionsPaused():  # as in get_random_state
+            restore = partial(generator.set_state, generator.get_state())
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
         restore = partial(generator.setstate, generator.getstate())
@@ -189,12 +191,16 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
 
     It consists of plain types and CPU tensors, so that `torch.load(weights_only=True)` loads it.
     """
-    state: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
+    state: dict[str, Any] = {"python": random.getstate()}
+    # torch locks a generator while it makes the tensor. A collection then may wait for another thread of the
+    # program, which waits for the generator: torch.manual_seed does not let other threads run meanwhile.
+    with CollectionsPaused():
+        state["torch"] = torch.default_generator.get_state()
+        if device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(device)
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys.tolist(), *rest)
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 ORDER = (
     "start",
+    "garbage_collection",
     "lazy_names",
     "limited_call",
     "errors",

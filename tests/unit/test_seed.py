@@ -18,6 +18,7 @@ import rankwise
 from rankwise import seed_everything
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.seed import isolated_random_state
+from tests.helpers.scripts import ScriptRunner
 
 
 def draws() -> tuple[float, float, float]:
@@ -118,3 +119,44 @@ def test_verbose(caplog: pytest.LogCaptureFixture) -> None:
     for flag in ("workers", "verbose"):
         with pytest.raises(InvalidTypeError, match=f"{flag}=None"):
             seed_everything(5, **{flag: None})  # type: ignore[arg-type]  # refused
+
+
+SEEDED_MEANWHILE = """
+    import gc
+    import threading
+
+    import torch
+    from rankwise.seed import get_random_state, isolated_random_state
+
+    def seed():
+        while not is_done:
+            torch.manual_seed(0)
+
+    def make_garbage():
+        gc.disable()
+        cycle = [torch.nn.Parameter(torch.ones(1)) for _ in range(30)]
+        for parameter in cycle:
+            parameter.grad = torch.ones(1)
+            parameter.grad.note = "of a Python object"
+        cycle.append(cycle)
+        gc.enable()
+
+    is_done = False
+    thread = threading.Thread(target=seed)
+    thread.start()
+    own = torch.Generator()
+    gc.set_threshold(1)
+    for _ in range(100):
+        make_garbage()
+        get_random_state(torch.device("cpu"))
+        make_garbage()
+        with isolated_random_state(0, own):
+            pass
+    is_done = True
+    thread.join()
+"""
+
+
+def test_a_thread_seeds_meanwhile(run_script: ScriptRunner) -> None:
+    """A garbage collection while torch has locked its generator does not wait for that thread for ever."""
+    assert run_script(SEEDED_MEANWHILE).returncode == 0
