@@ -34,7 +34,7 @@ _LIGHTNING = "Lightning"
 
 def measure(sampling: Sampling) -> Result:
     """Measure all cases, on each number of ranks in one job."""
-    request = {"rounds": sampling.short_rounds, "ranks": [2] if sampling.is_quick else [2, 4]}
+    request = {"rounds": sampling.rounds, "ranks": [2] if sampling.is_quick else [2, 4]}
     rows = [Row.of_json(row) for row in run_ranks("benchmarks.collectives", request)]
     return Result(
         "collectives", rows, [] if any(row.contender == _LIGHTNING for row in rows) else [_LIGHTNING]

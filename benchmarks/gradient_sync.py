@@ -29,7 +29,7 @@ from rankwise.gradient_sync import GradientSync, gradient_sync_context
 
 def measure(sampling: Sampling) -> Result:
     """Measure all cases, on each number of ranks in one job."""
-    request = {"rounds": sampling.short_rounds, "ranks": [2] if sampling.is_quick else [2, 4]}
+    request = {"rounds": sampling.rounds, "ranks": [2] if sampling.is_quick else [2, 4]}
     rows = [Row.of_json(row) for row in run_ranks("benchmarks.gradient_sync", request)]
     return Result("gradient_sync", rows)
 

@@ -21,7 +21,7 @@ _begun: list[tuple[float, float]] = []
 """When the steps of this process began: on the clock of all processes, and in its processor time."""
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: Lightning refuses to give such to spawned processes
 class Job:
     """What a contender trains, and how.
 
@@ -95,7 +95,7 @@ class Job:
         return max(float(path.read_text()) for path in Path(self.folder).glob(f"{what}-*"))
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, as `Job`
 class Batches:
     """The same batch in every step: samples (B, F), labels (B,). Lightning takes a list for many loaders."""
 

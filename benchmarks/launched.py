@@ -18,6 +18,7 @@ from benchmarks.results import Result, Row, rows_of
 from benchmarks.sampling import Sampling
 
 MIB = 2**20
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -87,26 +88,30 @@ def compare(
     rows: list[Row] = []
     failed: dict[str, str] = {}
     for title, (jobs, quantities) in comparisons.items():
-        arms = {job.contender: partial(_try, job) for job in jobs}
+        errors: dict[str, list[str]] = {job.contender: [] for job in jobs}
+        arms = {job.contender: partial(_try, job, errors[job.contender]) for job in jobs}
         fewer = sampling.rounds_of(arms)
         found = interleaved(arms, sampling.programs, warms_up=False, rounds_of=fewer)
+        whole = {name: [one for one in each if one is not None] for name, each in found.items()}
         for name, each in found.items():
-            if errors := [one for one in each if isinstance(one, str)]:
-                failed[f"{name}, {title}"] = errors[0]
-        whole = {
-            name: [one for one in each if isinstance(one, Observed)]
-            for name, each in found.items()
-            if f"{name}, {title}" not in failed
-        }
+            if None in each:
+                del whole[name]
+                failed[f"{name}, {title}"] = errors[name][0]
         for case, unit, quantity in quantities:
-            rows += rows_of(
-                case, unit, {name: [quantity(one) for one in each] for name, each in whole.items()}
-            )
+            samples = {name: [quantity(one) for one in each] for name, each in whole.items()}
+            rows += [replace(row, note=_note(errors[row.contender])) for row in rows_of(case, unit, samples)]
     return Result(question, rows, absent(), failed)
 
 
-def _try(job: Job) -> Observed | str:
-    try:
-        return observe(job)
-    except ProgramError as error:
-        return str(error)
+def _try(job: Job, errors: list[str]) -> Observed | None:
+    """Run a job, again if it fails; add why to `errors`. Return None if it always fails."""
+    for _ in range(_ATTEMPTS):
+        try:
+            return observe(job)
+        except ProgramError as error:
+            errors.append(str(error))
+    return None
+
+
+def _note(errors: list[str]) -> str:
+    return f"runs that failed and were repeated: {len(errors)}" if errors else ""

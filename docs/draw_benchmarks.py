@@ -49,7 +49,7 @@ def table(result: Result) -> list[str]:
     has_notes = any(row["note"] for row in result["rows"])
     header = ["case", "contender", "median"]
     header += ["ratio", "quartiles"] if has_ratios else []
-    header += ["how it ended"] if has_notes else []
+    header += ["note"] if has_notes else []
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for case, rows in cases_of(result).items():
         for place, row in enumerate(rows):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import subprocess
+import sys
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,11 +14,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import simulated
+from benchmarks import launched, simulated
 from benchmarks.__main__ import QUESTIONS, _parser
+from benchmarks.job import Job
+from benchmarks.launched import Observed
 from benchmarks.paired import Ratio, interleaved
+from benchmarks.programs import ProgramError
 from benchmarks.results import Result, read_json, rows_of, write_json
-from benchmarks.sampling import Sampling
+from benchmarks.sampling import QUICK, Sampling
 from rankwise.failures import exchange
 from tests.helpers.scripts import ScriptRunner
 
@@ -67,10 +72,36 @@ def test_the_others_take_part_in_the_first_rounds() -> None:
         {name: partial(next, iter(range(number, 100))) for number, name in enumerate("abc", start=1)},
         3,
         warms_up=False,
-        rounds_of=Sampling(1, 1, programs=3, others=1).rounds_of("abc"),
+        rounds_of=Sampling(1, programs=3, others=1).rounds_of("abc"),
     )
     assert found == {"a": [1, 2, 3], "b": [2, 3, 4], "c": [3]}
     assert [row.ratio and row.ratio.median for row in rows_of("a case", "s", found)] == [1.0, 1.5, 3.0]
+
+
+def test_a_run_that_fails_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row says how often; a contender that fails three times in a row has no rows."""
+    monkeypatch.chdir(tmp_path)
+    twice = "import sys, pathlib as p; f = p.Path('runs'); n = len(f.read_text()) if f.exists() else 0; "
+    twice += "f.write_text('x' * (n + 1)); sys.exit(n < 2)"
+    programs = {"raw torch": "", "b": twice, "c": "import sys; sys.exit('no')"}
+
+    def run(job: Job) -> Observed:
+        try:
+            subprocess.run(
+                [sys.executable, "-c", programs[job.contender]], check=True, stderr=subprocess.PIPE
+            )
+        except subprocess.CalledProcessError as error:
+            raise ProgramError(error.stderr.decode()) from None
+        return Observed(1.0, 2.0)
+
+    monkeypatch.setattr(launched, "observe", run)
+    jobs = [Job(name, start="ddp", ranks=2) for name in programs]
+    result = launched.compare("launch", {"a title": (jobs, [("a case", "s", lambda job: job.exit_s)])}, QUICK)
+    assert [(row.contender, row.note) for row in result.rows] == [
+        ("raw torch", ""),
+        ("b", "runs that failed and were repeated: 2"),
+    ]
+    assert result.failed == {"c, a title": "no\n"}
 
 
 def test_ratios_are_of_the_same_round() -> None:
