@@ -78,8 +78,8 @@ def conditions(result: Result) -> list[str]:
     lines = [f"{how}{machine['system']}, {machine['cores']} cores, {machine['memory_gib']} GiB."]
     if machine["load"] > BUSY * machine["cores"]:
         lines.append(
-            f"**The machine was busy with other programs (a load of {machine['load']} on {machine['cores']} "
-            "cores):** wall times are longer and vary more than on an idle one."
+            f"**A load of {machine['load']} on {machine['cores']} cores when this began.** If that is from "
+            "other programs, and not from the question before, wall times are longer and vary more."
         )
     lines += [f"Not installed: {', '.join(result['absent'])}."] if result["absent"] else []
     return lines + [f"Failed: {name}." for name in result["failed"]]
