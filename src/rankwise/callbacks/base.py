@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from rankwise.trainer import Trainer, TrainingModule
@@ -44,6 +44,10 @@ class Callback:
 
     def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
         """Called when a stage raises on this rank."""
+
+    def module_to_evaluate(self, module: TrainingModule) -> nn.Module | None:
+        """Return a module whose weights checkpoints have in place of those of `module`; None for these."""
+        return None
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]

@@ -130,7 +130,7 @@ class ModelCheckpoint(MonitoringCallback):
         self._last_step_saved = 0
         self._saved_at = 0.0  # time.monotonic()
         self._is_training = False
-        self._token = secrets.token_hex(8)  # in all checkpoints of this callback, and in no others
+        self.run_token = secrets.token_hex(8)  # in all checkpoints of this callback, and in no others
         self._unverified: set[str] = set()  # files that a loaded checkpoint has named
         self._begin_run()
 
@@ -152,7 +152,7 @@ class ModelCheckpoint(MonitoringCallback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"dirpath": self.dirpath, "run_token": self._token}
+        own = {"dirpath": self.dirpath, "run_token": self.run_token}
         return own | {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -176,8 +176,8 @@ class ModelCheckpoint(MonitoringCallback):
         if not all(score is None or isinstance(score, Tensor) for score in scores):
             raise TypeError(f"its scores are no tensors: {scores}")
         self.dirpath = state_dict["dirpath"]
-        if self._token != (token := state_dict.get("run_token", "")):
-            self._token, self._unverified, self._is_last_chosen = str(token), paths, False
+        if self.run_token != (token := state_dict.get("run_token", "")):
+            self.run_token, self._unverified, self._is_last_chosen = str(token), paths, False
         for name in _STATE:
             setattr(self, name, state_dict[name])
         self.best_k_models = kept
@@ -312,13 +312,12 @@ class ModelCheckpoint(MonitoringCallback):
         if path not in self._unverified:
             return True
         try:
-            callbacks = strategy.load_checkpoint(path).get("callbacks")
+            tokens = strategy.load_checkpoint(path).get("run_tokens")
         except CheckpointError as error:
             if error.path != path:
                 raise  # of an earlier save, by a thread
-            callbacks = None
-        state = callbacks.get(self.state_key) if isinstance(callbacks, dict) else None
-        if self._token and isinstance(state, dict) and state.get("run_token") == self._token:
+            tokens = None
+        if self.run_token and isinstance(tokens, list) and self.run_token in tokens:
             self._unverified.discard(path)
             return True
         _log.warning("%s is not replaced or removed: it is not of the run that has continued.", path)

@@ -33,6 +33,8 @@ from rankwise.trainer.state import Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rankwise.callbacks import Callback
     from rankwise.trainer.state import LoopContext
 
@@ -245,7 +247,7 @@ def save_checkpoint(
     checkpoint = _evaluation_part(context, weights_only=weights_only)
     if not weights_only:
         checkpoint |= _training_part(context)
-    context.hooks.call_saving_hooks(checkpoint)
+    context.hooks.call_saving_hooks(checkpoint, weights_only=weights_only)
     with as_checkpoint_error(path):
         plain: dict[str, Any] = _plain(checkpoint)
     context.strategy.save_checkpoint(plain, path)
@@ -259,17 +261,24 @@ def save_stop_checkpoint(context: LoopContext) -> None:
 def _evaluation_part(context: LoopContext, *, weights_only: bool) -> dict[str, Any]:
     """Return what an evaluation needs, and by which a `ModelCheckpoint` knows its files."""
     progress, callbacks = context.state.progress, context.callbacks
-    saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    states = {} if weights_only else {"callbacks": _states_of(callbacks)}
     return {
         "version": _VERSION,
         "pytorch-lightning_version": LIGHTNING_VERSION,
         "epoch": progress.current_epoch,
         "global_step": progress.global_step,
-        "state_dict": context.strategy.get_module_state_dict(context.module),
-        "callbacks": _states_of(saving if weights_only else callbacks),
+        "state_dict": context.strategy.get_module_state_dict(_module_to_evaluate(context)),
+        "run_tokens": [each.run_token for each in callbacks if isinstance(each, ModelCheckpoint)],
+        **states,
         **checkpointed_parts(context.module),
         **_of_data_module(context),
     }
+
+
+def _module_to_evaluate(context: LoopContext) -> nn.Module:
+    """Return the module whose weights an evaluation uses: the trained one, or a callback's average of it."""
+    found = [callback.module_to_evaluate(context.module) for callback in context.callbacks]
+    return next((module for module in found if module is not None), context.module)
 
 
 def _states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:
@@ -386,9 +395,7 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
             problem="holds gradients that wait for a step, and only one of the precisions scales them",
             remedy="continue with the precision of that run, or from a checkpoint written after a step.",
         )
-    context.state.progress = progress = _progress_in(checkpoint["loops"], path)
-    if progress.is_epoch_closed:
-        progress.end_epoch()
+    context.state.progress = _progress_in(checkpoint["loops"], path)
     rank_state = RankState(context, checkpoint["ranks"], path)
     rank_state.restore_metrics()
     rank_state.restore_metric_objects()

@@ -398,7 +398,9 @@ def test_weights_only_without_a_state(tmp_path: Path) -> None:
 
     saving = Stateless(tmp_path, "{epoch}", save_weights_only=True)
     assert fit(tmp_path, saving, 1) == ["epoch=0.ckpt"]
-    assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["callbacks"] == {}
+    saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
+    assert "callbacks" not in saved
+    assert saved["run_tokens"] == [saving.run_token]
 
 
 @pytest.mark.parametrize(("when", "epochs"), [(None, [1, 3]), (False, [1, 3]), (True, [0, 1, 2, 3])])

@@ -33,6 +33,14 @@ class Noted(Line):
             self.validated.append(self.layer.weight.detach().clone())
 
 
+class Validated(Noted):
+    """Logs a metric in each validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val_loss", self.loss(batch))
+
+
 def averages(weights: list[Tensor], decay: float) -> list[Tensor]:
     """Return the exponential moving average after each of the weights."""
     found = weights[:1]
@@ -88,6 +96,24 @@ def test_a_run_that_continues(tmp_path: Path, options: dict[str, Any]) -> None:
     assert continued.layer.weight.tolist() == whole.layer.weight.tolist()
     trainer(tmp_path).validate(continued, loader(), ckpt_path=path)
     torch.testing.assert_close(continued.validated[-1], averages(whole.trained, 0.6)[2])
+
+
+@pytest.mark.parametrize("options", [{}, {"use_buffers": False}])
+def test_weights_only(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Checkpoints of weights have the average, within a validation and after a step."""
+    module = Noted()
+    for name, moment in (("step", {"every_n_train_steps": 3}), ("validation", {"monitor": "val_loss"})):
+        folder = tmp_path / name
+        saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_weights_only=True, **cast(Any, moment))
+        callbacks: list[Any] = [EMAWeightAveraging(decay=0.6, **options), saving]
+        module, options_of_run = Validated(), {"val_check_interval": 2, "enable_checkpointing": True}
+        trainer(folder, callbacks=callbacks, **options_of_run).fit(module, loader(), loader())
+        expected = averages(module.trained, 0.6)
+        for path in folder.glob("*.ckpt"):
+            saved, step = TorchCheckpointIO().load_checkpoint(path), int(path.stem.removeprefix("step="))
+            assert saved.keys().isdisjoint({"callbacks", "current_model_state"})
+            torch.testing.assert_close(saved["state_dict"]["layer.weight"], expected[step - 1])
+        assert len(list(folder.glob("*.ckpt"))) == {"step": 1, "validation": 2}[name]
 
 
 def test_a_failed_validation(tmp_path: Path) -> None:

@@ -129,19 +129,23 @@ class WeightAveraging(Callback):
             self._swap(trainer, module)
         self._average = self._loaded = None
 
+    def module_to_evaluate(self, module: TrainingModule) -> nn.Module | None:
+        """Return the average within a fit, unless the module has it, as in a validation."""
+        if self._average is None or self._is_swapped:
+            return None
+        if not self._use_buffers:
+            copy_tensors(module.buffers(), self._average.module.buffers())
+        average: nn.Module = self._average.module
+        return average
+
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]
     ) -> None:
         if self._average is None:  # after the fit, when the module has the average
             return
-        if not self._use_buffers:
-            copy_tensors(module.buffers(), self._average.module.buffers())
-        other = trainer.strategy.get_module_state_dict(self._average.module)
-        current, average = (checkpoint["state_dict"], other)[:: -1 if self._is_swapped else 1]
-        checkpoint["state_dict"] = average
-        if "optimizer_states" in checkpoint:
-            checkpoint["current_model_state"] = current
-            checkpoint["averaging_state"] = {"n_averaged": self._average.n_averaged.clone()}
+        current = self._average.module if self._is_swapped else module
+        checkpoint["current_model_state"] = trainer.strategy.get_module_state_dict(current)
+        checkpoint["averaging_state"] = {"n_averaged": self._average.n_averaged.clone()}
 
     def on_load_checkpoint(
         self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]
