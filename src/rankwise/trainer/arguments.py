@@ -116,9 +116,7 @@ class TrainerOptions:
     num_sanity_val_steps: int = field(metadata=_by(_check_number, minimum=0, is_endless=True, default=2))
     accumulate_grad_batches: int = field(metadata=_by(_check_number, minimum=1))
     gradient_clip_val: float = field(metadata=_by(_check_number, minimum=0, kinds=_NUMBER, is_optional=True))
-    gradient_clip_algorithm: str = field(
-        metadata=_by(check_choice, choices=("norm", "value"), default="norm")
-    )
+    gradient_clip_algorithm: str | None = field(metadata=_by(check_choice, choices=(None, "norm", "value")))
     on_nonfinite: str | None = field(metadata=_by(check_choice, choices=("raise", "skip"), is_optional=True))
     sync_batchnorm: bool = field(metadata=_by(_check_flag))
     deterministic: bool | str = field(
@@ -265,9 +263,14 @@ def collect_callbacks(
     return collected
 
 
-def with_module_callbacks(callbacks: list[Callback], returned: Any) -> list[Callback]:
-    """Return the trainer's callbacks and those of `configure_callbacks`, which replace some; see there."""
-    own: list[Callback] = as_list("configure_callbacks()", returned, Callback)
+def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[type]) -> list[Callback]:
+    """Return the trainer's callbacks and those of `configure_callbacks`, which replace some; see there.
+
+    Those whose types are among `added` are not added again; mutates `added`.
+    """
+    given: list[Callback] = as_list("configure_callbacks()", returned, Callback)
+    own = [callback for callback in given if type(callback) not in added]
+    added.update(map(type, own))
     if not own:
         return callbacks
     kept = [

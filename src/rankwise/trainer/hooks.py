@@ -81,7 +81,7 @@ def _of_evaluation(kind: str) -> Iterator[Hook]:
 
 
 HOOKS: Sequence[Hook] = (
-    _of_module("configure_callbacks", "", "Before the first stage of this module; returns callbacks to add."),
+    _of_module("configure_callbacks", "", "Before each stage; returns callbacks to add."),
     Hook("prepare_data", "", "In one process of each node, while the others wait.", _OF_DATA),
     Hook("setup", "stage", "When a stage begins; layers may still be added.", _ALL),
     _of_module("configure_model", "", "After `setup`, in every stage; layers may still be added."),
@@ -477,9 +477,12 @@ class Hooks:
             tuple(method for each, method in methods if isinstance(each, MonitoringCallback)),
         )
 
-    def call_saving_hooks(self, checkpoint: dict[str, Any]) -> None:
-        """Call `on_save_checkpoint` of all callbacks in their order, then of the module."""
-        for callback in self.trainer.callbacks:
+    def call_saving_hooks(self, checkpoint: dict[str, Any], *, weights_only: bool) -> None:
+        """Call `on_save_checkpoint` of all callbacks in their order, then of the module.
+
+        With `weights_only` call the module's alone, as Lightning does.
+        """
+        for callback in () if weights_only else self.trainer.callbacks:
             callback.on_save_checkpoint(self.trainer, self.module, checkpoint)
         self.module.on_save_checkpoint(checkpoint)
 

@@ -113,9 +113,10 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         return self(batch)
 
     def configure_callbacks(self) -> Any:
-        """Return a callback or a list of them, which are added to the trainer's for this module.
+        """Return a callback or a list of them, which are added to the trainer's; called in each stage.
 
-        One whose class is that of a callback of the trainer, or derives from it, replaces that callback.
+        One whose class is that of a callback of the trainer, or derives from it, replaces that callback. If
+        an earlier call for this module has returned callbacks of its class, those stay instead.
         """
         return []
 
@@ -404,14 +405,14 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         Args:
             optimizer: whose gradients.
             gradient_clip_val: the limit, 0 for no clipping; None for the Trainer's.
-            gradient_clip_algorithm: `"norm"` or `"value"`; None for the Trainer's.
+            gradient_clip_algorithm: `"norm"` or `"value"`; None for the Trainer's, or else `"norm"`.
 
         Raises:
             InvalidArgumentError: for another algorithm.
         """
         precision, options = self.trainer.strategy.precision, self.trainer.options
         limit = options.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        algorithm = gradient_clip_algorithm or options.gradient_clip_algorithm
+        algorithm = gradient_clip_algorithm or options.gradient_clip_algorithm or "norm"
         check_choice("gradient_clip_algorithm", algorithm, ("norm", "value"))
         if limit and algorithm == "norm":
             precision.clip_gradients_norm(_plain(optimizer), limit)

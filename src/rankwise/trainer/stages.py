@@ -49,7 +49,7 @@ from rankwise.trainer.data_loaders import (
 from rankwise.trainer.lightning_objects import is_of_lightning
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
-from rankwise.trainer.loops.fit import FitLoop
+from rankwise.trainer.loops.fit import FitLoop, end_epoch
 from rankwise.trainer.loops.sanity_check import run_sanity_check
 from rankwise.trainer.module import TrainingModule, is_defined
 from rankwise.trainer.state import TrainerStatus
@@ -328,14 +328,17 @@ class Stage:
                     logger.log_hyperparams(logged)
                 logger.log_graph(module)
         context.hooks.call("on_fit_start")
-        is_checked = context.options.num_sanity_val_steps and self._validates(context)
-        if is_checked and self.checkpoint is None:  # before the loaders of training, as in Lightning
-            validation = run_sanity_check(context, partial(self._validation, context))
-            data = train_data()
-        else:
-            data, validation = train_data(), self._validation(context)
+        validates, load_validation = self._validates(context), partial(self._validation, context)
+        is_new_epoch = not context.state.progress.is_within_epoch
+        is_checked = bool(context.options.num_sanity_val_steps and validates and is_new_epoch)
+        # As in Lightning, loaders are made in this order, and those that no epoch needs yet, later.
+        validation = run_sanity_check(context, load_validation) if is_checked else None
+        data = train_data()
+        if not is_checked and validates and context.has_validation_in_epoch:
+            validation = load_validation()
+            validates = validation is not None
+        context.state.has_validation = validates and (validation is not None or not is_checked)
         context.stage.load_train_data = None
-        context.state.has_validation = validation is not None
         reload = {"train": self._train_data, "validate": self._validation}
         loop = FitLoop(context, data, validation, rank_state, reload)
         try:
@@ -362,7 +365,10 @@ class Stage:
             order = strategy.broadcast(state.gradient_order)  # each rank's own: they may use different layers
         replay_gradient_order(strategy, context.wrapped, order)
         if saved is not None:
-            return restore_training(context, saved)
+            rank_state = restore_training(context, saved)
+            if state.progress.is_epoch_closed:
+                end_epoch(context)
+            return rank_state
         strategy.gradients.reload_states()  # communication hooks have counted the replay
         if not states:
             return None

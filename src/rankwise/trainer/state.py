@@ -310,6 +310,12 @@ class LoopContext:
         """The Trainer's data module: the last that a stage was given."""
         return self.hooks.trainer.datamodule
 
+    @property
+    def has_validation_in_epoch(self) -> bool:
+        """Whether `check_val_every_n_epoch` has validations in the current epoch."""
+        every = self.options.check_val_every_n_epoch
+        return every is None or (self.state.progress.current_epoch + 1) % every == 0
+
     def show_so_far(self, results: Results, hook: str) -> None:
         """Show what was logged by epoch to the hook at its end, if a rank has one. Collective."""
         is_read = self.hooks.is_before_metrics(hook)

@@ -74,8 +74,8 @@ class Trainer(TrainerProperties):
         check_val_every_n_epoch: validate only in every n-th epoch. With None, `val_check_interval` (int)
             counts the batches of all epochs.
         num_sanity_val_steps: how many batches of each validation loader run before training, to find errors
-            early; -1 for all, None for 2. Their metrics are thrown away. A fit that continues from a
-            checkpoint has no check.
+            early; -1 for all, None for 2. Their metrics are thrown away. A fit that continues within an epoch
+            has no check.
         accumulate_grad_batches: how many batches there are in an optimizer step.
         gradient_clip_val: the limit of gradients; None or 0 for no clipping.
         gradient_clip_algorithm: `"norm"` or `"value"`.
@@ -215,7 +215,9 @@ class Trainer(TrainerProperties):
         )
         self.strategy.bind(environment=placement.pop("cluster_environment"), **placement)
         self.datamodule: DataModule | None = None
-        self._configured: TrainingModule | None = None  # whose `configure_callbacks` was called last
+        # The last module whose `configure_callbacks` was called, and the types of the callbacks added by it.
+        self._configured: tuple[TrainingModule, set[type]] | None = None
+        self._is_trial = False  # it has its callbacks alone
         self._forget_fit()
 
     def _forget_fit(self) -> None:
@@ -475,7 +477,7 @@ class Trainer(TrainerProperties):
             setattr(other.options, name, value)
         other.callbacks, other.loggers = [callback], [NoLogger()] if self.loggers else []
         other._forget_fit()
-        other._configured = model
+        other._is_trial = True
         return other
 
     def _check_stage(self, stage: Stage, model: Any) -> None:
@@ -501,13 +503,15 @@ class Trainer(TrainerProperties):
             check_loaders(stage.name, phase, given, self.options, self.world_size)
 
     def _add_callbacks_of(self, model: TrainingModule) -> None:
-        """Add the callbacks that the module configures, once; they keep their state from stage to stage."""
-        if model is not self._configured:
-            model.trainer = self  # the hook may read it
-            callbacks = take_callbacks(model.configure_callbacks())
-            callbacks = arguments.with_module_callbacks(self.callbacks, callbacks)
-            self.callbacks = _for_dev_run(callbacks) if self.fast_dev_run else callbacks
-            self._configured = model
+        """Add the callbacks that the module configures; those of types that it had added before stay."""
+        if self._is_trial:
+            return
+        if self._configured is None or self._configured[0] is not model:
+            self._configured = model, set()
+        model.trainer = self  # the hook may read it
+        returned = take_callbacks(model.configure_callbacks())
+        callbacks = arguments.with_module_callbacks(self.callbacks, returned, self._configured[1])
+        self.callbacks = _for_dev_run(callbacks) if self.fast_dev_run else callbacks
 
     def enter_stage(self, strategy: Strategy, model: TrainingModule, stage: StageName) -> LoopContext:
         """Use this rank's strategy and module, and start a stage."""

@@ -247,6 +247,18 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+LIMITS: dict[str, Any] = {
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 0.5,
+    "gradient_clip_algorithm": "norm",
+    "num_sanity_val_steps": 1,
+    "limit_train_batches": 4,
+    "limit_val_batches": 2,
+    "limit_test_batches": 1,
+    "limit_predict_batches": 1,
+}
+
+
 class Program:
     """Runs stages of one library in a folder, and records the hooks that `hooks` lists for each owner."""
 
@@ -287,19 +299,9 @@ class Program:
 
 
 def with_a_data_module(program: Program) -> None:
-    """Every stage, with windows, limits, clipping, a sanity check and schedulers; save, load, continue."""
-    options: dict[str, Any] = {
-        "accumulate_grad_batches": 2,
-        "gradient_clip_val": 0.5,
-        "gradient_clip_algorithm": "norm",
-        "num_sanity_val_steps": 1,
-        "limit_train_batches": 4,
-        "limit_val_batches": 2,
-        "limit_test_batches": 1,
-        "limit_predict_batches": 1,
-    }
+    """Every stage, with windows, limits, clipping, a sanity check and schedulers; save and load."""
     module, data = program.module(), program.data()
-    trainer = program.trainer(**options, callbacks=[program.saving(monitor="val_loss", save_last=True)])
+    trainer = program.trainer(**LIMITS, callbacks=[program.saving(monitor="val_loss", save_last=True)])
     program.mark("fit")
     trainer.fit(module, datamodule=data)
     path = program.folder / "saved.ckpt"
@@ -313,9 +315,19 @@ def with_a_data_module(program: Program) -> None:
     trainer.test(module, datamodule=data, verbose=False)
     program.mark("predict")
     trainer.predict(module, datamodule=data)
-    program.mark("continue")
-    trainer = program.trainer(**{**options, "max_epochs": 3}, enable_checkpointing=False)
-    trainer.fit(program.module(), datamodule=program.data(), ckpt_path=path)
+
+
+def that_continues(program: Program) -> None:
+    """Another trainer continues from a checkpoint: with a sanity check, and without."""
+    path = program.folder / "saved.ckpt"
+    trainer = program.trainer(**LIMITS, enable_checkpointing=False)
+    trainer.fit(program.module(), datamodule=program.data())
+    trainer.save_checkpoint(path)
+    for steps in (1, 0):
+        program.mark(f"continue, {steps} sanity steps")
+        options = {**LIMITS, "max_epochs": 3, "num_sanity_val_steps": steps, "gradient_clip_algorithm": None}
+        trainer = program.trainer(**options, enable_checkpointing=False)
+        trainer.fit(program.module(), datamodule=program.data(), ckpt_path=path)
 
 
 def with_loaders_of_the_module(program: Program) -> None:
@@ -368,6 +380,7 @@ PROGRAMS: Mapping[str, Callable[[Program], None]] = {
     function.__name__: function
     for function in (
         with_a_data_module,
+        that_continues,
         with_loaders_of_the_module,
         with_a_shorter_window,
         with_an_exception,

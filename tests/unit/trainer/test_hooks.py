@@ -263,11 +263,12 @@ class Derived(Own):
 
 
 def test_configure_callbacks(tmp_path: Path) -> None:
-    """They are added once for a module, and replace those of their class or its bases."""
+    """Each stage asks for them. They replace those of their class or its bases, and keep their state."""
 
     class Configuring(Line):
         def configure_callbacks(self) -> list[Callback]:
-            return [Derived()]
+            self.seen.append("configured")
+            return [Derived(), Callback()][: self.seen.count("configured")]
 
     other, train, model = (
         Callback(),
@@ -278,7 +279,8 @@ def test_configure_callbacks(tmp_path: Path) -> None:
     train.fit(model, loader())
     train.test(model, loader())
     assert train.callbacks[0] is other
-    assert [type(callback).__name__ for callback in train.callbacks[1:]] == ["Derived", "ModelCheckpoint"]
+    names = [type(callback).__name__ for callback in train.callbacks[1:]]
+    assert names == ["Derived", "Callback", "ModelCheckpoint"]
     assert vars(train.callbacks[1])["fits"] == 1  # the test has not replaced it
 
 

@@ -17,7 +17,8 @@ from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import ConfigurationError
 from rankwise.seed import seed_everything
 from rankwise.trainer import Trainer, TrainingModule
-from tests.unit.trainer.helpers import trainer
+from tests.unit.trainer.helpers import Line, trainer
+from tests.unit.trainer.helpers import loader as simple_loader
 
 SAMPLES = 22
 
@@ -260,3 +261,85 @@ def test_a_validation_that_a_signal_cuts_is_begun_again(left_at: int, tmp_path: 
     assert caught.value.code == 143
     assert net.batches == (left_at - 1) * math.ceil(SAMPLES / 8) + 3
     assert everything(*run(tmp_path / "parts", loader(), 8, net=Signalled())) == whole
+
+
+class Rates(Line):
+    """A scheduler follows a metric that grows; notes each step of it."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.seen.append(f"rate {float(metric)}")
+        super().lr_scheduler_step(scheduler, metric)
+
+
+@pytest.mark.parametrize("has_metric", [True, False])
+def test_a_scheduler_that_follows_a_metric(tmp_path: Path, has_metric: bool) -> None:
+    """It steps after the checkpoints of its epoch; a run that resumes from one steps it first, once."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    whole = Rates()
+    train = trainer(tmp_path, max_epochs=3, callbacks=saving, enable_checkpointing=True)
+    train.fit(whole, simple_loader(), simple_loader())
+    path = tmp_path / "epoch=1.ckpt"
+    if not has_metric:
+        saved = torch.load(path)
+        for rank in saved["ranks"]:
+            rank["metrics"] = {name: {} for name in rank["metrics"]}
+        torch.save(saved, path)
+    resumed, again = Rates(), trainer(tmp_path, max_epochs=3)
+    if not has_metric:
+        with pytest.raises(ConfigurationError, match="monitors 'val_loss', which was not logged"):
+            again.fit(resumed, simple_loader(), simple_loader(), ckpt_path=path)
+        return
+    again.fit(resumed, simple_loader(), simple_loader(), ckpt_path=path)
+    rates = [each for each in resumed.seen if each.startswith("rate")]
+    assert rates == ["rate 1.0", "rate 2.0"]
+    assert again.optimizers[0].param_groups[0]["lr"] == train.optimizers[0].param_groups[0]["lr"] == 1e-3 / 4
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+class LateValidation(Line):
+    """Draws random numbers in training, and when it makes the loader of validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([batch[0] + torch.rand(()), batch[1]], batch_idx)
+
+    def val_dataloader(self) -> Any:
+        self.seen.append(f"loader {torch.rand(()):.6f}")
+        return simple_loader(2)
+
+
+def test_loaders_of_a_later_validation(tmp_path: Path) -> None:
+    """They are made when it begins, with random numbers that do not change those of training."""
+    ends, loaders = [], []
+    for has_validation in (True, False):
+        torch.manual_seed(1)
+        model = LateValidation()
+        limit = None if has_validation else 0
+        trainer(tmp_path, max_epochs=2, check_val_every_n_epoch=2, limit_val_batches=limit).fit(
+            model, simple_loader(2)
+        )
+        ends.append(model.layer.weight.tolist())
+        loaders.append([each.split()[0] for each in model.seen])
+    assert loaders == [["train", "train", "loader", "validate"], ["train", "train"]]
+    assert ends[0] == ends[1]
+
+
+def test_a_later_validation_without_a_batch(tmp_path: Path) -> None:
+    """It does not run; nor do later ones."""
+
+    class Empty(LateValidation):
+        def val_dataloader(self) -> Any:
+            self.seen.append("loader")
+            return simple_loader(0)
+
+    model, train = Empty(), trainer(tmp_path, max_epochs=4, check_val_every_n_epoch=2)
+    train.fit(model, simple_loader(2))
+    assert model.seen == ["train 0", "train 0", "loader", "train 0", "train 0"]
+    assert not train.has_validation

@@ -232,9 +232,9 @@ class AutomaticOptimization:
         settings, precision = self._context.options, self._strategy.precision
         limit = settings.gradient_clip_val
         if self._clip is not None:
-            self._clip(optimizer, limit or None, settings.gradient_clip_algorithm if limit else None)
+            self._clip(optimizer, limit or None, settings.gradient_clip_algorithm)
         elif limit:
-            is_norm = settings.gradient_clip_algorithm == "norm"
+            is_norm = settings.gradient_clip_algorithm != "value"
             clip = precision.clip_gradients_norm if is_norm else precision.clip_gradients_value
             clip(optimizer, limit)
 

@@ -15,6 +15,7 @@ from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.seed import isolated_random_state, mixed_seed
 from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.consistency import check_values
@@ -116,7 +117,7 @@ class FitLoop:
         if not number and self._share.limit:
             length = length_of(self._share.loader)
             raise no_batch_error(f"its length is {length}, and limit_train_batches={self._share.limit!r}.")
-        if self._validation is not None and number and not self._has_begun:
+        if self._context.state.has_validation and number and not self._has_begun:
             if self._settings.check_val_every_n_epoch is not None:
                 _check_interval(self._settings.val_check_interval, number)
             _warn_of_late_validation(self._context)
@@ -149,9 +150,9 @@ class FitLoop:
         self._context.show_so_far(self._results, "on_train_epoch_end")
         self._hooks.call("on_train_epoch_end", before_monitoring=self._end_metrics)
         is_unsized = math.isinf(self._schedule.num_batches)
-        if self._validation is not None and progress.is_epoch_done and is_unsized:
+        if self._context.state.has_validation and progress.is_epoch_done and is_unsized:
             _warn_of_no_validation(self._context)
-        progress.end_epoch()
+        end_epoch(self._context)
 
     def _remaining_batches(self) -> Iterator[tuple[int, tuple[Any, bool]]]:
         """Return the epoch's batches that are left; restore the random state of the checkpoint first."""
@@ -183,11 +184,8 @@ class FitLoop:
             _step_schedulers(self._context, "epoch", needs_metric=False)
 
     def _end_metrics(self) -> None:
-        is_done = self._progress.is_epoch_done
-        values = self._results.epoch_values(self._strategy, is_continued=not is_done)
+        values = self._results.epoch_values(self._strategy, is_continued=not self._progress.is_epoch_done)
         self._context.publish(values, is_logged=True)
-        if is_done:
-            _step_schedulers(self._context, "epoch", needs_metric=True)
         self._progress.is_epoch_closed = True
 
     def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> bool:
@@ -229,6 +227,7 @@ class FitLoop:
         """End the epoch as if it had no further batch, without validation."""
         self._results.end_batch()
         self._progress.skip_rest()
+        _step_schedulers(self._context, "step", needs_metric=False)  # as in Lightning
         _step_schedulers(self._context, "epoch", needs_metric=False)
 
     def _publish_step(self) -> None:
@@ -244,14 +243,14 @@ class FitLoop:
         Within a window the weights do not change, and a checkpoint that validation triggers could not be
         continued from there.
         """
-        settings, progress = self._settings, self._progress
-        every = settings.check_val_every_n_epoch
-        if self._validation is None or (every is not None and (progress.current_epoch + 1) % every):
+        context, settings, progress = self._context, self._settings, self._progress
+        if not (context.state.has_validation and context.has_validation_in_epoch):
             return False
         if isinstance(settings.val_check_interval, timedelta):
             return self._has_passed(settings.val_check_interval)
         interval = self._validation_interval(settings.val_check_interval)
-        before = 0 if every is not None else progress.total_batches - progress.batches_done
+        is_per_epoch = settings.check_val_every_n_epoch is not None
+        before = 0 if is_per_epoch else progress.total_batches - progress.batches_done
         first = before + batch_idx - batch_idx % settings.accumulate_grad_batches
         return is_last if math.isinf(interval) else (before + batch_idx + 1) // interval > first // interval
 
@@ -261,14 +260,22 @@ class FitLoop:
         return self._strategy.broadcast(elapsed >= interval.total_seconds())
 
     def _validate_if_due(self) -> None:
-        if self._validation is not None and self._stage.is_validation_due:
+        if self._stage.is_validation_due:
             self._strategy.gradients.average_models()  # validate one model
             share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
             self._hooks.call("on_validation_model_zero_grad")
-            if self._must_reload("validate"):
-                self._validation = self._reload["validate"](self._context) or self._validation
-            self._validate(self._validation)
+            if self._validation is None or self._must_reload("validate"):
+                self._load_validation()
+            if self._validation is not None:
+                self._validate(self._validation)
             self._stage.is_validation_due = False
+
+    def _load_validation(self) -> None:
+        """Ask for the loaders of validation; the random numbers of training stay what they would be."""
+        state = self._context.state
+        with isolated_random_state(mixed_seed(state.seed, 0)):
+            self._validation = self._reload["validate"](self._context) or self._validation
+        state.has_validation = self._validation is not None
 
     def _must_reload(self, phase: str) -> bool:
         """Return whether the loaders of a phase are from before a multiple of the epochs of reloading."""
@@ -358,6 +365,17 @@ def _warn_of_no_validation(context: LoopContext) -> None:
         )
 
 
+def end_epoch(context: LoopContext) -> None:
+    """Step the schedulers that read a metric of the epoch, and go on to the next; a stopped one stays open.
+
+    As in Lightning, this follows the hooks of the epoch's end. A run that resumes from a checkpoint which was
+    saved in them does it first.
+    """
+    if context.state.progress.is_epoch_done:
+        _step_schedulers(context, "epoch", needs_metric=True)
+    context.state.progress.end_epoch()
+
+
 def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool) -> None:
     """Step the schedulers that are due, either those that read a metric or those that do not.
 
@@ -386,7 +404,7 @@ def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | Non
         raise ConfigurationError(
             message=f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged.",
             facts=f"logged so far: {sorted(metrics)}.",
-            remedy=f'self.log("{config.monitor}", value), or another "monitor".',
+            remedy=f'self.log("{config.monitor}", value), another "monitor", or "strict": False to skip it.',
         )
     return agreed
 

@@ -248,7 +248,6 @@ class ManualOptimization:
 
     def zero_grad(self, optimizer: Optimizer, **options: Any) -> None:
         """Clear the gradients of an optimizer's parameters."""
-        self._hooks.call("on_before_zero_grad", optimizer)
         self._guard.clear()
         self._cleared.add(id(optimizer))
         self._strategy.precision.zero_grad(optimizer, **options)

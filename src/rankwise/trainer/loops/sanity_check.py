@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rankwise.seed import get_random_state, set_random_state
 from rankwise.trainer.data_loaders import LoaderShard
 from rankwise.trainer.loops.evaluation import EvaluationLoop
+from rankwise.trainer.metrics.metric_objects import metric_objects, set_states, states_of
 from rankwise.trainer.state import PublishedMetrics, RunningStage
 
 if TYPE_CHECKING:
@@ -35,8 +36,10 @@ def run_sanity_check(
 
 @contextlib.contextmanager
 def _checking(context: LoopContext) -> Iterator[None]:
-    """Restore the metrics, the stage and the random state after the block."""
+    """Restore the metrics, metric objects, the stage and the random state after the block."""
     state, stage, device = context.state, context.stage, context.strategy.root_device
+    objects = metric_objects(context.module)
+    object_states = states_of(objects)
     metrics, running, random_state = state.metrics, state.stage, get_random_state(device)
     stage.is_sanity_check, state.metrics = True, PublishedMetrics()
     state.stage = RunningStage.SANITY_CHECKING
@@ -44,6 +47,7 @@ def _checking(context: LoopContext) -> Iterator[None]:
         yield
     finally:
         stage.is_sanity_check, state.metrics, state.stage = False, metrics, running
+        set_states(objects, object_states)
         set_random_state(random_state, device)
 
 

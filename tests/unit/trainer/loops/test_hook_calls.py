@@ -122,7 +122,7 @@ def test_arguments(tmp_path: Path) -> None:
         "transfer": (torch.device("cpu"), 0),
     }
     weights_of(Noting(), tmp_path, gradient_clip_val=0.5)
-    assert seen["clip"] == (SGD, 0.5, "norm")
+    assert seen["clip"] == (SGD, 0.5, None)
 
 
 def test_callbacks_get_them_too(tmp_path: Path) -> None:
@@ -532,6 +532,9 @@ class Ending(Scheduled):
         self.ends.append("epoch")
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler.step"
+)  # nothing has stepped before batch 0
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_epoch_that_a_hook_ends(tmp_path: Path, at: int) -> None:
     """-1 ends it before the batch, without validation; the next epoch begins at its first batch."""

@@ -104,7 +104,7 @@ def test_step_after_the_fit(tmp_path: Path) -> None:
 
 
 def test_hooks(tmp_path: Path) -> None:
-    """The module's hooks around backward passes and steps run as in automatic optimisation."""
+    """The hooks around backward passes and steps run; as in Lightning, `on_before_zero_grad` does not."""
     seen = []
 
     class Noting(Duel):
@@ -121,7 +121,7 @@ def test_hooks(tmp_path: Path) -> None:
             seen.append("step")
 
     trainer(tmp_path, max_steps=2).fit(Noting(), loader())
-    assert seen == ["zero", "backward", "done", "step"] * 2
+    assert seen == ["backward", "done", "step"] * 2
 
 
 def test_toggling(tmp_path: Path) -> None:

@@ -122,16 +122,41 @@ def test_nothing_is_saved_logged_or_stopped(tmp_path: Path) -> None:
     assert stopping.wait_count == 0
 
 
-def test_no_check_where_a_checkpoint_continues(tmp_path: Path) -> None:
-    """A fit from a checkpoint has had its check; so has `fast_dev_run` none."""
-    path, first = tmp_path / "first.ckpt", trainer(tmp_path)
-    first.fit(Line(), loader())
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_run_that_continues(tmp_path: Path, steps: int) -> None:
+    """As in Lightning, it is checked, unless it continues within an epoch; it ends as without the check."""
+    path, first = tmp_path / "first.ckpt", trainer(tmp_path, max_epochs=2, max_steps=steps)
+    first.fit(Draws(), loader(count=4, batch_size=2))
     first.save_checkpoint(path)
-    model = Line()
-    trainer(tmp_path, max_epochs=2, num_sanity_val_steps=2).fit(
-        model, loader(count=2), loader(count=2), ckpt_path=path
-    )
-    assert model.seen == ["train 0", "validate 0"]
+    ends = []
+    for checked in (0, 1):
+        model, train = Draws(), trainer(tmp_path, max_epochs=2, num_sanity_val_steps=checked)
+        train.fit(model, loader(count=4, batch_size=2), loader(count=2), ckpt_path=path)
+        ends.append(model.layer.weight.tolist())
+        assert model.seen.count("validate 0") == 1 + (checked and steps == 2)
+    assert ends[0] == ends[1]
+
+
+def test_metric_objects(tmp_path: Path) -> None:
+    """The check leaves them as they were; those that the user updates, too."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Counts(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = torchmetrics.SumMetric()
+
+        @override
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.total.update(1)
+
+    model = Counts()
+    trainer(tmp_path, num_sanity_val_steps=1).fit(model, loader(), loader(count=2))
+    assert model.total.compute() == 1
+
+
+def test_no_check_in_a_fast_dev_run(tmp_path: Path) -> None:
+    """A `fast_dev_run` has none."""
     fast = Line()
     trainer(tmp_path, fast_dev_run=True, num_sanity_val_steps=2).fit(fast, loader(), loader())
     assert fast.seen == ["train 0", "validate 0"]
