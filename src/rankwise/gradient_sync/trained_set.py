@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from itertools import chain, compress
-from operator import attrgetter, is_, not_
+from operator import attrgetter, is_, itemgetter, not_
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ from rankwise.process_group.rank_facts import described
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 _END = object()  # the last one of two sequences that are compared, so that they are equally long
 
 
@@ -72,10 +72,11 @@ class TrainedSet:
         )
 
     def _is_updated_alike(self, optimizers: Iterable[Optimizer]) -> bool:
-        return all(
-            all(map(is_, chain(_updated_by(each), (_END,)), self._updated.get(each, (_END,))))
-            for each in optimizers
-        )
+        for optimizer in optimizers:
+            known = self._updated.get(optimizer, (_END,))
+            if not all(map(is_, chain(_updated_by(optimizer), (_END,)), known)):
+                return False
+        return True
 
     def read(
         self,
@@ -149,4 +150,4 @@ class TrainedSet:
 
 
 def _updated_by(optimizer: Optimizer) -> Iterable[Tensor]:
-    return chain.from_iterable([group["params"] for group in optimizer.param_groups])
+    return chain.from_iterable(map(_params, optimizer.param_groups))

@@ -372,7 +372,9 @@ def training_outputs(returned: Any, num_batches: int) -> dict[str, Any]:
     if isinstance(returned, Mapping):
         outputs = dict(returned)
     loss = outputs.get("loss")
-    return {**outputs, "loss": loss.detach() / num_batches} if isinstance(loss, Tensor) else outputs
+    if isinstance(loss, Tensor):
+        outputs["loss"] = loss.detach() / num_batches if num_batches > 1 else loss.detach().clone()
+    return outputs
 
 
 def own_method(callback: Callback, name: str) -> Callable[..., Any] | None:

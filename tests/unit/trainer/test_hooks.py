@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -305,3 +306,17 @@ def test_one_configured_callback_replaces_the_default_of_its_class(tmp_path: Pat
     dev = trainer(tmp_path, enable_checkpointing=True, fast_dev_run=True)
     dev.fit(model, loader())
     assert dev.callbacks == []
+
+
+@pytest.mark.parametrize("num_batches", [1, 4])
+def test_outputs_for_hooks(num_batches: int) -> None:
+    """Hooks get a loss of their own, detached and divided; a change of it changes nothing else."""
+    loss = nn.Linear(1, 1)(torch.ones(1, 1)).sum()
+    returned = {"loss": loss, "size": 3}
+    outputs = hooks.training_outputs(returned, num_batches)
+    assert (outputs["loss"].item(), outputs["size"]) == (loss.item() / num_batches, 3)
+    assert not outputs["loss"].requires_grad
+    before = loss.item()
+    outputs["loss"].add_(1)
+    assert returned["loss"] is loss
+    assert loss.item() == before

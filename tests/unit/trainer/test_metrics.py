@@ -45,6 +45,32 @@ def test_mean_is_weighted(alone: Strategy) -> None:
     assert epoch(logged((3, 1.0), (1, 5.0), batch_size=1), alone) == {"x": 3.0}
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
+def test_bits_of_an_epoch(reduce_fx: str, is_resumed: bool, alone: Strategy) -> None:
+    """Values are added in double precision, in their order, also where a run continues within the epoch."""
+    values = [torch.tensor(number, dtype=torch.float32) / 7 for number in range(1, 10)]
+    numbers, sizes = [value.item() / 3 for value in values], [3, 7, 1, 5, 9, 2, 8, 6, 4]
+    results, total = Results(nn.Module(), is_evaluation=True), 0.0
+    for place, (value, number, size) in enumerate(zip(values, numbers, sizes, strict=True)):
+        if is_resumed and place == 4:
+            state, results = results.state_dict(), Results(nn.Module(), is_evaluation=True)
+            results.add_state_dict(state)
+        results.log("x", number, reduce_fx=reduce_fx, batch_size=size)
+        as_tensor: Any = torch.tensor(size)
+        results.log("of tensors", value, reduce_fx=reduce_fx, batch_size=as_tensor)
+        total += number * size
+    pairs = zip(values, sizes, strict=True)
+    of_tensors = sum((value.double() * size for value, size in pairs), torch.tensor(0.0).double())
+    expected = {
+        "mean": (total / sum(sizes), of_tensors.item() / sum(sizes)),
+        "sum": (sum(numbers), sum(value.item() for value in values)),
+        "min": (numbers[0], values[0].item()),
+        "max": (numbers[-1], values[-1].item()),
+    }
+    assert tuple(epoch(results, alone).values()) == expected[reduce_fx]
+
+
 @pytest.mark.parametrize(("function", "name"), [(torch.mean, "mean"), (torch.sum, "sum"), (max, "max")])
 def test_functions_name_reductions(function: Any, name: str) -> None:
     """A function of torch's or Python's stands for the reduction that has its name; others are refused."""

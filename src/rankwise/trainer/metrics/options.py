@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from numbers import Real
@@ -15,13 +16,26 @@ from torch import Tensor
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
 
+Number = Tensor | float
+"""A number of double precision: a tensor of shape `()`, or Python's."""
+
+
+def _least(so_far: Number, value: Tensor) -> Tensor:
+    return torch.minimum(torch.as_tensor(so_far, device=value.device), value)
+
+
+def _greatest(so_far: Number, value: Tensor) -> Tensor:
+    return torch.maximum(torch.as_tensor(so_far, device=value.device), value)
+
+
 # How two values are combined, and the value that changes no other. A mean is a sum, divided by its weight.
-REDUCTIONS: Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
-    "mean": (torch.add, 0.0),
-    "sum": (torch.add, 0.0),
-    "min": (torch.minimum, math.inf),
-    "max": (torch.maximum, -math.inf),
+REDUCTIONS: Mapping[str, tuple[Callable[[Any, Any], Any], float]] = {
+    "mean": (operator.add, 0.0),
+    "sum": (operator.add, 0.0),
+    "min": (_least, math.inf),
+    "max": (_greatest, -math.inf),
 }
+SUMS = ("mean", "sum")
 
 
 _HIDDEN = ("suffix", "sync_steps")  # not arguments of `log`

@@ -27,6 +27,8 @@ from rankwise.trainer.metrics.metric_objects import (
 from rankwise.trainer.metrics.options import (
     ABSENT,
     REDUCTIONS,
+    SUMS,
+    Number,
     Options,
     Part,
     RankParts,
@@ -82,7 +84,7 @@ class _Metric:
 
     options: Options
     last: Tensor
-    total: Tensor
+    total: Number
     weight: float = 0.0
     last_weight: float = 0.0
     is_fresh: bool = False
@@ -90,26 +92,31 @@ class _Metric:
 
     @classmethod
     def empty(cls, number: Tensor, options: Options) -> Self:
-        """Return one to which nothing was added; on the device of `number`."""
-        return cls(options, number, torch.full_like(number, REDUCTIONS[options.reduce_fx][1]))
+        """Return one to which nothing was added."""
+        return cls(options, number, REDUCTIONS[options.reduce_fx][1])
 
     def add(self, value: Tensor, weight: float) -> None:
         """Add a value. Does not wait for the device."""
         self.last, self.last_weight, self.is_fresh, self.is_restored = value, weight, True, False
-        self.merge(value * weight if self.options.reduce_fx == "mean" else value, weight)
+        number: Number = value
+        if value.is_cpu and self.options.reduce_fx in SUMS:
+            # Python adds the same numbers in less time than torch needs for a call.
+            number, weight = value.item(), float(weight)
+        self.merge(number * weight if self.options.reduce_fx == "mean" else number, weight)
 
-    def merge(self, total: Tensor, weight: float) -> None:
+    def merge(self, total: Number, weight: float) -> None:
         """Add values whose sum, or extreme value, is `total`."""
         combine, _ = REDUCTIONS[self.options.reduce_fx]
-        self.total = combine(self.total.to(total.device), total)
+        self.total = combine(self.total, total)
         self.weight += weight
 
     def state(self) -> dict[str, Any]:
-        own = replace(self, last=self.last.cpu(), total=self.total.cpu(), is_fresh=False, is_restored=True)
+        total = torch.as_tensor(self.total, dtype=torch.double, device="cpu")
+        own = replace(self, last=self.last.cpu(), total=total, is_fresh=False, is_restored=True)
         return {**vars(own), "options": self.options._asdict()}
 
     def part(self) -> Part:
-        return Part(self.total.item(), self.weight, self.options)
+        return Part(float(self.total), self.weight, self.options)
 
     def last_part(self) -> Part:
         weight = self.last_weight if self.options.reduce_fx == "mean" else 1.0
@@ -374,7 +381,8 @@ class Results:
         """
         if self._is_evaluation:
             return []
-        if not (self._metrics or self._object_steps) and strategy.world_size == 1:
+        is_checked = strategy.world_size > 1 and (is_checked or self._synced is None)
+        if not (self._metrics or self._object_steps or self._synced or is_checked):
             return []
         fresh = self._fresh_steps()
         values = {name: logged.last for name, logged in fresh.items()}
@@ -405,7 +413,6 @@ class Results:
         self, strategy: Strategy, own: dict[str, _Metric], *, is_checked: bool
     ) -> dict[str, Tensor]:
         """Reduce a step's values over the ranks; note how, the same on every rank."""
-        is_checked = is_checked or self._synced is None
         if not is_checked and not self._synced:
             return {}
         parts = {name: logged.last_part() for name, logged in own.items()}
