@@ -49,6 +49,7 @@ TABLES = {
     "rankwise": "_HOMES",
     "rankwise.callbacks": "_HOMES",
     "rankwise.loggers": "_HOMES",
+    "rankwise.profilers": "_HOMES",
     "rankwise.lightning": "_HOMES",
     "rankwise.launchers.multiprocess": "PRELOAD",
     "rankwise.process_group.interception": "_INNER_MODULES",

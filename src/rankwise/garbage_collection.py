@@ -1,4 +1,4 @@
-"""Do without garbage collections for a moment."""
+"""Do without garbage collections for a moment, and move objects to the oldest generation without one."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ class CollectionsPaused:
     def __exit__(self, *details: object) -> None:
         if self._is_enabled:
             gc.enable()
+
+
+def move_to_oldest_generation() -> None:
+    """Move all objects to the oldest generation, as collections move what is in use, but without a search."""
+    if gc.get_freeze_count() == 0:  # a program may have frozen its objects itself
+        gc.freeze()
+        gc.unfreeze()

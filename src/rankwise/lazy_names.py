@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from rankwise.garbage_collection import CollectionsPaused
+from rankwise.garbage_collection import CollectionsPaused, move_to_oldest_generation
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -29,6 +29,11 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def import_without_collections(name: str) -> ModuleType:
-    """Import a module; without garbage collections meanwhile, which walk all of torch's objects."""
+    """Import a module; without garbage collections meanwhile, which walk all of torch's objects.
+
+    Nor is there one afterwards because of what was imported, which stays.
+    """
     with CollectionsPaused():
-        return import_module(name)
+        module = import_module(name)
+        move_to_oldest_generation()
+    return module

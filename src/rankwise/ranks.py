@@ -7,14 +7,18 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CodeType, FrameType
-from typing import ParamSpec, TypeVar
-
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from types import CodeType, FrameType, ModuleType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rankwise.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+
 __all__ = ["RankInfo", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+
+# Its functions are imported when they are used, or their rank is set: that takes 15 ms.
+_RANK_ZERO = "lightning_utilities.core.rank_zero"
 
 # The code of functions that run a rank. Frames further out, as those around a fork, are not the rank's own.
 # By identity, as Python 3.12 hashes all instructions of a code object.
@@ -93,11 +97,13 @@ class RankInfo:
         )
 
 
-def set_rank_zero_only(global_rank: int | None) -> int | None:
-    """Set the rank of `rank_zero_only`, for None the one in the environment; return the previous one."""
-    before: int | None = getattr(rank_zero_only, "rank", None)
-    rank_zero_only.rank = _rank_from(os.environ) if global_rank is None else global_rank  # type: ignore[attr-defined]  # its documented place
-    return before
+def _rank_zero() -> ModuleType:
+    """Import the functions of lightning-utilities, with the rank in the environment if they have none yet."""
+    from lightning_utilities.core import rank_zero
+
+    if getattr(rank_zero.rank_zero_only, "rank", None) is None:
+        rank_zero.rank_zero_only.rank = _rank_from(os.environ)  # type: ignore[attr-defined]  # its documented place
+    return rank_zero
 
 
 def _rank_from(environ: Mapping[str, str]) -> int:
@@ -107,8 +113,23 @@ def _rank_from(environ: Mapping[str, str]) -> int:
     return 0
 
 
-if getattr(rank_zero_only, "rank", None) is None:
-    rank_zero_only.rank = _rank_from(os.environ)  # type: ignore[attr-defined]  # its documented place
+if _RANK_ZERO in sys.modules:  # the program may call them before there is a job
+    _rank_zero()
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_rank_zero(), name)
+
+
+def set_rank_zero_only(global_rank: int | None) -> int:
+    """Set the rank of `rank_zero_only`, for None the one in the environment; return the previous one."""
+    function = _rank_zero().rank_zero_only
+    before: int = function.rank
+    function.rank = _rank_from(os.environ) if global_rank is None else global_rank
+    return before
 
 
 def job_entry(function: Callable[P, T]) -> Callable[P, T]:
@@ -121,10 +142,7 @@ def is_in_rank_zero_section() -> bool:
     """Return whether the caller is inside a `rank_zero_only` function of the same job."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame.f_code) not in _entries:
-        if (
-            frame.f_code.co_name == "wrapped_fn"
-            and frame.f_globals.get("__name__") == rank_zero_only.__module__
-        ):
+        if frame.f_code.co_name == "wrapped_fn" and frame.f_globals.get("__name__") == _RANK_ZERO:
             return True
         frame = frame.f_back
     return False

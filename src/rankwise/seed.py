@@ -18,7 +18,6 @@ import torch
 
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.garbage_collection import CollectionsPaused
-from rankwise.ranks import rank_zero_warn
 
 __all__ = [
     "get_random_state",
@@ -82,6 +81,8 @@ def _default_seed() -> int:
     if _given is not None:
         return _given
     if not (text := os.environ.get(_VARIABLE, "").strip()):
+        from rankwise.ranks import rank_zero_warn
+
         rank_zero_warn(f"seed_everything() without a seed, and without {_VARIABLE}, means the seed 0.")
         return 0
     try:

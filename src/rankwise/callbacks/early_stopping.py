@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.callbacks.base import MonitoringCallback
 from rankwise.errors import InvalidArgumentError
-from rankwise.ranks import rank_zero_only
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
@@ -134,6 +133,8 @@ class EarlyStopping(MonitoringCallback):
             self._log(trainer, reason or f"Another rank stops on {self.monitor!r}.")
 
     def _log(self, trainer: Trainer, text: str) -> None:
+        from rankwise.ranks import rank_zero_only
+
         if self.log_rank_zero_only or trainer.world_size == 1:
             rank_zero_only(_log.info)("EarlyStopping: %s", text)
         else:

@@ -18,7 +18,6 @@ from rankwise.callbacks.base import MonitoringCallback
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 from rankwise.processes.signals import StoppedBySignal
-from rankwise.ranks import rank_zero_only
 
 if TYPE_CHECKING:
     import os
@@ -288,6 +287,8 @@ class ModelCheckpoint(MonitoringCallback):
     def _write(self, trainer: Trainer, path: str) -> None:
         trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         if self.verbose:
+            from rankwise.ranks import rank_zero_only
+
             epoch, step = trainer.current_epoch, trainer.global_step
             rank_zero_only(_log.info)("ModelCheckpoint: epoch %d, step %d: saved %s", epoch, step, path)
 

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from lightning_utilities.core import rank_zero  # noqa: F401  ranks need it: forked ones inherit it
 
+import rankwise.process_group.stop_agreement  # noqa: F401  as above
 from rankwise.errors import LaunchRefusedError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.context import Entry, Launcher, WorkerContext

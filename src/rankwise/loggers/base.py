@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from torch import Tensor
 
 from rankwise.errors import MissingExtraError, text_of
-from rankwise.ranks import rank_zero_only
 
 if TYPE_CHECKING:
     from torch import nn
@@ -152,6 +151,8 @@ def rank_zero_experiment(experiment: Callable[[Any], T]) -> Callable[[Any], T | 
 
     @functools.wraps(experiment)
     def on_rank_zero(self: Any) -> T | NoExperiment:
+        from rankwise.ranks import rank_zero_only
+
         rank: int = getattr(rank_zero_only, "rank", 0)
         return experiment(self) if rank == 0 else NoExperiment()
 

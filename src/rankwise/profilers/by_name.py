@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rankwise.named_options import check_name
-from rankwise.profilers.advanced import AdvancedProfiler
 from rankwise.profilers.base import PassThroughProfiler, Profiler
-from rankwise.profilers.pytorch import PyTorchProfiler
-from rankwise.profilers.simple import SimpleProfiler
 
-_NAMES: Mapping[str, Callable[[], Profiler]] = {
-    "simple": SimpleProfiler,
-    "advanced": AdvancedProfiler,
-    "pytorch": PyTorchProfiler,
-}
+_NAMES = ("simple", "advanced", "pytorch")
 
 
 def create_profiler(given: Any) -> Profiler:
@@ -30,4 +23,19 @@ def create_profiler(given: Any) -> Profiler:
     if isinstance(given, Profiler):
         return given
     expected = f"an instance of Profiler, or one of {', '.join(map(repr, _NAMES))}"
-    return _NAMES[check_name("profiler", given, tuple(_NAMES), expected)]()
+    return _class_of(check_name("profiler", given, _NAMES, expected))()
+
+
+def _class_of(name: str) -> Callable[[], Profiler]:
+    """Import a profiler, and what it measures with, which few programs need."""
+    if name == "simple":
+        from rankwise.profilers.simple import SimpleProfiler
+
+        return SimpleProfiler
+    if name == "advanced":
+        from rankwise.profilers.advanced import AdvancedProfiler
+
+        return AdvancedProfiler
+    from rankwise.profilers.pytorch import PyTorchProfiler
+
+    return PyTorchProfiler

@@ -23,7 +23,7 @@ from rankwise.callbacks import (
 )
 from rankwise.callbacks.timer import parse_duration
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
-from rankwise.loggers import CSVLogger, Logger
+from rankwise.loggers import Logger
 from rankwise.named_options import check_is_a
 from rankwise.paths import absolute_path
 from rankwise.plugins import as_list
@@ -301,6 +301,8 @@ def _check_state_keys(callbacks: list[Callback]) -> None:
 def collect_loggers(logger: Any, default_root_dir: str) -> list[Logger]:
     """Return the user's loggers, a `CSVLogger` for None and True, none for False."""
     if logger is None or logger is True:
+        from rankwise.loggers import CSVLogger
+
         return [CSVLogger(default_root_dir)]
     return [] if logger is False else as_list("logger", logger, Logger)
 

@@ -24,7 +24,6 @@ from rankwise.hyperparameters import (
     left_out_of_checkpoints,
 )
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
-from rankwise.ranks import rank_zero_only
 from rankwise.stores.restart import current_restart
 from rankwise.trainer.hooks import own_method
 from rankwise.trainer.module import is_defined
@@ -120,6 +119,8 @@ class CheckpointFiles:
 
         Say on rank 0 which weights these are; with a warning, if a metric has chosen them.
         """
+        from rankwise.ranks import rank_zero_only
+
         saved = [saving for saving in self._saving if saving.best_model_path]
         judged = [saving for saving in saved if saving.monitor is not None]
         best = next(iter(judged or saved), None)
@@ -156,6 +157,8 @@ class CheckpointFiles:
 
     def _last(self) -> str | None:
         """Return the newest `last.ckpt` of this trainer's runs, including one written on a signal."""
+        from rankwise.ranks import rank_zero_only
+
         for path in newest_first(filter(is_last_checkpoint, self._matching("last*.ckpt"))):
             rank_zero_only(_log.info)('ckpt_path="last" is %s.', path)
             return str(path)
@@ -224,15 +227,16 @@ def check_hyper_parameters(context: LoopContext, datamodule: HyperparametersMixi
         context.strategy.checkpoint_io.check_checkpoint(part, folder)
 
 
-@rank_zero_only
 def _warn_of_left_out(kind: str, left_out: dict[str, Any]) -> None:
+    from rankwise.ranks import rank_zero_only
+
     described = ", ".join(f"{name} ({type(value).__name__})" for name, value in left_out.items())
     keywords = ", ".join(f"{name}=..." for name in left_out)
-    warnings.warn(
+    rank_zero_only(warnings.warn)(
         f"Checkpoints will not have the hyperparameters {described}, which do not load with "
         f"weights_only=True. {kind}.load_from_checkpoint(path, {keywords}) needs them. To leave them out of "
         f"hparams, too: self.save_hyperparameters(ignore={[*left_out]}).",
-        stacklevel=2,
+        stacklevel=3,
     )
 
 

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError
 from rankwise.hyperparameters import HyperparametersMixin
-from rankwise.ranks import rank_zero_only
 from rankwise.trainer.arguments import check_choice
 from rankwise.trainer.data.data_hooks import DataHooks, is_own, undefined
 from rankwise.trainer.metrics.metric_objects import items_of
@@ -463,6 +462,8 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on global rank 0 only, with the arguments of Python's `print`."""
+        from rankwise.ranks import rank_zero_only
+
         rank_zero_only(print)(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:

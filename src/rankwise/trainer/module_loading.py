@@ -31,7 +31,6 @@ from rankwise.errors import (
 )
 from rankwise.hyperparameters import DATA_MODULE_KEYS, MODULE_KEYS, AttributeDict
 from rankwise.paths import expanded_path
-from rankwise.ranks import rank_zero_only
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -227,6 +226,8 @@ def warn_of_different_weights(
 ) -> None:
     """Warn on rank 0 of the names that only the module has (`missing`), and that only a file has."""
     if missing or unexpected:
+        from rankwise.ranks import rank_zero_only
+
         rank_zero_only(warnings.warn)(
             f"{path} and {type(module).__name__} have different weights. Only the module has {missing}, and "
             f"only the file has {unexpected}.",

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, final
 
-from rankwise.callbacks import Callback, EarlyStopping, LearningRateFinder, ModelCheckpoint
+from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import InvalidArgumentError, LifecycleError
 from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
@@ -458,6 +458,8 @@ class Trainer(TrainerProperties):
 
     def _find_learning_rates(self, stage: Stage, model: TrainingModule) -> None:
         """Run the searches of callbacks before a run begins; one that continues keeps its learning rate."""
+        from rankwise.callbacks import LearningRateFinder
+
         finders = [callback for callback in self.callbacks if isinstance(callback, LearningRateFinder)]
         if not finders or self.global_step > 0:
             return
