@@ -80,6 +80,20 @@ def test_ctrl_c(strategy: str, who: str, workers: str, run_script: ScriptRunner,
     check_kept(result, tmp_path, sigterm=False)
 
 
+@pytest.mark.parametrize("who", ["group", pytest.param("main", marks=pytest.mark.soak)])
+def test_ctrl_c_in_an_elastic_job(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """All ranks stop after one step, with a checkpoint; the caller does not have the state."""
+    running = start(run_script, "ddp_elastic", tmp_path)
+    if who == "group":
+        running.send_signal_to_group(signal.SIGINT)
+    else:
+        running.send_signal(signal.SIGINT)
+    result = running.finish(timeout=60, leftover_grace_s=20)
+    assert result.returncode == INTERRUPTED, result
+    assert result.stderr.count(INTERRUPT_NOTICE) == 1, result
+    check_end(tmp_path)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_sigterm(strategy: str, run_script: ScriptRunner, tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from rankwise.launchers.multiprocess import create_job, refuse_where_impossible,
 from rankwise.launchers.preconditions import shortages_named
 from rankwise.launchers.worker_main import JobSpec, bind_to_main_process, run_worker
 from rankwise.processes.command_line import count_launch
+from rankwise.processes.exit_codes import write_stderr
 from rankwise.processes.parent_death import ParentDeathPipe, end_with_writer
 from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack
-from rankwise.processes.signals import ROUTER, SignalRequest, exit_statuses_kept, stopped_by
+from rankwise.processes.signals import INTERRUPT_NOTICE, ROUTER, SignalRequest, exit_statuses_kept, stopped_by
 from rankwise.ranks import RankInfo
 from rankwise.stores.restart import RestartInfo, note_restart
 
@@ -203,6 +204,7 @@ class _Job:
 def _agent_signals() -> Iterator[None]:
     """Let the agent end its ranks when a signal comes; raise `KeyboardInterrupt` or `SystemExit` for it.
 
+    After the first Ctrl-C, as after SIGTERM, ranks that train stop after the step, with a checkpoint.
     Mutates: the handlers of SIGTERM, SIGINT, SIGHUP and SIGQUIT, and a variable, restored on exit.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -214,9 +216,11 @@ def _agent_signals() -> Iterator[None]:
 
     def end(request: SignalRequest) -> None:
         nonlocal was_interrupted
-        if request.number == signal.SIGINT:
-            was_interrupted = True  # the ranks ignore SIGINT
-            raise SignalException("interrupted", sigval=signal.SIGKILL)
+        if request.number == signal.SIGINT:  # which the ranks ignore
+            is_first, was_interrupted = not was_interrupted, True
+            if is_first:
+                write_stderr(INTERRUPT_NOTICE)
+            raise SignalException("interrupted", sigval=signal.SIGTERM if is_first else signal.SIGKILL)
         if not request.is_repeat:
             raise SignalException(f"signal {request.number}", sigval=signal.Signals(request.number))
 
