@@ -20,7 +20,9 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def import_name(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_without_collections(homes[name])
+        with CollectionsPaused():
+            module = import_module(homes[name])
+            move_to_oldest_generation()  # it stays: no collection need look at it afterwards
         value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
@@ -29,11 +31,6 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def import_without_collections(name: str) -> ModuleType:
-    """Import a module; without garbage collections meanwhile, which walk all of torch's objects.
-
-    Nor is there one afterwards because of what was imported, which stays.
-    """
+    """Import a module; without garbage collections meanwhile, which walk all of torch's objects."""
     with CollectionsPaused():
-        module = import_module(name)
-        move_to_oldest_generation()
-    return module
+        return import_module(name)

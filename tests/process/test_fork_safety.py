@@ -85,6 +85,43 @@ def note_frozen(strategy: Strategy) -> int:
     return gc.get_freeze_count()
 
 
+IMPORTS = """
+    import sys
+    from pathlib import Path
+    import torch
+    from rankwise import Trainer, TrainingModule
+    from torch.nn.functional import mse_loss
+
+    class Line(TrainingModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch):
+            return mse_loss(self.layer(batch), torch.zeros(len(batch), 1))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def on_train_end(self):
+            Path(f"rank{self.global_rank}").write_text(" ".join(sys.modules))
+
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", devices=2, strategy="ddp_fork", use_distributed_sampler=False,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    )
+    trainer.fit(Line(), [torch.ones(4, 2)])
+    for rank in range(2):
+        added = {*Path(f"rank{rank}").read_text().split()} - {*sys.modules}
+        print(sorted(name for name in added if not name.startswith("torch.")))
+"""
+
+
+def test_forked_ranks_import_nothing(run_script: ScriptRunner) -> None:
+    """What a fit needs beside torch is imported in the main process: once, and in memory that ranks share."""
+    assert run_script(IMPORTS).stdout == "[]\n[]\n"
+
+
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `OMP_NUM_THREADS` the ranks do not take more threads together than there are cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

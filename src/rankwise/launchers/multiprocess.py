@@ -41,7 +41,7 @@ from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
 from rankwise.processes.command_line import count_launch
 from rankwise.processes.exit_codes import end_pools, exit_now
-from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp
+from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp, release_memory
 from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack, pack_or_explain, unpack
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import MultiprocessingProcess
@@ -149,6 +149,7 @@ def create_job(
     flags = {}
     if start_method == "fork":
         import_dynamo()  # once here is less than once in every rank
+        release_memory()
         flags = {} if pause_openmp() else {"threads": 1}
     entry = partial(ProcessState.of_this_process(**flags).run, entry)
     packed: Entry | Descriptor = entry

@@ -47,6 +47,14 @@ def objects_frozen() -> Iterator[None]:
             gc.unfreeze()
 
 
+def release_memory() -> None:
+    """Give memory that is not used any more back to the system: a fork would inherit it."""
+    if gc.isenabled():
+        gc.collect(0)  # what imports have left
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc
+        trim(0)
+
+
 _PAUSE_SOFT = 1  # omp_pause_soft, OpenMP 5.0 section 3.6.1
 
 
@@ -87,3 +95,7 @@ def import_dynamo() -> None:
     import_without_collections("torch._dynamo")
     if not is_set:
         os.environ.pop(SET_BY_DYNAMO, None)
+    from torch.autograd.profiler import record_function
+
+    with record_function("rankwise"):  # as each step of an optimizer; the first time it imports more
+        pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -101,9 +100,9 @@ def run_rendezvous(store: dist.Store, own: RankIdentity, timeout: timedelta) -> 
 
 def disagreement(identities: Sequence[RankIdentity]) -> str:
     """Return why these ranks do not form one job, or an empty text."""
-    sizes = Counter(each.world_size for each in identities)
-    if len(sizes) > 1:
-        most = sizes.most_common(1)[0][0]
+    sizes = [each.world_size for each in identities]
+    if len(set(sizes)) > 1:
+        most = max(sizes, key=sizes.count)
         odd = next(each for each in identities if each.world_size != most)
         return f"{odd} has a world size of {odd.world_size}, others have one of {most}."
     with_device = [each for each in identities if each.device]

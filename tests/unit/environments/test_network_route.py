@@ -17,7 +17,7 @@ from rankwise.environments.network import (
 )
 from rankwise.errors import ConfigurationError
 
-HOSTS = {"gpu01": "127.0.1.1", "gpu02": "127.0.0.2", "named": "127.0.0.1"}
+HOSTS = {b"gpu01": "127.0.1.1", b"gpu02": "127.0.0.2", b"named": "127.0.0.1"}
 LOOKED_UP = socket.getaddrinfo
 
 
@@ -25,7 +25,7 @@ LOOKED_UP = socket.getaddrinfo
 def etc_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the names of `HOSTS` resolve, as in Debian's /etc/hosts."""
 
-    def look_up(host: str, *arguments: Any, **options: Any) -> Any:
+    def look_up(host: bytes, *arguments: Any, **options: Any) -> Any:
         return LOOKED_UP(HOSTS.get(host, host), *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
@@ -68,7 +68,9 @@ def test_the_route_to_another_node_selects_the_address(monkeypatch: pytest.Monke
     """The route to another node selects the address; the route to this host does not."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     monkeypatch.setattr(
-        network, "address_toward", lambda host: {"node8": "10.1.0.1"}.get(host, HOSTS.get(host, host))
+        network,
+        "address_toward",
+        lambda host: {"node8": "10.1.0.1"}.get(host, HOSTS.get(host.encode(), host)),
     )
     assert listening_address("gpu01", "node8") == "10.1.0.1"
     assert listening_address("gpu01", "gpu02") == "10.0.0.1"
