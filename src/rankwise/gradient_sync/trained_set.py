@@ -29,6 +29,7 @@ class TrainedSet:
     of what the submodules hold, and flat lists to compare with.
 
     Attributes:
+        all: the parameters, trained or not, in an order that is the same on every rank.
         trained: the module's parameters that require a gradient, and the optimizers' that are not in the
             module; not those that DDP ignores.
         inside: the ids of the module's parameters, also of those that DDP ignores.
@@ -43,11 +44,6 @@ class TrainedSet:
         self._held: list[Any] = []
         self._read: tuple[list[str], list[Tensor], list[bool]] = [], [], []
         self.read(module)
-
-    @property
-    def all(self) -> list[Tensor]:
-        """The parameters, trained or not, in an order that is the same on every rank."""
-        return self._read[1]
 
     def is_current(self, optimizers: Iterable[Optimizer] = ()) -> bool:
         """Return whether module and optimizers still have the parameters that were read, as trained."""
@@ -94,7 +90,7 @@ class TrainedSet:
         named = dict(zip(names, before, strict=True))
         if not (self._held and self._has_same(optimizers)):
             named = self._walk(module, optimizers, parameters_of, elsewhere)
-        parameters = list(named.values())
+        self.all = parameters = list(named.values())
         flags = list(map(_requires_grad, parameters))
         self._read = list(named), parameters, flags
         self.trained = list(compress(parameters, flags))

@@ -373,9 +373,11 @@ class LoopContext:
     @property
     def wants_to_stop(self) -> bool:
         """Whether `should_stop` is set on this rank, and `min_epochs` and `min_steps` are done."""
+        if not self.state.should_stop:
+            return False
         progress, options = self.state.progress, self.options
         has_min_epochs = progress.current_epoch + progress.is_epoch_done >= options.min_epochs
-        return self.state.should_stop and has_min_epochs and progress.global_step >= options.min_steps
+        return has_min_epochs and progress.global_step >= options.min_steps
 
     def warn_if_done(self) -> bool:
         """Warn if there is nothing left to train, and return whether that is so."""
