@@ -9,6 +9,8 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
 from rankwise.strategies import SingleDeviceStrategy, Strategy
@@ -69,6 +71,23 @@ def test_bits_of_an_epoch(reduce_fx: str, is_resumed: bool, alone: Strategy) -> 
         "max": (numbers[-1], values[-1].item()),
     }
     assert tuple(epoch(results, alone).values()) == expected[reduce_fx]
+
+
+def test_operations_of_a_logged_number() -> None:
+    """A number of the CPU takes two operations of torch: they copy it in double precision."""
+    seen: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        @override
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    results, loss = Results(nn.Module(), is_evaluation=False), torch.ones((), requires_grad=True) * 2
+    results.begin_batch(32)
+    with Noting():  # type: ignore[no-untyped-call]  # of torch
+        results.log("x", loss, on_epoch=True)
+    assert len([name for name in seen if "_local_scalar_dense" not in name]) == 2, seen
 
 
 @pytest.mark.parametrize(("function", "name"), [(torch.mean, "mean"), (torch.sum, "sum"), (max, "max")])

@@ -381,7 +381,7 @@ class Results:
         """
         if self._is_evaluation:
             return []
-        is_checked = strategy.world_size > 1 and (is_checked or self._synced is None)
+        is_checked = (is_checked or self._synced is None) and strategy.world_size > 1
         if not (self._metrics or self._object_steps or self._synced or is_checked):
             return []
         fresh = self._fresh_steps()
