@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import final
+from typing import NamedTuple, final
 
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.mpi import LSFEnvironment, MPIEnvironment, PALSEnvironment
@@ -39,8 +38,7 @@ _ORDER: tuple[type[ClusterEnvironment], ...] = (
 
 
 @final
-@dataclass(frozen=True)
-class Detection:
+class Detection(NamedTuple):
     """The detected environment, the reason, and why each other candidate was rejected."""
 
     environment: ClusterEnvironment

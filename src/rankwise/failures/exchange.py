@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import final
+from typing import NamedTuple, final
 
 import torch.distributed as dist
 
@@ -59,8 +59,7 @@ _LEAVE_S = 1.0
 
 
 @final
-@dataclass(frozen=True)
-class StatusReport:
+class StatusReport(NamedTuple):
     """What the ranks have replied to a status query.
 
     Attributes:

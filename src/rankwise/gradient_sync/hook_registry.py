@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ Layout = tuple[str, ...]
 
 
 @final
-@dataclass(frozen=True)
-class HookPlace:
+class HookPlace(NamedTuple):
     """The ranks for which a hook's state is created.
 
     Attributes:
@@ -45,8 +44,7 @@ class HookPlace:
 
 
 @final
-@dataclass(frozen=True)
-class NamedHook:
+class NamedHook(NamedTuple):
     """A registered hook; `CommHookRegistry.register` documents its fields."""
 
     hook: Hook

@@ -15,9 +15,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -111,8 +110,7 @@ class GroupKey:
 
 
 @final
-@dataclass(frozen=True)
-class _JobSettings:
+class _JobSettings(NamedTuple):
     key: bytes
     timeout: timedelta
 

@@ -7,9 +7,8 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import final
+from typing import NamedTuple, final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -28,8 +27,7 @@ _CALLS_TIMEOUT = timedelta(seconds=10)  # until all ranks of a mismatch have pub
 
 
 @final
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """The position of a collective: its `number` among those of a group, and the group's global ranks."""
 
     group: str

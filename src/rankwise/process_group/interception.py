@@ -11,9 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -53,8 +52,7 @@ _MOST_TENSORS = 4
 
 
 @final
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A collective that is about to run.
 
     Attributes:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from rankwise.processes import fork_safety
 
@@ -88,8 +88,7 @@ def raises_keyboard_interrupt() -> bool:
 
 
 @final
-@dataclass(frozen=True)
-class SignalRequest:
+class SignalRequest(NamedTuple):
     """One signal that this process has caught."""
 
     number: int

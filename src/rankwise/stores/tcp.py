@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import final
+from typing import NamedTuple, final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -25,8 +24,7 @@ _hosted: dict[tuple[str, int], dist.Store] = {}
 
 
 @final
-@dataclass(frozen=True)
-class RendezvousEndpoint:
+class RendezvousEndpoint(NamedTuple):
     """Host and port of a job's store, and whether this node hosts it."""
 
     address: tuple[str, int]
