@@ -15,6 +15,8 @@ from rankwise import Trainer
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint
 from rankwise.errors import WorkerRaisedError
 from rankwise.loggers import CSVLogger
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
 ELSEWHERE = [pytest.param("ddp_spawn", marks=pytest.mark.soak), "ddp_fork", "ddp_forkserver"]
@@ -54,6 +56,27 @@ def test_everything_comes_back(strategy: str, tmp_path: Path) -> None:
         )
     check_checkpoint(trainer, tmp_path / "two")
     check_evaluation(trainer, module, expected, expected_module)
+
+
+SPAWNED = """
+    import sys
+    import torch
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+    if __name__ == "__main__":
+        trainer, module = quiet_trainer("ddp_spawn", 2, max_steps=3), Regression("adam")
+        trainer.fit(module, loader(24, 4))
+        [optimizer] = trainer.optimizers
+        steps = {int(state["step"]) for state in optimizer.state.values()}
+        print(steps, optimizer.param_groups[0]["params"][0] is next(module.parameters()))
+        print("torch._dynamo" in sys.modules, vars(torch.optim.Optimizer.state_dict.__wrapped__))
+"""
+
+
+def test_the_caller_compiles_nothing(run_script: ScriptRunner) -> None:
+    """It gets the optimizers of spawned processes without importing torch's compiler."""
+    result = run_script(SPAWNED, env=with_tests())
+    assert result.stdout.splitlines() == ["{3} True", "False {}"], result
 
 
 def check_optimizers(trainer: Trainer, expected: Trainer, module: Regression) -> None:

@@ -16,6 +16,7 @@ from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.loggers.base import finalize_all
 from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
 from rankwise.named_options import check_is_a
+from rankwise.processes.fork_safety import import_dynamo
 from rankwise.processes.signals import StoppedBySignal, as_raised
 from rankwise.seed import (
     drawn_seed,
@@ -318,6 +319,7 @@ class Stage:
         context.wrapped = context.stage.wrapped = strategy.setup_module(module)
         train_data = cache(lambda: self._train_data(context))  # configure_optimizers may ask for its length
         context.stage.load_train_data = train_data
+        import_dynamo()  # an optimizer would
         context.optimizer_set.create(module, strategy)
         strategy.on_after_setup_optimizers(context.optimizers)
         rank_state = self._restore_fit(context)

@@ -13,6 +13,7 @@ from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.nested import map_tensors, to_device
 from rankwise.processes.changed_attributes import AttributesBefore
+from rankwise.processes.fork_safety import optimizers_without_dynamo
 from rankwise.processes.module_state import (
     ModuleBefore,
     ModuleState,
@@ -145,11 +146,12 @@ def restore(context: LoopContext, state: CallerState) -> None:
         logger.load_state_dict(saved)
     context.strategy.load_comm_hook_states(state.comm_hooks)
     if state.has_optimizers:
-        context.optimizer_set.create(module, context.strategy)
-        try:
-            context.optimizer_set.load(state.optimizers, state.schedulers)
-        except ConfigurationError:  # a parameter exists in the other process only, as the next fit will say
-            context.optimizer_set.keep_states(state.optimizers, state.schedulers)
+        with optimizers_without_dynamo():
+            context.optimizer_set.create(module, context.strategy)
+            try:
+                context.optimizer_set.load(state.optimizers, state.schedulers)
+            except ConfigurationError:  # a parameter exists in the other process only: the next fit will say
+                context.optimizer_set.keep_states(state.optimizers, state.schedulers)
     elif state.optimizers:
         context.optimizer_set.keep_states(state.optimizers, state.schedulers)
     context.strategy.precision.load_state_dict(state.precision)

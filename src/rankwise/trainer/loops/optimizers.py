@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
 from rankwise.gradient_sync.parameters import parameters_of
 from rankwise.precision import configured_optimizers
-from rankwise.processes.fork_safety import import_dynamo
 from rankwise.trainer.loops.parameter_groups import groups_of, restore_groups
 from rankwise.trainer.module import is_defined
 
@@ -182,7 +181,6 @@ class OptimizerSet:
         states = self.states()
         self._module, self._precision = module, strategy.precision
         if not self.optimizers:
-            import_dynamo()
             self.optimizers, self.schedulers = configure(module)
             if self._is_sharded(strategy):
                 states = strategy.broadcast(states)
