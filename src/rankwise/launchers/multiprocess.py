@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import itertools
 import multiprocessing
 import multiprocessing.process
@@ -40,7 +39,7 @@ from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks, WorkerStar
 from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
 from rankwise.processes.command_line import count_launch
-from rankwise.processes.exit_codes import end_pools, exit_now
+from rankwise.processes.exit_codes import end_pools, exit_now, leave_garbage
 from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp, release_memory
 from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack, pack_or_explain, unpack
 from rankwise.processes.signals import StoppedBySignal
@@ -202,7 +201,7 @@ def _work(
     report_phase(LEAVING)
     if not isinstance(job.entry, Descriptor):
         _exit_fork()
-    gc.freeze()  # what is left need not be searched for garbage: the process ends
+    leave_garbage()
 
 
 def _exit_fork() -> None:

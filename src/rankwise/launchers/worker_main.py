@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import gc
 import json
 import multiprocessing
 import os
@@ -27,7 +26,7 @@ from rankwise.launchers.script_place import set_running_script
 from rankwise.monitoring.heartbeat import LEAVING, report_phase, write_heartbeat_to
 from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import parent_death
-from rankwise.processes.exit_codes import exit_now
+from rankwise.processes.exit_codes import exit_now, leave_garbage
 from rankwise.processes.signals import StoppedBySignal, ignore_interrupts_in_workers
 from rankwise.processes.started_process import is_suspended
 from rankwise.ranks import RankInfo
@@ -123,6 +122,7 @@ class InheritedContext:
         """
         self.jobs += 1
         if self.jobs == 1:
+            atexit.register(leave_garbage)
             atexit.register(report_phase, LEAVING)
         worker = WorkerContext(self.ranks, self.variables, self.address, channel=self.channel, job=self.jobs)
 
@@ -143,7 +143,6 @@ class InheritedContext:
         except StoppedBySignal as stopped:  # the main process raises what the signal means
             raise SystemExit(128 + stopped.signal_number) from None
         except BaseException:  # noqa: BLE001  whatever ended it
-            gc.freeze()  # a last collection with torch loaded takes most of a second
             raise SystemExit(1) from None
 
 
