@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
+from rankwise.strategies import DDPStrategy, Strategy
 from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import ddp
 
 READ = """
     import gc, sys
@@ -16,3 +20,14 @@ def test_who_only_reads_it_is_left_alone(run_script: ScriptRunner) -> None:
     """Importing the preload module in another process does not change its exit code."""
     result = run_script(READ)
     assert (result.stdout, result.returncode) == ("0\n", 3), result
+
+
+def searches_strategies(strategy: Strategy) -> bool:
+    return any(each is DDPStrategy for each in gc.get_objects())
+
+
+def test_ranks_find_rankwise_imported() -> None:
+    """The server has what the caller has imported, frozen; what a rank imports itself is not."""
+    strategy = ddp("forkserver")
+    strategy.launch(searches_strategies)
+    assert strategy.results == {0: False, 1: False}

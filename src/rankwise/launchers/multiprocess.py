@@ -157,7 +157,8 @@ def create_job(
         pack_or_explain(entry, packed.number, start_method, described)
         _refuse_what_cannot_be_imported(packed.number, start_method)
     if start_method == "forkserver":
-        multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOAD])
+        imported = [name for name in list(sys.modules) if name.startswith("rankwise.")]  # as its ranks will
+        multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOAD, *imported])
     default = multiprocessing.get_start_method(allow_none=True)
     return JobSpec(
         entry=packed,

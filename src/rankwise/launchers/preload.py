@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 _PARENT_ENDS_S = 1.0
@@ -47,6 +48,12 @@ def _folder_of_the_socket() -> Path | None:
     return None
 
 
+def freeze_objects(server: int) -> None:
+    """Before the server forks, leave what it has imported out of garbage collections, as `objects_frozen`."""
+    if os.getpid() == server:
+        gc.freeze()
+
+
 def enable_interrupts(_: object) -> None:
     """Unblock SIGINT in a forked process that is no rank of ours.
 
@@ -73,4 +80,4 @@ with contextlib.suppress(Exception):
     import rankwise.launchers.multiprocess  # noqa: F401  the worker function lives there
 
     if _IS_SERVER:
-        gc.freeze()  # forks need not search this for garbage when they end
+        os.register_at_fork(before=partial(freeze_objects, os.getpid()))
