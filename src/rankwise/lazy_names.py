@@ -20,9 +20,11 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def import_name(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        is_new = homes[name] not in sys.modules
         with CollectionsPaused():
             module = import_module(homes[name])
-            move_to_oldest_generation()  # it stays: no collection need look at it afterwards
+            if is_new:
+                move_to_oldest_generation()  # it stays: no collection need look at it afterwards
         value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value

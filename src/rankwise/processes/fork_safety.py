@@ -90,7 +90,7 @@ SET_BY_DYNAMO = "TORCHINDUCTOR_CACHE_DIR"
 def import_dynamo() -> None:
     """Import what the first optimizer or `DistributedDataParallel` would import: 0.8 s.
 
-    Garbage collections would take 0.4 s more. A fork inherits it.
+    Garbage collections would take 0.3 s more. A fork inherits it.
     """
     is_set = SET_BY_DYNAMO in os.environ
     import_without_collections("torch._dynamo")
