@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from benchmarks.contenders import taking_part
 from benchmarks.job import Job
 from benchmarks.launched import Quantity, compare
@@ -14,8 +12,7 @@ _START = "ddp_fork"
 
 
 def measure(sampling: Sampling) -> Result:
-    """Measure all contenders that fork, in a few rounds: the figures of one hardly differ."""
+    """Measure all contenders that fork."""
     jobs = [Job(name, start=_START, ranks=2, holds=True) for name in taking_part(_START)]
     quantity: Quantity = ("2 ranks, fork", "MiB", lambda job: job.memory_mib)
-    few = replace(sampling, programs=sampling.others)
-    return compare("memory", {_START: (jobs, [quantity])}, few)
+    return compare("memory", {_START: (jobs, [quantity])}, sampling)
