@@ -138,6 +138,8 @@ def rank_zero_experiment(experiment: Callable[[Any], T]) -> Callable[[Any], T | 
     On the other ranks it returns an object whose methods do nothing and return that object.
 
     Example:
+        >>> from rankwise import rank_zero_only
+        >>>
         >>> class MyLogger(Logger):
         ...     @property
         ...     @rank_zero_experiment
