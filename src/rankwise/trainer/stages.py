@@ -332,14 +332,15 @@ class Stage:
         context.hooks.call("on_fit_start")
         validates, load_validation = self._validates(context), partial(self._validation, context)
         is_new_epoch = not context.state.progress.is_within_epoch
-        is_checked = bool(context.options.num_sanity_val_steps and validates and is_new_epoch)
+        is_checked = validates and is_new_epoch and bool(context.options.num_sanity_val_steps)
         # As in Lightning, loaders are made in this order, and those that no epoch needs yet, later.
         validation = run_sanity_check(context, load_validation) if is_checked else None
         data = train_data()
-        if not is_checked and validates and context.has_validation_in_epoch:
+        is_due = validates and context.has_validation_in_epoch
+        if is_due and not is_checked:
             validation = load_validation()
-            validates = validation is not None
-        context.state.has_validation = validates and (validation is not None or not is_checked)
+        is_loaded = is_checked or is_due
+        context.state.has_validation = validation is not None if is_loaded else validates
         context.stage.load_train_data = None
         reload = {"train": self._train_data, "validate": self._validation}
         loop = FitLoop(context, data, validation, rank_state, reload)
