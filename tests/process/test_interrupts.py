@@ -36,6 +36,18 @@ def start(run_script: ScriptRunner, strategy: str, folder: Path, *more: str) -> 
     return running
 
 
+def interrupt(running: RunningScript, who: str) -> ScriptResult:
+    """Send Ctrl-C to the main process or to the whole group; return how the script ended."""
+    if who == "group":
+        running.send_signal_to_group(signal.SIGINT)
+    else:
+        running.send_signal(signal.SIGINT)
+    result = running.finish(timeout=60, leftover_grace_s=20)
+    assert result.returncode == INTERRUPTED, result
+    assert result.stderr.count(INTERRUPT_NOTICE) == 1, result
+    return result
+
+
 def check_kept(result: ScriptResult, folder: Path, *, sigterm: bool) -> None:
     """Both ranks and the checkpoint have the same weights, and so has the caller, which can train on."""
     check_end(folder)
@@ -69,14 +81,8 @@ def check_kept(result: ScriptResult, folder: Path, *, sigterm: bool) -> None:
 def test_ctrl_c(strategy: str, who: str, workers: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """All ranks stop after one step, with a checkpoint; the caller has the state, and what Ctrl-C raises."""
     running = start(run_script, strategy, tmp_path, workers)
-    if who == "group":
-        running.send_signal_to_group(signal.SIGINT)
-    else:
-        running.send_signal(signal.SIGINT)
-    result = running.finish(timeout=60, leftover_grace_s=20)
-    assert result.returncode == INTERRUPTED, result
+    result = interrupt(running, who)
     assert result.stderr.count("Traceback (most recent call last)") == 1, result
-    assert result.stderr.count(INTERRUPT_NOTICE) == 1, result
     check_kept(result, tmp_path, sigterm=False)
 
 
@@ -84,13 +90,7 @@ def test_ctrl_c(strategy: str, who: str, workers: str, run_script: ScriptRunner,
 def test_ctrl_c_in_an_elastic_job(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """All ranks stop after one step, with a checkpoint; the caller does not have the state."""
     running = start(run_script, "ddp_elastic", tmp_path)
-    if who == "group":
-        running.send_signal_to_group(signal.SIGINT)
-    else:
-        running.send_signal(signal.SIGINT)
-    result = running.finish(timeout=60, leftover_grace_s=20)
-    assert result.returncode == INTERRUPTED, result
-    assert result.stderr.count(INTERRUPT_NOTICE) == 1, result
+    interrupt(running, who)
     check_end(tmp_path)
 
 
