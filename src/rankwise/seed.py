@@ -16,6 +16,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from rankwise import ranks
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.garbage_collection import CollectionsPaused
 
@@ -81,9 +82,7 @@ def _default_seed() -> int:
     if _given is not None:
         return _given
     if not (text := os.environ.get(_VARIABLE, "").strip()):
-        from rankwise.ranks import rank_zero_warn
-
-        rank_zero_warn(f"seed_everything() without a seed, and without {_VARIABLE}, means the seed 0.")
+        ranks.rank_zero_warn(f"seed_everything() without a seed, and without {_VARIABLE}, means the seed 0.")
         return 0
     try:
         return _checked(_VARIABLE, int(text))

@@ -7,6 +7,7 @@ import math
 import operator
 from typing import TYPE_CHECKING, Any
 
+from rankwise import ranks
 from rankwise.callbacks.base import MonitoringCallback
 from rankwise.errors import InvalidArgumentError
 
@@ -133,10 +134,8 @@ class EarlyStopping(MonitoringCallback):
             self._log(trainer, reason or f"Another rank stops on {self.monitor!r}.")
 
     def _log(self, trainer: Trainer, text: str) -> None:
-        from rankwise.ranks import rank_zero_only
-
         if self.log_rank_zero_only or trainer.world_size == 1:
-            rank_zero_only(_log.info)("EarlyStopping: %s", text)
+            ranks.rank_zero_only(_log.info)("EarlyStopping: %s", text)
         else:
             _log.info("EarlyStopping on global_rank %d: %s", trainer.global_rank, text)
 

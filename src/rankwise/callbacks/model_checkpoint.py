@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rankwise import ranks
 from rankwise.callbacks.base import MonitoringCallback
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
@@ -287,10 +288,8 @@ class ModelCheckpoint(MonitoringCallback):
     def _write(self, trainer: Trainer, path: str) -> None:
         trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         if self.verbose:
-            from rankwise.ranks import rank_zero_only
-
             epoch, step = trainer.current_epoch, trainer.global_step
-            rank_zero_only(_log.info)("ModelCheckpoint: epoch %d, step %d: saved %s", epoch, step, path)
+            ranks.rank_zero_only(_log.info)("ModelCheckpoint: epoch %d, step %d: saved %s", epoch, step, path)
 
     def _choose_last(self, trainer: Trainer) -> str:
         """Return the path of this run's `last.ckpt`, which is no other run's. Collective.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from torch import Tensor
 
+from rankwise import ranks
 from rankwise.errors import MissingExtraError, text_of
 
 if TYPE_CHECKING:
@@ -153,9 +154,7 @@ def rank_zero_experiment(experiment: Callable[[Any], T]) -> Callable[[Any], T | 
 
     @functools.wraps(experiment)
     def on_rank_zero(self: Any) -> T | NoExperiment:
-        from rankwise.ranks import rank_zero_only
-
-        rank: int = getattr(rank_zero_only, "rank", 0)
+        rank: int = getattr(ranks.rank_zero_only, "rank", 0)
         return experiment(self) if rank == 0 else NoExperiment()
 
     return on_rank_zero

@@ -119,7 +119,7 @@ def optimizers_without_dynamo() -> Iterator[None]:
         return
     from torch.optim import Optimizer
 
-    # why: no decorator tells the functions that it returns apart from others.
+    # why: torch's decorator leaves no other sign on the methods that it wraps.
     methods = [each.__wrapped__ for each in vars(Optimizer).values() if hasattr(each, "__wrapped__")]
     for method in methods:
         setattr(method, _UNCOMPILED, method)

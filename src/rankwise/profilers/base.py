@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import ParamSpec, TypeVar, final
 
+from rankwise import ranks
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -99,9 +101,7 @@ class Profiler(ABC):
         if text and (self.dirpath or self.filename):
             self.path(".txt").write_text(text + "\n", encoding="utf-8")
         elif text:
-            from rankwise.ranks import rank_zero_only
-
-            rank_zero_only(print)(text, flush=True)
+            ranks.rank_zero_only(print)(text, flush=True)
 
 
 @final

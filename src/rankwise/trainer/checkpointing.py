@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from rankwise import ranks
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint, MonitoringCallback, Timer
 from rankwise.checkpoint.base import as_checkpoint_error, restored_from
 from rankwise.checkpoint.lightning_format import LIGHTNING_VERSION, LightningState, is_of_lightning
@@ -119,14 +120,12 @@ class CheckpointFiles:
 
         Say on rank 0 which weights these are; with a warning, if a metric has chosen them.
         """
-        from rankwise.ranks import rank_zero_only
-
         saved = [saving for saving in self._saving if saving.best_model_path]
         judged = [saving for saving in saved if saving.monitor is not None]
         best = next(iter(judged or saved), None)
         if best is None or best.monitor is None:
             which = "as the last stage left them" if best is None else f"of {best.best_model_path}"
-            rank_zero_only(_log.info)("%s() without a model uses the weights %s.", stage, which)
+            ranks.rank_zero_only(_log.info)("%s() without a model uses the weights %s.", stage, which)
         elif self._strategy.is_global_zero:
             warnings.warn(
                 f"{stage}() without a model uses the weights that are the best by {best.monitor!r}, of "
@@ -157,13 +156,11 @@ class CheckpointFiles:
 
     def _last(self) -> str | None:
         """Return the newest `last.ckpt` of this trainer's runs, including one written on a signal."""
-        from rankwise.ranks import rank_zero_only
-
         for path in newest_first(filter(is_last_checkpoint, self._matching("last*.ckpt"))):
-            rank_zero_only(_log.info)('ckpt_path="last" is %s.', path)
+            ranks.rank_zero_only(_log.info)('ckpt_path="last" is %s.', path)
             return str(path)
         folders = ", ".join(dict.fromkeys(map(str, [self.stop_folder, *self.folders])))
-        rank_zero_only(_log.warning)(
+        ranks.rank_zero_only(_log.warning)(
             'ckpt_path="last" finds no checkpoint, so none is loaded. Looked in %s.', folders
         )
         return None
@@ -228,11 +225,9 @@ def check_hyper_parameters(context: LoopContext, datamodule: HyperparametersMixi
 
 
 def _warn_of_left_out(kind: str, left_out: dict[str, Any]) -> None:
-    from rankwise.ranks import rank_zero_only
-
     described = ", ".join(f"{name} ({type(value).__name__})" for name, value in left_out.items())
     keywords = ", ".join(f"{name}=..." for name in left_out)
-    rank_zero_only(warnings.warn)(
+    ranks.rank_zero_only(warnings.warn)(
         f"Checkpoints will not have the hyperparameters {described}, which do not load with "
         f"weights_only=True. {kind}.load_from_checkpoint(path, {keywords}) needs them. To leave them out of "
         f"hparams, too: self.save_hyperparameters(ignore={[*left_out]}).",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankwise import ranks
 from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError
 from rankwise.hyperparameters import HyperparametersMixin
 from rankwise.trainer.arguments import check_choice
@@ -462,9 +463,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on global rank 0 only, with the arguments of Python's `print`."""
-        from rankwise.ranks import rank_zero_only
-
-        rank_zero_only(print)(*args, **kwargs)
+        ranks.rank_zero_only(print)(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather tensors of one shape from every rank.

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar, final
 import torch
 from torch import Tensor, nn
 
+from rankwise import ranks
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.checkpoint.base import restored_from
 from rankwise.errors import (
@@ -226,9 +227,7 @@ def warn_of_different_weights(
 ) -> None:
     """Warn on rank 0 of the names that only the module has (`missing`), and that only a file has."""
     if missing or unexpected:
-        from rankwise.ranks import rank_zero_only
-
-        rank_zero_only(warnings.warn)(
+        ranks.rank_zero_only(warnings.warn)(
             f"{path} and {type(module).__name__} have different weights. Only the module has {missing}, and "
             f"only the file has {unexpected}.",
             stacklevel=5,
