@@ -8,6 +8,7 @@ import dataclasses
 from collections import UserString, deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 def to_device(value: T, device: torch.device | str, *, non_blocking: bool = False) -> T:
     """Return `value` with every tensor on a device, but for the sizes of packed sequences, which stay."""
     moved: T = map_nested(
-        value, (Tensor, PackedSequence), lambda each: each.to(device, non_blocking=non_blocking)
+        value, (Tensor, PackedSequence), methodcaller("to", device, non_blocking=non_blocking)
     )
     return moved
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -59,7 +60,7 @@ class Placement:
     environment: ClusterEnvironment
     launcher: Launcher | None = None
 
-    @property
+    @cached_property
     def root_device(self) -> torch.device:
         """The device of this process."""
         return self.devices[self.ranks.local_rank]

@@ -161,7 +161,8 @@ class BatchSchedule:
         upcoming = next(own, _END)
         num_real = self._count(done, upcoming)
         if not num_real or (num_real < self.num_ranks and not (done and self._policy == "join")):
-            self._check_none_left(num_real, done, upcoming)
+            if num_real:
+                raise self._uneven_error(done, upcoming)
             raise no_batch_error(f"it gave no batch{f' after the {done} of an earlier run' * (done > 0)}.")
         batch, number, is_last, num_ranks = _END, done, False, self.num_ranks
         while not is_last:
@@ -174,8 +175,8 @@ class BatchSchedule:
             number += 1
             upcoming = next(own, _END)
             num_real = self._count(number, upcoming)
-            if self._policy == "error":
-                self._check_none_left(num_real, number, upcoming)
+            if 0 < num_real < num_ranks and self._policy == "error":
+                raise self._uneven_error(number, upcoming)
             is_last = num_real < (num_ranks if self._policy != "join" else 1)
             yield batch, is_last
         self.is_padding = self.has_padding = False
@@ -185,10 +186,10 @@ class BatchSchedule:
         has_one = upcoming is not _END
         return int(has_one) if self._counter is None else self._counter.count(number, is_for=has_one)
 
-    def _check_none_left(self, num_real: int, number: int, upcoming: Any) -> None:
-        if 0 < num_real < self.num_ranks:
-            found = str(number) if upcoming is _END else f"more than {number}"
-            raise UnevenInputsError(_LOADER, tuple(self._strategy.all_gather_object(found)))
+    def _uneven_error(self, number: int, upcoming: Any) -> UnevenInputsError:
+        """Return the error where only some ranks have a batch left after `number` batches. Collective."""
+        found = str(number) if upcoming is _END else f"more than {number}"
+        return UnevenInputsError(_LOADER, tuple(self._strategy.all_gather_object(found)))
 
     def _any_batch(self) -> Any:
         """Return a batch for a rank that continues from a checkpoint written during its padding steps."""
