@@ -8,7 +8,9 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import lightning as rankwise
+from rankwise.trainer.hooks import HOOKS
 
+OWNERS = ("module", "callback", "datamodule")
 NO_HOOKS_OF_MODULES = {
     *("all_gather", "clip_gradients", "forward", "freeze", "load_from_checkpoint", "log", "log_dict"),
     *("lr_schedulers", "manual_backward", "optimizers", "print", "to_onnx", "to_tensorrt", "to_torchscript"),
@@ -48,6 +52,13 @@ def hooks_of_lightning(owner: str) -> set[str]:
         return of_data - NO_HOOKS_OF_DATA_MODULES
     mixins = (lightning_hooks.ModelHooks, lightning_hooks.DataHooks, lightning_hooks.CheckpointHooks)
     return _methods([*mixins, lightning.LightningModule]) - NO_HOOKS_OF_MODULES
+
+
+LIGHTNINGS = {owner: hooks_of_lightning(owner) for owner in OWNERS}
+OURS = {owner: {hook.name for hook in HOOKS if owner in hook.owners} for owner in OWNERS}
+for _owner in ("callback", "datamodule"):
+    OURS[_owner] |= {"load_state_dict", "state_dict"}
+SHARED = {owner: LIGHTNINGS[owner] & OURS[owner] for owner in OWNERS}
 
 
 # ------------------------------------------------------------------ what is recorded
@@ -238,7 +249,6 @@ class CallbackOfEither:
 
 OPTIONS: dict[str, Any] = {
     "accelerator": "cpu",
-    "devices": 1,
     "logger": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
@@ -260,18 +270,19 @@ LIMITS: dict[str, Any] = {
 
 
 class Program:
-    """Runs stages of one library in a folder, and records the hooks that `hooks` lists for each owner."""
+    """Runs stages of one library in a folder, and records the hooks that both libraries have."""
 
-    def __init__(self, library: Any, folder: Path, hooks: Mapping[str, set[str]]) -> None:
-        self.library, self.folder, self.hooks, self.recorder = library, folder, hooks, Recorder()
+    def __init__(self, library: Any, folder: Path, options: Mapping[str, Any]) -> None:
+        self.library, self.folder, self.recorder = library, folder, Recorder()
+        self._options = {**OPTIONS, **options}  # of its trainers
 
     def _made(self, owner: str, kind: type) -> type:
-        return recorded(kind, owner, sorted(self.hooks[owner]), self.recorder)
+        return recorded(kind, owner, sorted(SHARED[owner]), self.recorder)
 
     def module(self, *, without: Iterable[str] = (), **options: Any) -> Any:
         """Return a new module, which is `module` in the lines; it lacks the hooks of `without`."""
         kind = type("Module", (ModuleOfEither, self.library.LightningModule), {})
-        names = sorted(self.hooks["module"] - set(without))
+        names = sorted(SHARED["module"] - set(without))
         made = recorded(kind, "module", names, self.recorder)(**options)
         return self.recorder.name("module", made)
 
@@ -283,9 +294,7 @@ class Program:
     def trainer(self, **options: Any) -> Any:
         """Return a new trainer, which is `trainer` in the lines, with a recorded callback."""
         callback = self._made("callback", type("Counting", (CallbackOfEither, self.library.Callback), {}))()
-        environments = importlib.import_module(f"{self.library.__name__}.plugins.environments")
-        alone = environments.LightningEnvironment()  # detection may start MPI
-        options = {**OPTIONS, "default_root_dir": self.folder, "plugins": [alone], **options}
+        options = {**self._options, "default_root_dir": self.folder, **options}
         callbacks = [callback, *options.pop("callbacks", ())]
         return self.recorder.name("trainer", self.library.Trainer(callbacks=callbacks, **options))
 
@@ -391,9 +400,25 @@ PROGRAMS: Mapping[str, Callable[[Program], None]] = {
 LIBRARIES = {"lightning": lightning, "rankwise": rankwise}
 
 
-def record(name: str, folder: Path, hooks: Mapping[str, set[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Run a program in both libraries; yield the name of each, and the lines that it has recorded."""
-    for library, namespace in LIBRARIES.items():
-        program = Program(namespace, folder / library, hooks)
-        PROGRAMS[name](program)
-        yield library, program.recorder.lines
+def record(name: str, library: str, folder: Path) -> list[str]:
+    """Run a program in one process; return the lines that it has recorded."""
+    environments = importlib.import_module(f"{LIBRARIES[library].__name__}.plugins.environments")
+    alone = environments.LightningEnvironment()  # detection may start MPI
+    program = Program(LIBRARIES[library], folder, {"devices": 1, "plugins": [alone]})
+    PROGRAMS[name](program)
+    return program.recorder.lines
+
+
+def main() -> None:
+    """Run all programs on a rank of torchrun; write what it has recorded: recording.py LIBRARY FOLDER."""
+    library, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
+    # Each rank has the same batches: the libraries distribute them in other orders.
+    options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    for name, run in PROGRAMS.items():
+        program = Program(LIBRARIES[library], folder / name, options)
+        run(program)
+        (folder / f"{name}.{rank}").write_text("\n".join(program.recorder.lines))
+
+
+if __name__ == "__main__":
+    main()

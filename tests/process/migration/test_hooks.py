@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,24 +14,22 @@ import pytest
 from rankwise import DataModule
 from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError
-from rankwise.trainer.hooks import HOOKS
 from tests.helpers.needs import need_package
+from tests.helpers.scripts import ScriptRunner
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 need_package("lightning")
 
 from tests.process.migration import recording  # noqa: E402  it imports Lightning
+from tests.process.migration.recording import LIGHTNINGS, OURS, OWNERS, SHARED  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what both libraries warn of
 
-PAGE = Path(__file__).parents[3] / "docs" / "migrating.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "migrating.md"
+LIBRARIES = ("rankwise", "lightning")
 LIBRARY = recording.LIBRARIES["lightning"]
-OWNERS = ("module", "callback", "datamodule")
-LIGHTNINGS = {owner: recording.hooks_of_lightning(owner) for owner in OWNERS}
-OURS = {owner: {hook.name for hook in HOOKS if owner in hook.owners} for owner in OWNERS}
-for _owner in ("callback", "datamodule"):
-    OURS[_owner] |= {"load_state_dict", "state_dict"}
-SHARED = {owner: LIGHTNINGS[owner] & OURS[owner] for owner in OWNERS}
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 REFUSED = [(owner, name) for owner in OWNERS for name in sorted(LIGHTNINGS[owner] - OURS[owner])]
 
 
@@ -85,23 +85,42 @@ DIFFERENCES = [
 ]
 
 
+def _expected(program: str, lightnings: list[str]) -> list[str]:
+    """Return Lightning's lines, adapted to the differences of a program."""
+    expected = "\n".join([*lightnings, ""])
+    for difference in DIFFERENCES:
+        if difference.program == program:
+            before, expected = expected, difference.adapt(expected)
+            assert before != expected, f"no longer a difference: {difference.row}"
+    return expected.splitlines()
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, list[str]]]:
     """Run all programs in both libraries; return what each has called, by program."""
     folder = tmp_path_factory.mktemp("programs")
-    return {name: dict(recording.record(name, folder / name, SHARED)) for name in recording.PROGRAMS}
+    return {
+        name: {library: recording.record(name, library, folder / library / name) for library in LIBRARIES}
+        for name in recording.PROGRAMS
+    }
 
 
 @pytest.mark.parametrize("program", recording.PROGRAMS)
 def test_lightnings_calls(recorded: Mapping[str, dict[str, list[str]]], program: str) -> None:
     """All hooks of all three classes are called as Lightning calls them, but for what the page explains."""
     found = recorded[program]
-    expected = "\n".join([*found["lightning"], ""])
-    for difference in DIFFERENCES:
-        if difference.program == program:
-            before, expected = expected, difference.adapt(expected)
-            assert before != expected, f"no longer a difference: {difference.row}"
-    assert found["rankwise"] == expected.splitlines()
+    assert found["rankwise"] == _expected(program, found["lightning"])
+
+
+def test_lightnings_calls_on_two_ranks(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """So they are on each of two ranks."""
+    for library in LIBRARIES:
+        command = [*TORCHRUN, "-m", recording.__name__, library, str(tmp_path / library)]
+        result = run_script.command(command, cwd=ROOT, timeout=240)
+        assert result.returncode == 0, result
+    for program, rank in product(recording.PROGRAMS, range(2)):
+        ours, lightnings = ((tmp_path / each / f"{program}.{rank}").read_text() for each in LIBRARIES)
+        assert ours.splitlines() == _expected(program, lightnings.splitlines()), (program, rank)
 
 
 def test_every_hook_is_called(recorded: Mapping[str, dict[str, list[str]]]) -> None:
