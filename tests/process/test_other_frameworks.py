@@ -12,7 +12,7 @@ from tests.helpers.needs import need_installed
 from tests.helpers.scripts import WITHOUT_COVERAGE, ScriptRunner
 
 SOAK = pytest.mark.soak
-START_METHODS = ["fork", pytest.param("spawn", marks=SOAK)]
+START_METHODS = ["fork", *(pytest.param(name, marks=SOAK) for name in ("spawn", "forkserver", "popen"))]
 
 TRANSFORMERS = """
 import json, os, signal, sys, time
@@ -76,21 +76,23 @@ def main(strategy, batch_size, fails=""):
     return [len(loader), accelerator.num_processes, weight.flatten().tolist()]
 """
 
+ALONE = """
+if __name__ == "__main__":
+    print(json.dumps(DDPStrategy(start_method="fork", devices=1, accelerator="cpu").launch(main, 8)))
+"""
+
 RUN = """
 if __name__ == "__main__":
     before = dict(os.environ)
-    is_main, alone = "LOCAL_RANK" not in os.environ, None
-    if is_main:
-        alone = DDPStrategy(start_method="fork", devices=1, accelerator="cpu").launch(main, 8)
     strategy = DDPStrategy(start_method=sys.argv[1], devices=2, accelerator="cpu")
     both = strategy.launch(main, 4)
     again = strategy.launch(main, 4)
     changed = sorted(set(os.environ.items()) ^ set(before.items()))
     has_group = torch.distributed.is_initialized()
     if strategy.is_global_zero:
-        print(json.dumps([alone, both, again, changed, has_group]), flush=True)
+        print(json.dumps([both, again, changed, has_group]), flush=True)
     try:
-        DDPStrategy(start_method=sys.argv[1], devices=2, accelerator="cpu").launch(main, 4, sys.argv[2])
+        strategy.launch(main, 4, sys.argv[2])
     except WorkerError as error:
         took_s = time.monotonic() - float(Path("failed_s").read_text())
         print(json.dumps([took_s, type(error).__name__, str(error)]), flush=True)
@@ -111,20 +113,27 @@ def test_a_program(
 ) -> None:
     """Two ranks train as one, twice; a rank that fails is reported within two seconds, and none is left."""
     need_installed(package)
-    result = run_script(program + RUN, start_method, fails, env=WITHOUT_COVERAGE, timeout=180)
-    assert result.returncode == 0, result
-    first, last = (json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
-    alone, both, again, changed, has_group = first
+    [alone] = printed_by(run_script, program + ALONE)
+    trained, failure = printed_by(run_script, program + RUN, start_method, fails)
+    both, again, changed, has_group = trained
     check_trained(alone, 1, both)
     check_trained(both, 2, both)
     assert again == both
-    assert changed == []
+    is_in_main = start_method == "popen"  # so is rank 0, in which Accelerate sets a variable of its own
+    assert changed == [["MASTER_PORT", "29500"]] * is_in_main
     assert not has_group
-    took_s, name, message = last
+    took_s, name, message = failure
     assert took_s < 2 * slowdown()
     assert name == ("WorkerKilledError" if fails == "kill" else "WorkerRaisedError")
     assert "global_rank=1" in message
     assert ("SIGKILL" if fails == "kill" else "raised ValueError: loss is nan") in message
+
+
+def printed_by(run_script: ScriptRunner, program: str, *args: str) -> list[Any]:
+    """Run a program; return the lists that it prints."""
+    result = run_script(program, *args, env=WITHOUT_COVERAGE, timeout=180)
+    assert result.returncode == 0, result
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
 
 
 def check_trained(found: Any, world_size: int, expected: Any) -> None:
