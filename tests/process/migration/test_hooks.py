@@ -112,6 +112,7 @@ def test_lightnings_calls(recorded: Mapping[str, dict[str, list[str]]], program:
     assert found["rankwise"] == _expected(program, found["lightning"])
 
 
+@pytest.mark.soak
 def test_lightnings_calls_on_two_ranks(run_script: ScriptRunner, tmp_path: Path) -> None:
     """So they are on each of two ranks."""
     for library in LIBRARIES:
