@@ -68,20 +68,40 @@ def values_on(found: dict[str, Example], world_size: int) -> dict[str, float]:
     return trainer.test(Every(found), DataLoader(TensorDataset(torch.arange(PARTS)), batch_size=1))[0]
 
 
-@pytest.mark.soak
-@pytest.mark.filterwarnings("ignore")  # torchmetrics warns of the small examples
-def test_every_class() -> None:
-    """What two ranks update, in unequal parts, has the value of one process."""
+def found_examples() -> dict[str, Example]:
+    """Return an example of every class that can be compared."""
     found, missing = examples()
     known = {name for names in LEFT_OUT.values() for name in names.split()}
     assert {name: reason for name, reason in missing.items() if name not in known} == {}
     found = {name: example for name, example in found.items() if name not in NOT_COMPARED}
     assert len(found) > 150
-    expected: Any = values_on(found, 1)
-    values = values_on(found, 2)
-    wrong = {
-        name: (value, values[name])
+    return found
+
+
+def different(values: dict[str, float], expected: dict[str, Any]) -> dict[str, tuple[float, Any]]:
+    """Return the values that are not the expected ones, with these."""
+    return {
+        name: (values[name], value)
         for name, value in expected.items()
         if values[name] != pytest.approx(value, rel=1e-4, abs=1e-5)
     }
-    assert not wrong
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")  # torchmetrics warns of the small examples
+def test_every_class() -> None:
+    """What two ranks update, in unequal parts, has the value of one process."""
+    found = found_examples()
+    assert different(values_on(found, 2), values_on(found, 1)) == {}
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+def test_every_class_after_inference_mode() -> None:
+    """A metric object that was updated and reset in inference mode can be updated outside of it."""
+    module = Every(found_examples())
+    data = DataLoader(TensorDataset(torch.arange(PARTS)), batch_size=1)
+    [first] = quiet_trainer("single_device", 1).test(module, data)
+    for is_inference in (False, True, False):
+        [values] = quiet_trainer("single_device", 1, inference_mode=is_inference).test(module, data)
+        assert different(values, first) == {}

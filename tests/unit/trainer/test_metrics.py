@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -429,6 +431,40 @@ def test_options_that_metric_objects_do_not_have(options: dict[str, Any], tmp_pa
     model.options = options
     with pytest.raises(ConfigurationError, match="computed over all ranks"):
         trainer(tmp_path).fit(model, loader())
+
+
+class Validated(Line):
+    """Updates a metric object in validation; `reset_by_hand` also resets it in a hook."""
+
+    def __init__(self, metric: torchmetrics.Metric, reset_by_hand: bool) -> None:
+        super().__init__()
+        self.metric = metric
+        self.reset_by_hand = reset_by_hand
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metric.update(batch[0][:, 1])
+        self.log("metric", self.metric)
+
+    def on_validation_epoch_start(self) -> None:
+        if self.reset_by_hand:
+            self.metric.reset()
+
+
+@pytest.mark.parametrize("reset_by_hand", [False, True])
+@pytest.mark.parametrize(
+    "metric", [torchmetrics.SumMetric, torchmetrics.MaxMetric, partial(torchmetrics.RunningMean, 2)]
+)
+def test_objects_of_a_validation_before_a_fit(
+    metric: Callable[[], torchmetrics.Metric], reset_by_hand: bool, tmp_path: Path
+) -> None:
+    """`validate` resets a metric object in inference mode; a fit updates it outside of that."""
+    model = Validated(metric(), reset_by_hand)
+    for _ in range(2):
+        train = trainer(tmp_path, num_sanity_val_steps=1)
+        train.validate(model, loader(), verbose=False)
+        expected = train.callback_metrics["metric"]
+        train.fit(model, loader(), loader())
+        assert torch.equal(train.callback_metrics["metric"], expected)
 
 
 class OfLoaders(Line):

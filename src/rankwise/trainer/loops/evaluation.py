@@ -19,6 +19,7 @@ from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.data_loaders import PHASE_NAMES
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.batch_transfer import BatchTransfer
+from rankwise.trainer.metrics.metric_objects import leave_inference_mode, metric_objects
 from rankwise.trainer.metrics.results import Results, StepOfEvaluation
 
 if TYPE_CHECKING:
@@ -133,11 +134,16 @@ class EvaluationLoop:
                 kept.pop_all()
                 set_mode()
 
-    def _without_gradients(self) -> contextlib.AbstractContextManager[object]:
-        """Return torch's inference mode, or within a fit `no_grad`: training may use what a step keeps."""
+    @contextlib.contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Use torch's inference mode, or within a fit `no_grad`: training may use what a step keeps."""
         context = self.context
         is_inference = context.options.inference_mode and context.stage.name != "fit"
-        return torch.inference_mode() if is_inference else torch.no_grad()
+        try:
+            with torch.inference_mode() if is_inference else torch.no_grad():
+                yield
+        finally:
+            leave_inference_mode(metric_objects(context.module))
 
     def _batches(self, results: Results) -> Iterator[tuple[int, int, Any]]:
         """Yield the number of the loader, the number of the batch in it, and the batch."""
