@@ -467,6 +467,34 @@ def test_objects_of_a_validation_before_a_fit(
         assert torch.equal(train.callback_metrics["metric"], expected)
 
 
+class CountsByItself(Line):
+    """Counts validation batches in tensors of its own, which it sets back at the end."""
+
+    in_buffer: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("in_buffer", torch.zeros(()))
+        self.same = self.count = torch.zeros(())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.in_buffer += 1
+        self.count += 1
+
+    def on_validation_epoch_end(self) -> None:
+        assert self.in_buffer == self.count == self.same > 0
+        self.in_buffer = torch.zeros(())
+        self.same = self.count = torch.zeros(())
+
+
+def test_tensors_of_a_validation_before_a_fit(tmp_path: Path) -> None:
+    """So it is with a module's own tensors; two names of one tensor stay that."""
+    train, model = trainer(tmp_path), CountsByItself()
+    train.validate(model, loader(), verbose=False)
+    train.fit(model, loader(), loader())
+    assert model.same is model.count
+
+
 class OfLoaders(Line):
     """Logs one metric object for all loaders."""
 

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.nested import to_device
@@ -19,7 +19,6 @@ from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.data_loaders import PHASE_NAMES
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.batch_transfer import BatchTransfer
-from rankwise.trainer.metrics.metric_objects import leave_inference_mode, metric_objects
 from rankwise.trainer.metrics.results import Results, StepOfEvaluation
 
 if TYPE_CHECKING:
@@ -48,6 +47,19 @@ def _modes_kept(module: nn.Module) -> Iterator[ExitStack]:
         for submodule, is_training in modes:
             stack.callback(setattr, submodule, "training", is_training)
         yield stack
+
+
+def _leave_inference_mode(module: nn.Module) -> None:
+    """Replace the tensors that a module got in inference mode, as it cannot update them outside of it.
+
+    The states of metric objects are reset there, for example.
+    """
+    copies: dict[int, Tensor] = {}  # modules may share a tensor
+    for submodule in module.modules():
+        for held in (vars(submodule), submodule._buffers):
+            for name, value in list(held.items()):
+                if isinstance(value, Tensor) and value.is_inference():
+                    held[name] = copies.setdefault(id(value), value.clone())
 
 
 @final
@@ -143,7 +155,7 @@ class EvaluationLoop:
             with torch.inference_mode() if is_inference else torch.no_grad():
                 yield
         finally:
-            leave_inference_mode(metric_objects(context.module))
+            _leave_inference_mode(context.module)
 
     def _batches(self, results: Results) -> Iterator[tuple[int, int, Any]]:
         """Yield the number of the loader, the number of the batch in it, and the batch."""

@@ -88,14 +88,6 @@ def set_states(metrics: Metrics, states: States) -> None:
         metric._computed = None
 
 
-def leave_inference_mode(metrics: Metrics) -> None:
-    """Let metric objects be updated outside of inference mode: replace the tensors that were made in it."""
-    for metric in metrics.values():
-        for name, value in list(vars(metric).items()):
-            if isinstance(value, Tensor) and value.is_inference():
-                setattr(metric, name, value.clone())
-
-
 def _state_of(metric: Any) -> State:
     state = {name: _copied(value) for name, value in metric.metric_state.items()}
     beside = {name: vars(metric)[name] for name in _BESIDE_STATES if name in vars(metric)}
