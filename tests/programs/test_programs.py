@@ -15,7 +15,7 @@ from tests.process.helpers import with_tests
 from tests.programs import script
 from tests.programs.comparing import check, check_forked, check_written
 from tests.programs.drawing import programs
-from tests.programs.program import Program
+from tests.programs.program import Action, Data, Job, Learning, Options, Program, Run
 from tests.programs.ranks import ranks_of_many_sizes
 
 ANY = settings(
@@ -26,6 +26,26 @@ ANY = settings(
 )
 FEW = settings(ANY, max_examples=20, derandomize=True)
 MANY = settings(ANY, max_examples=500)
+FIT = Run((Action("fit"),))
+FOUND = {  # programs that have failed once
+    "a validation before a fit, with a metric object": Program(
+        seed=0,
+        train=Data(2, 1),
+        evaluation=Data(4, 1, seed=10),
+        learning=Learning(),
+        options=Options(),
+        jobs=(Job(1, (Run((Action("validate"), Action("fit"))),)),),
+        metrics=("mse",),
+    ),
+    "more ranks continue within an epoch, and some have no batch left": Program(
+        seed=0,
+        train=Data(34, 4, drop_last=True),
+        evaluation=Data(4, 1, seed=10),
+        learning=Learning(),
+        options=Options(accumulate=3, uneven_inputs="join", save_every_n_steps=2),
+        jobs=(Job(1, (FIT,)), Job(3, (replace(FIT, resumes=True),))),
+    ),
+}
 LAUNCHERS = {"ddp": [], "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
 
 
@@ -44,6 +64,13 @@ def check_programs(options: settings, folder: Path) -> None:
 def test_programs_equal_a_loop_by_hand(tmp_path: Path) -> None:
     """Parameters, buffers, optimizer state, metrics and predictions are those of one process, to 1e-12."""
     check_programs(FEW, tmp_path)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_have_failed(name: str, tmp_path: Path) -> None:
+    """The same for programs in which a defect was found."""
+    with ranks_of_many_sizes(tmp_path) as ranks_of:
+        check(FOUND[name], ranks_of, tmp_path)
 
 
 @pytest.mark.soak

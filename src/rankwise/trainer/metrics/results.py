@@ -171,7 +171,7 @@ class Results:
         With `is_muted`, ignore them.
         """
         self._is_muted = is_muted
-        self._num_batches += 1
+        self._num_batches += not is_muted
         if self._position is not None:
             self._position = (self._position[0], self._position[1] + 1)
         self._is_in_batch = True
