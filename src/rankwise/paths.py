@@ -1,4 +1,4 @@
-"""File names: absolute ones, and unused ones; and those of a run's last checkpoint."""
+"""File names: absolute and unused ones, of source files of this package, of a run's last checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 from rankwise.errors import ConfigurationError
 
-__all__ = ["absolute_path", "expanded_path", "is_last_checkpoint", "unused_checkpoint"]
+__all__ = ["absolute_path", "expanded_path", "is_last_checkpoint", "path_in_package", "unused_checkpoint"]
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 _LAST = r"last(-v\d+)?\.ckpt"
 
@@ -33,6 +35,16 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
             message=f"The path {str(path)!r} is relative, but the working directory has been removed.",
             remedy="give an absolute path, or call os.chdir() with a folder that exists.",
         ) from None
+
+
+def path_in_package(filename: str) -> str | None:
+    """Return a source file's path from this package's folder on, or None for a file outside that folder.
+
+    A user's folder may also be called `rankwise`, such as a clone of this project.
+    """
+    if not filename.startswith(_PACKAGE):
+        return None
+    return f"rankwise/{filename.removeprefix(_PACKAGE).replace(os.sep, '/')}"
 
 
 def is_last_checkpoint(path: str | os.PathLike[str]) -> bool:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import rankwise.errors
 from rankwise import Trainer
 from rankwise.errors import ConfigurationError
-from rankwise.paths import absolute_path, unused_checkpoint
+from rankwise.failures.record import FailureRecord
+from rankwise.paths import absolute_path, path_in_package, unused_checkpoint
+from rankwise.process_group.interception import call_from_here
+from rankwise.ranks import RankInfo
 
 
 def test_a_relative_path_without_a_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +38,17 @@ def test_a_symbolic_link_is_not_our_own(tmp_path: Path) -> None:
     version.symlink_to(tmp_path / "removed.ckpt")
     assert unused_checkpoint(tmp_path, "last", own=[str(last)]) == str(tmp_path / "last-v2.ckpt")
     assert unused_checkpoint(tmp_path, "best", own=[str(best)]) == str(best)
+
+
+def test_a_users_folder_called_rankwise(tmp_path: Path) -> None:
+    """It is not the package: where a collective is called, and a traceback, name the user's file."""
+    names: dict[str, Any] = {"__name__": "rankwise.train", "call": call_from_here, "loads": json.loads}
+    program = "def place(): return call(None, 'barrier')\ndef fail(): loads('{')\n"
+    exec(compile(program, str(tmp_path / "rankwise" / "train.py"), "exec"), names)
+    assert names["place"]().where == "at train.py:1 in place"
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        names["fail"]()
+    error = caught.value.with_traceback(caught.tb.tb_next)  # without this function
+    first = FailureRecord.of_exception(RankInfo(0, 0, 0, 1, 1, 1), error).traceback_text.splitlines()[1]
+    assert first.endswith('rankwise/train.py", line 2, in fail')
+    assert path_in_package(rankwise.errors.__file__) == "rankwise/errors.py"

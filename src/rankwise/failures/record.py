@@ -26,6 +26,7 @@ from rankwise.errors import (
 )
 from rankwise.failures.classify import is_consequence, is_timeout, readable
 from rankwise.monitoring.heartbeat import Heartbeat, failure_time_of
+from rankwise.paths import path_in_package
 from rankwise.ranks import RankInfo
 from rankwise.stores.values import decoded
 
@@ -190,4 +191,5 @@ def _traceback_of(error: BaseException, message: str) -> str:
 
 
 def _is_library(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("rankwise", "torch")
+    is_torch = str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+    return is_torch or path_in_package(frame.f_code.co_filename) is not None

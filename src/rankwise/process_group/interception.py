@@ -11,11 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
+
+from rankwise.paths import path_in_package
 
 # What must be the same on all ranks: the tensors at a position among the arguments, or only their dtype, or
 # nothing. By rule, the methods of a process group (newer and older names).
@@ -197,6 +200,5 @@ def _caller(name: str, frame: FrameType | None) -> tuple[str, str, str]:
 
 def _file_of(frame: FrameType) -> str:
     """Return a file name without its folders, which differ between ranks; in rankwise the package path."""
-    filename = frame.f_code.co_filename.replace("\\", "/")
-    _, separator, inside = filename.rpartition("/rankwise/")
-    return f"rankwise/{inside}" if separator else filename.rpartition("/")[2]
+    filename = frame.f_code.co_filename
+    return path_in_package(filename) or Path(filename).name
