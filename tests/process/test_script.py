@@ -115,7 +115,7 @@ def test_a_command_of_ones_own_is_run(run_script: ScriptRunner) -> None:
 
 def test_a_command_that_runs_the_script_below_another_program(run_script: ScriptRunner) -> None:
     """A shell script, a profiler or a package manager may be in between."""
-    command = "['sh', '-c', f'{sys.executable} {sys.argv[0]} --sibling; exit $?']"
+    command = "['sh', '-c', f'{sys.executable!r} {sys.argv[0]!r} --sibling; exit $?']"
     _, other = facts_of_ranks(run_script(MAIN.replace("devices=2", f"devices=2, command={command}")))
     assert other["argv"][1:] == ["--sibling"]  # type: ignore[index]  # a list
 
