@@ -253,7 +253,8 @@ def _agent_log_filtered(on_exit: Callable[[int, int], None]) -> Iterator[None]:
     def filter_record(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, ProcessExitedException):
-            on_exit(error.error_pid, error.exit_code)
+            _, _, pid, exit_code, _ = error.__reduce__()[1]  # the attributes' names depend on torch's version
+            on_exit(pid, exit_code)
         return record.levelno >= logging.CRITICAL
 
     loggers = [logging.getLogger(name) for name in _AGENT_LOGGERS]

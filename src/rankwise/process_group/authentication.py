@@ -161,8 +161,20 @@ def _settings() -> _JobSettings:
 class _AuthenticatedGloo:
     """What stands in for torch's class of gloo groups: a group is compared before anybody can use it."""
 
-    def __call__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """Create a gloo group; compare its connections; take no further ones."""
+    def __call__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: object) -> Any:
+        """Create a gloo group; compare its connections; take no further ones.
+
+        `more` are the arguments that newer versions of torch have added.
+
+        Raises:
+            ProcessGroupError: when one of `more` is set.
+        """
+        if is_set := [f"{name}={value!r}" for name, value in more.items() if value]:
+            raise ProcessGroupError(
+                f"torch {torch.__version__} asks for a gloo group with {', '.join(is_set)}, with which "
+                "rankwise cannot authenticate the ranks.",
+                "create the group without that option.",
+            )
         options = _Gloo._Options()
         options._timeout = timeout
         exchange = None

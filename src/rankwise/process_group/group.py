@@ -228,6 +228,18 @@ def join_process_group(
     return identities
 
 
+def _import_functional() -> None:
+    """Import `torch.distributed.nn.functional`; leave no temporary folder when this process is killed.
+
+    Up to torch 2.8 the first import makes a folder for the modules that RPC generates from TorchScript.
+    """
+    is_first = "torch.distributed.nn.functional" not in sys.modules
+
+    instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")
+    if is_first and (folder := getattr(instantiator, "_TEMP_DIR", None)) is not None:
+        folder.cleanup()
+
+
 @contextmanager
 def _torch_state_kept() -> Iterator[None]:
     """Undo what `init_process_group` leaves changed.
@@ -239,8 +251,7 @@ def _torch_state_kept() -> Iterator[None]:
     later, by the first `DistributedDataParallel`, it would keep this group and its threads until the
     interpreter ends, and a thread that then releases a tensor aborts the process.
     """
-    import torch.distributed.nn.functional  # noqa: F401 -- see above
-
+    _import_functional()
     hook = sys.excepthook
     world = dist.distributed_c10d._world
     count = world.group_count

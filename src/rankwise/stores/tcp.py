@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, final
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -16,6 +17,7 @@ from rankwise.stores.private import PrivateStore
 
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
+_LIBUV_TAKES_SOCKETS = "2.8"  # the first torch whose default server takes a socket that listens already
 
 # Clients by the address that an outer launcher gave, and the stores hosted there. A later job of this process
 # uses the same address, so they stay open as long as the process lives.
@@ -64,8 +66,12 @@ def host_store(
             "set MASTER_ADDR to an address of global_rank 0's node, and MASTER_PORT to a free port there.",
         ) from None
     host, port = listener.getsockname()[:2]
+    use_libuv = torch.__version__ >= _LIBUV_TAKES_SOCKETS
     store = dist.TCPStore(
-        host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        *(host, port, None, True, timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=use_libuv,
     )
     return store, (host, port)
 
