@@ -18,6 +18,26 @@ from tests.helpers.scripts import ScriptRunner
 
 _numbers = itertools.count()
 
+HERE = Path(__file__).parent
+TORCH_VERSIONS = (
+    *("unit/gradient_sync", "unit/precision", "unit/process_group", "unit/stores", "unit/processes"),
+    *("process/test_agents_store.py", "process/test_collective_check.py", "process/test_collectives.py"),
+    *("process/test_compiled.py", "process/test_elastic.py", "process/test_evaluation.py"),
+    *("process/test_gradient_sync.py", "process/test_group_end.py", "process/test_impostors.py"),
+    *("process/test_launch.py", "process/test_precision.py", "process/test_rendezvous.py"),
+    *("process/test_resuming.py", "process/test_sparse_gradients.py", "process/test_stopping.py"),
+    *("process/test_training_state.py", "process/test_uneven_inputs.py"),
+)
+"""What touches private members of torch, and real processes: `.ci/torch` runs these on other versions."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that other versions of torch have to pass, too."""
+    places = [HERE / place for place in TORCH_VERSIONS]
+    for item in items:
+        if any(place in (item.path, *item.path.parents) for place in places):
+            item.add_marker(pytest.mark.torch_versions)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _interruptible() -> None:

@@ -23,6 +23,7 @@ from rankwise.launchers.context import Entry, Launcher, WorkerContext
 from rankwise.launchers.multiprocess import create_job, refuse_where_impossible, value_of
 from rankwise.launchers.preconditions import shortages_named
 from rankwise.launchers.worker_main import JobSpec, bind_to_main_process, run_worker
+from rankwise.process_group.torch_internals import ELASTIC, check_torch
 from rankwise.processes.command_line import count_launch
 from rankwise.processes.exit_codes import write_stderr
 from rankwise.processes.parent_death import ParentDeathPipe, end_with_writer
@@ -80,6 +81,7 @@ class ElasticLauncher(Launcher):
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, watch, restart, collect the values; see `Launcher.launch`."""
         count_launch()
+        check_torch(ELASTIC)
         refuse_where_impossible(self.start_method)
         started_s = time.monotonic()
         with ExitStack() as cleanup:

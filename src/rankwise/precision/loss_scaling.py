@@ -12,6 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.precision.base import DtypePrecision, gradient_values
+from rankwise.process_group.torch_internals import LOSS_SCALING, check_torch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -44,6 +45,8 @@ class ScaledPrecision(DtypePrecision):
         if scaler and not self.scales_loss:
             target = f"precision {name!r}, which scales nothing,"
             raise UnknownArgumentError(target=target, name=next(iter(scaler)), known=())
+        if self.scales_loss:
+            check_torch(LOSS_SCALING)
         self._options = _checked({**self.scaler_defaults, **scaler})
         self._scaler: torch.amp.GradScaler | None = None
         self._state: dict[str, Any] = {}

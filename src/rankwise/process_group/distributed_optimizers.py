@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from rankwise.nested import map_tensors
 from rankwise.process_group.objects import broadcast
+from rankwise.process_group.torch_internals import SHARDED, check_torch
 
 _SHARDED = "ZeroRedundancyOptimizer"
 
@@ -31,6 +32,7 @@ def consolidate(optimizer: Any) -> None:
 
     Mutates: a function of torch's module, meanwhile.
     """
+    check_torch(SHARDED)
     name = next(kind.__module__ for kind in type(optimizer).__mro__ if kind.__name__ == _SHARDED)
     module: Any = sys.modules[name]
     plain, module._broadcast_object = module._broadcast_object, _broadcast_on_cpu

@@ -231,9 +231,11 @@ def join_process_group(
 def _import_functional() -> None:
     """Import `torch.distributed.nn.functional`; leave no temporary folder when this process is killed.
 
-    Up to torch 2.8 the first import makes a folder for the modules that RPC generates from TorchScript.
+    The first `DistributedDataParallel` would import it; see `_torch_state_kept`. Up to torch 2.8 the first
+    import makes a folder for the modules that RPC generates from TorchScript.
     """
     is_first = "torch.distributed.nn.functional" not in sys.modules
+    import torch.distributed.nn.functional  # noqa: F401 -- the effect is wanted
 
     instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")
     if is_first and (folder := getattr(instantiator, "_TEMP_DIR", None)) is not None:

@@ -35,6 +35,7 @@ from rankwise.errors import (
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script_place import script_place
+from rankwise.process_group.torch_internals import JOB, check_torch
 from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies.config import ProcessConfig, check_devices, check_num_nodes, device_type
@@ -96,6 +97,8 @@ def find_placement(
         if "slurm" in detection.rejected:
             warn_of_unused_tasks(os.environ, ranks.world_size)
     environment.validate_settings(ranks.local_world_size, ranks.num_nodes)
+    if ranks.world_size > 1:
+        check_torch(JOB)
     return Placement(ranks, tuple(found), environment)
 
 

@@ -1,0 +1,131 @@
+"""What rankwise uses of torch's private members, and what happens where a version of torch lacks one."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import rankwise
+from rankwise.errors import ConfigurationError
+from rankwise.process_group import torch_internals
+from rankwise.process_group.group import _import_functional
+from rankwise.process_group.torch_internals import INTERNALS, JOB, Internal, check_torch, missing
+from rankwise.strategies import DDPElasticStrategy, DDPForkStrategy
+
+SOURCES = sorted(Path(rankwise.__file__).parent.rglob("*.py"))
+LISTED = {name for internal in INTERNALS for name in internal.names.split()}
+OF_OTHERS = {
+    "os, sys and typing": "_exit _getframe _current_frames _fields _asdict _replace",
+    "threading": "_DummyThread",
+    "multiprocessing": "_inheriting _exit_function _forkserver _forkserver_pid",
+    "concurrent.futures": "_python_exit _threads_queues _threads_wakeups",
+    "torchmetrics": "_defaults _computed _forward_cache _reductions _update_count _num_vals_seen",
+    "Lightning": "_accelerator_connector _signal_connector _trainer _log_hyperparams _hparams_name",
+    "rankwise, set by name": "_class_in_lightning _norm_total",
+}
+"""Private members of others than torch."""
+
+
+@pytest.fixture(autouse=True)
+def not_checked_yet() -> Iterator[None]:
+    """Check anew in each test, and after it."""
+    check_torch.cache_clear()
+    yield
+    check_torch.cache_clear()
+
+
+def private_names() -> dict[str, str]:
+    """Return the private attributes that the sources use, which no class or module of theirs defines."""
+    own, used = set[str](), dict[str, str]()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            own |= names_defined(node)
+            for name in names_used(node):
+                used.setdefault(name, f"{path.name}:{getattr(node, 'lineno', 0)}")
+    is_private = (name for name in used if name.startswith("_") and not name.endswith("__") and name != "_")
+    return {name: used[name] for name in is_private if name not in own}
+
+
+def names_defined(node: ast.AST) -> set[str]:
+    """Return what a node defines: functions, classes, variables, fields, and attributes of `self`."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return {node.id}
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return {node.attr} if getattr(node.value, "id", None) in ("self", "cls") else set()
+    return set()
+
+
+def names_used(node: ast.AST) -> list[str]:
+    """Return the attributes that a node reads, and the names that it imports from torch."""
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+        return [alias.name for alias in node.names]
+    return []
+
+
+def test_every_use_is_listed() -> None:
+    """A private member of torch is in the table, or it belongs to another library."""
+    others = {name for names in OF_OTHERS.values() for name in names.split()}
+    unknown = {name: place for name, place in private_names().items() if name not in LISTED | others}
+    modules = {"_C", "_dynamo", "_utils", "_distributed_c10d"}
+    assert {name: place for name, place in unknown.items() if name not in modules} == {}
+
+
+def test_every_entry_is_used() -> None:
+    """The table has no name that the sources do not have."""
+    text = "".join(path.read_text() for path in SOURCES if path.name != "torch_internals.py")
+    assert [name for name in LISTED if name not in text] == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim uses torch.jit
+@pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: internal.owner)
+def test_this_torch_has_them(internal: Internal) -> None:
+    """But for what newer versions have added, for which the table names the way out."""
+    _import_functional()  # without the temporary folder of older versions
+    added = {"_dump_fr_trace"} if torch.__version__ < "2.8" else set()
+    assert {name.rpartition(".")[2] for name in missing(internal)} <= added
+
+
+def test_a_missing_one_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names it, and the versions that have it."""
+    monkeypatch.delattr(DistributedDataParallel, "_check_reducer_finalized")
+    for name in [name for name in vars(DistributedDataParallel) if name != "__init__"]:
+        method = inspect.getattr_static(DistributedDataParallel, name)
+        if "_check_reducer_finalized" in getattr(getattr(method, "__code__", None), "co_names", ()):
+            monkeypatch.delattr(DistributedDataParallel, name)
+    with pytest.raises(
+        ConfigurationError, match=r"lacks .*DistributedDataParallel\._check_reducer_finalized"
+    ):
+        DDPForkStrategy(accelerator="cpu", devices=2).bind()
+
+
+def test_what_a_feature_needs_does_not_keep_others_from_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the elastic launcher needs what it takes of torch's rendezvous."""
+    lost = INTERNALS[-1]._replace(names="_no_such_name")
+    monkeypatch.setattr(torch_internals, "INTERNALS", (*INTERNALS, lost))
+    assert DDPForkStrategy(accelerator="cpu", devices=2).launch(rank_of) == 0
+    with pytest.raises(ConfigurationError, match=r"for ddp_elastic: .*dynamic_rendezvous\._no_such_name"):
+        DDPElasticStrategy(accelerator="cpu", devices=2).launch(rank_of)
+
+
+def rank_of(strategy: Any) -> int:
+    rank: int = strategy.global_rank
+    return rank
+
+
+def test_a_newer_torch_works_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and it names the versions."""
+    monkeypatch.setattr(torch_internals, "NEWEST", "2.5")
+    with pytest.warns(UserWarning, match=r"is newer than the versions .*2\.6 to 2\.5"):
+        check_torch(JOB)
+    check_torch(JOB)
