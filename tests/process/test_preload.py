@@ -17,7 +17,7 @@ READ = """
 
 
 def test_who_only_reads_it_is_left_alone(run_script: ScriptRunner) -> None:
-    """Importing the preload module in another process does not change its exit code, whatever its arguments."""
+    """Importing the preload module does not change the exit code of a process, whatever its arguments."""
     result = run_script(READ, "--start", "multiprocessing.forkserver")
     assert (result.stdout, result.returncode) == ("0\n", 3), result
 

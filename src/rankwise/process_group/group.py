@@ -32,6 +32,7 @@ from rankwise.process_group.authentication import (
     key_of,
     refuse_unknown_torch,
 )
+from rankwise.processes.fork_safety import import_functional
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_of, run_rendezvous
 from rankwise.stores.restart import find_restart
@@ -228,20 +229,6 @@ def join_process_group(
     return identities
 
 
-def _import_functional() -> None:
-    """Import `torch.distributed.nn.functional`; leave no temporary folder when this process is killed.
-
-    The first `DistributedDataParallel` would import it; see `_torch_state_kept`. Up to torch 2.8 the first
-    import makes a folder for the modules that RPC generates from TorchScript.
-    """
-    is_first = "torch.distributed.nn.functional" not in sys.modules
-    import torch.distributed.nn.functional  # noqa: F401 -- the effect is wanted
-
-    instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")
-    if is_first and (folder := getattr(instantiator, "_TEMP_DIR", None)) is not None:
-        folder.cleanup()
-
-
 @contextmanager
 def _torch_state_kept() -> Iterator[None]:
     """Undo what `init_process_group` leaves changed.
@@ -253,7 +240,7 @@ def _torch_state_kept() -> Iterator[None]:
     later, by the first `DistributedDataParallel`, it would keep this group and its threads until the
     interpreter ends, and a thread that then releases a tensor aborts the process.
     """
-    _import_functional()
+    import_functional()
     hook = sys.excepthook
     world = dist.distributed_c10d._world
     count = world.group_count

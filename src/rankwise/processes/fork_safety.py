@@ -87,11 +87,30 @@ def _pause(library: str) -> bool:
 SET_BY_DYNAMO = "TORCHINDUCTOR_CACHE_DIR"
 
 
+def import_functional() -> None:
+    """Import `torch.distributed.nn.functional`, as `torch._dynamo` or the first wrapper would.
+
+    Up to torch 2.8 the first import makes a temporary folder for modules that RPC generates. It is removed
+    at once: a process that is killed would leave it.
+    """
+    from torch import distributed
+
+    if not distributed.is_available():
+        return
+    is_first = "torch.distributed.nn.functional" not in sys.modules
+    import torch.distributed.nn.functional  # noqa: F401 -- the effect is wanted
+
+    instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")
+    if is_first and (folder := getattr(instantiator, "_TEMP_DIR", None)) is not None:
+        folder.cleanup()
+
+
 def import_dynamo() -> None:
     """Import what the first optimizer or `DistributedDataParallel` would import: 0.8 s.
 
     Garbage collections would take 0.3 s more. A fork inherits it.
     """
+    import_functional()
     is_set = SET_BY_DYNAMO in os.environ
     import_without_collections("torch._dynamo")
     if not is_set:

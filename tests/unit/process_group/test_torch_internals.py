@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import rankwise
 from rankwise.errors import ConfigurationError
 from rankwise.process_group import torch_internals
-from rankwise.process_group.group import _import_functional
 from rankwise.process_group.torch_internals import INTERNALS, JOB, Internal, check_torch, missing
+from rankwise.processes.fork_safety import import_functional
 from rankwise.strategies import DDPElasticStrategy, DDPForkStrategy
 
 SOURCES = sorted(Path(rankwise.__file__).parent.rglob("*.py"))
@@ -91,7 +91,7 @@ def test_every_entry_is_used() -> None:
 @pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: internal.owner)
 def test_this_torch_has_them(internal: Internal) -> None:
     """But for what newer versions have added, for which the table names the way out."""
-    _import_functional()  # without the temporary folder of older versions
+    import_functional()  # without the temporary folder of older versions
     added = {"_dump_fr_trace"} if torch.__version__ < "2.8" else set()
     assert {name.rpartition(".")[2] for name in missing(internal)} <= added
 
