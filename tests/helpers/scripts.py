@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -273,6 +274,11 @@ class ScriptRunner:
             running.kill()
 
 
+# What torch 2.8 prints for each group; lines of two ranks may mix.
+_OF_GLOO = re.compile(r"^\[Gloo\] Rank.*\n|^.*connected peer ranks is : \d*\n", re.MULTILINE)
+
+
 def _read(file: IO[bytes]) -> str:
     # pread leaves the offset alone, which the program shares and writes at.
-    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+    text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+    return _OF_GLOO.sub("", text)

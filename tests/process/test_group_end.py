@@ -84,7 +84,7 @@ print(during > 0, threads_of_gloo())
 """
 
 
-@pytest.mark.skipif(torch.__version__ < "2.8", reason="the threads of gloo have no names before torch 2.8")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="gloo's threads have no names in older versions")
 def test_the_threads_end_with_the_job(run_script: ScriptRunner) -> None:
     """A thread that is there when the interpreter ends may abort the process."""
     result = run_script(WRAPPED)
