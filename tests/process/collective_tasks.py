@@ -31,6 +31,7 @@ from rankwise.process_group import (
     sync_ddp,
     sync_ddp_if_available,
 )
+from rankwise.process_group.group import destroy_groups
 
 WORLD = 3
 CPU = torch.device("cpu")
@@ -398,7 +399,7 @@ def own_group(strategy: DDPStrategy) -> list[Any]:
             init_process_group(LocalEnvironment(), "gloo", **arguments)
         except (ValueError, RuntimeError) as error:
             found.append(str(error))
-    dist.destroy_process_group()
+    destroy_groups()
     return found
 
 

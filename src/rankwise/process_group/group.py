@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from rankwise.environments import ClusterEnvironment
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_RELEASE_S = 0.02
 _SHORTEST_NAME = 2  # torch ignores a shorter value
 # Arguments of torch's function that rankwise's own replace.
 _NOT_OPTIONS = ("init_method", "world_size", "rank", "store", "device_id")
@@ -366,7 +368,12 @@ def destroy_groups() -> None:
     A gloo group joins its threads when its last reference is dropped. One of these threads runs the callbacks
     of futures, such as communication hooks, and drops them after the waiting thread has continued. If such a
     callback holds the last reference to the group, the thread joins itself, which aborts the process.
+
+    Before torch 2.8 the caller holds Python's global lock while it joins the threads. One of them may wait for
+    that lock to release its last tensor: the threads get a moment for it.
     """
+    if torch.__version__ < "2.8":
+        time.sleep(_RELEASE_S)
     for group in list(dist.distributed_c10d._world.pg_map):
         # The back ends own the threads: while they are referenced, any thread may drop the group.
         backends = [group._get_backend(device_type) for device_type in group._device_types]
