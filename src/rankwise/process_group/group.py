@@ -369,7 +369,7 @@ def destroy_groups() -> None:
     of futures, such as communication hooks, and drops them after the waiting thread has continued. If such a
     callback holds the last reference to the group, the thread joins itself, which aborts the process.
 
-    Before torch 2.8 the caller holds Python's global lock while it joins the threads. One of them may wait for
+    Before torch 2.8 the caller holds Python's global lock while it joins the threads. One may wait for
     that lock to release its last tensor: the threads get a moment for it.
     """
     if torch.__version__ < "2.8":
