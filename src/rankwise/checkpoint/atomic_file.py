@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -16,6 +17,9 @@ from rankwise.errors import CheckpointError
 from rankwise.paths import expanded_path
 
 _OPEN_FILES = "/proc/self/fd"
+_MAX_LINKS = 40  # as Linux has it
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ROOT = 0
 _SUFFIX_BYTES = 4
 _TEMPORARY_NAMES = f".rankwise-{'[0-9a-f]' * 2 * _SUFFIX_BYTES}.tmp"
 
@@ -25,14 +29,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces `path` if the block succeeds, and is deleted otherwise.
 
     Several processes may write to one path or folder at once: the last one replaces the others' file. The new
-    file has the permissions of the one that it replaces.
+    file has the permissions of the one that it replaces, if that has the same owner.
 
     Raises:
-        CheckpointError: when something else than a file is at `path`.
+        CheckpointError: when something else than a file is at `path`, or the link of another user is in it.
     """
-    target = expanded_path(path).resolve()  # keeps a symbolic link, and uses the file system of its target
-    check_regular_file(target, "pass a path where there is no file yet, or a file.")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = _target_of(path)
     _remove_abandoned(target.parent)
     file, temporary = _open_temporary(target.parent)
     with file:
@@ -57,11 +59,9 @@ def link_file(existing: Path, path: str | os.PathLike[str]) -> None:
     """Replace `path` by a hard link to a file, or by a copy where that is not possible.
 
     Raises:
-        CheckpointError: when something else than a file is at `path`.
+        CheckpointError: when something else than a file is at `path`, or the link of another user is in it.
     """
-    target = expanded_path(path).resolve()
-    check_regular_file(target, "pass a path where there is no file yet, or a file.")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = _target_of(path)
     temporary = _temporary_name(target.parent)
     with existing.open("rb") as source:
         _lock(source, fcntl.LOCK_SH)  # both names: no other process takes the new one for abandoned
@@ -78,6 +78,39 @@ def link_file(existing: Path, path: str | os.PathLike[str]) -> None:
     _flush_folder(target.parent)
 
 
+def _target_of(path: str | os.PathLike[str]) -> Path:
+    """Return the path behind symbolic links, which stay; make its folder."""
+    given = expanded_path(path).absolute()
+    _check_links(given, set())
+    target = given.resolve()
+    check_regular_file(target, "pass a path where there is no file yet, or a file.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def _check_links(path: Path, checked: set[Path]) -> None:
+    """Raise if a symbolic link on the way to `path` may come from somebody who cannot write to its target.
+
+    The kernel has this rule for sticky folders (`fs.protected_symlinks`), but not for who resolves a link.
+    """
+    for place in (path, *path.parents):
+        if place in checked or not place.is_symlink():
+            continue
+        checked.add(place)
+        if len(checked) > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(place))
+        folder, owner = place.parent.stat(), place.lstat().st_uid
+        if folder.st_mode & _OTHERS_WRITE and owner not in (folder.st_uid, os.geteuid(), _ROOT):
+            raise CheckpointError(
+                path=os.fspath(path),
+                problem=f"{place} is a symbolic link of another user (uid {owner}), in a folder where others "
+                f"may write: it may name any file of yours",
+                remedy=f"pass the path to which it points, {place.readlink()}, if you trust that; or use a "
+                "folder where only you may write.",
+            )
+        _check_links(place.parent / place.readlink(), checked)
+
+
 def check_regular_file(path: Path, remedy: str) -> None:
     """Raise where a folder, a device, a pipe or a socket is at `path`."""
     try:
@@ -90,9 +123,11 @@ def check_regular_file(path: Path, remedy: str) -> None:
 
 
 def _copy_permissions(source: Path, file: IO[bytes]) -> None:
-    """Let no others read the new file than could read the file that it replaces, if there is one."""
+    """Let no others read the new file than could read the file that it replaces, if it has the same owner."""
     with suppress(FileNotFoundError):
-        os.fchmod(file.fileno(), stat.S_IMODE(source.stat().st_mode))
+        replaced = source.lstat()
+        if replaced.st_uid == os.fstat(file.fileno()).st_uid:
+            os.fchmod(file.fileno(), stat.S_IMODE(replaced.st_mode))
 
 
 def _open_temporary(folder: Path) -> tuple[IO[bytes], Path | None]:

@@ -173,6 +173,63 @@ def test_a_link_beside_another_save(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert path.with_name("last.ckpt").samefile(path)
 
 
+def someone_elses(path: Path, user: int = 65534) -> Path:
+    """Give a file, or a link itself, to another user."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to give files to another user")
+    os.chown(path, user, user, follow_symlinks=False)
+    return path
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o775])
+@pytest.mark.parametrize("place", ["file", "folder", "second", "chain"])
+def test_a_link_of_another_user(path: Path, mode: int, place: str) -> None:
+    """Where others may write, nothing is written through links that somebody else has placed there."""
+    shared, own = path.parent / "shared", path.parent / "own"
+    shared.mkdir()
+    own.mkdir()
+    shared.chmod(mode)
+    target, below = {"folder": (path.parent, path.name), "second": (own, "new")}.get(place, (path, ""))
+    link = shared / "link"
+    link.symlink_to(target)
+    given = someone_elses(link) / below
+    if place == "chain":  # by an own link
+        given = own / "link"
+        given.symlink_to(link)
+    io = TorchCheckpointIO()
+    for write in (io.save_checkpoint, lambda value, to: io.link_checkpoint(path, to)):
+        with pytest.raises(CheckpointError, match="is a symbolic link of another user") as caught:
+            write({"epoch": 4}, given)
+        assert str(link) in str(caught.value)
+    assert link.is_symlink()
+    assert io.load_checkpoint(path)["epoch"] == 3
+    assert list(own.iterdir()) == [own / "link"] * (place == "chain")
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o755])
+def test_a_link_that_nobody_else_could_place(path: Path, mode: int) -> None:
+    """Own links work in shared folders, and a folder's owner decides about links in it."""
+    folder, user = path.parent / "other", 65534
+    folder.mkdir()
+    folder.chmod(mode)
+    link = folder / "link"
+    link.symlink_to(path)
+    for owner in (0, user):
+        someone_elses(link, owner)
+        someone_elses(folder, owner)
+        TorchCheckpointIO().save_checkpoint({"epoch": owner}, link)
+        assert TorchCheckpointIO().load_checkpoint(path)["epoch"] == owner
+
+
+def test_permissions_of_another_users_file(path: Path) -> None:
+    """The permissions of a file that somebody else has put there are not those of the checkpoint."""
+    usual = path.stat().st_mode
+    path.chmod(0o666)
+    someone_elses(path)
+    TorchCheckpointIO().save_checkpoint({"epoch": 4}, path)
+    assert (path.stat().st_mode, path.stat().st_uid) == (usual, os.getuid())
+
+
 def test_permissions_follow_the_umask(path: Path) -> None:
     """The file has the permissions of other new files."""
     other = path.with_name("other")
