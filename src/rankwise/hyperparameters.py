@@ -7,7 +7,7 @@ import inspect
 import os
 from argparse import Namespace
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, final
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
+from rankwise.nested import once_each, walked
 
 __all__ = [
     "DATA_MODULE_KEYS",
@@ -225,9 +226,10 @@ def left_out_of_checkpoints(owner: HyperparametersMixin) -> dict[str, Any]:
 
 def _is_storable(value: Any) -> bool:
     """Return whether a value, or a plain form of it, loads with `weights_only=True`."""
-    parts = _parts(value)
-    if parts is not None:
-        return all(map(_is_storable, parts))
+    return all(_parts(item) is not None or _is_plain(item) for item in walked(value, _parts))
+
+
+def _is_plain(value: Any) -> bool:
     is_numpy_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return (
         type(value) in (*_SCALARS, Tensor, torch.nn.Parameter)
@@ -249,11 +251,16 @@ def _parts(value: Any) -> list[Any] | None:
 
 def _stored(value: Any) -> Any:
     """Return a value with its namespaces as dictionaries, and its containers as Python's own."""
+    stored = once_each(lambda item: _converted(item, stored))
+    return stored(value)
+
+
+def _converted(value: Any, stored: Callable[[Any], Any]) -> Any:
     if isinstance(value, Namespace):
         value = vars(value)
     if isinstance(value, Mapping):
         kind: Any = type(value) if type(value) in (OrderedDict, Counter) else dict
-        return kind({key: _stored(item) for key, item in value.items()})
+        return kind({key: stored(item) for key, item in value.items()})
     if type(value) is tuple:
-        return tuple(map(_stored, value))
-    return list(map(_stored, value)) if isinstance(value, MutableSequence) else value
+        return tuple(map(stored, value))
+    return list(map(stored, value)) if isinstance(value, MutableSequence) else value

@@ -1,4 +1,4 @@
-"""`map_nested`: apply a function to the tensors or other values in containers and dataclasses."""
+"""Functions of nested containers: `map_nested` applies a function to the tensors or other values in them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import array
 import copy
 import dataclasses
 from collections import UserString, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from operator import methodcaller
 from typing import Any, TypeVar
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["map_nested", "map_tensors", "to_device"]
+__all__ = ["map_nested", "map_tensors", "once_each", "to_device", "walked"]
 
 T = TypeVar("T")
 _NOT_CONTAINERS = (str, bytes, bytearray, memoryview, range, array.array, UserString, torch.Size)
+_SCALARS = (int, float, complex, str, bytes, type(None))
 Kinds = type | tuple[type, ...]
 
 
@@ -36,23 +37,80 @@ def to_device(value: T, device: torch.device | str, *, non_blocking: bool = Fals
 
 
 def map_nested(
-    value: Any, kinds: Kinds, function: Callable[[Any], Any], other: Callable[[Any], Any] | None = None
+    value: Any,
+    kinds: Kinds,
+    function: Callable[[Any], Any],
+    other: Callable[[Any], Any] | None = None,
+    *,
+    each_place: bool = False,
 ) -> Any:
     """Return `value` with `function` applied to each value of `kinds` in it.
 
     Containers and dataclasses, nested in any way, are copied and keep their types: mappings, sequences, named
     tuples, frozen dataclasses. The cached properties of dataclasses are computed anew. To all other values
     `other` is applied; without it they are the same objects.
+
+    A container at several places is copied once, for all of them; with `each_place` for each.
     """
-    if isinstance(value, kinds):
+    if isinstance(value, kinds):  # as most batches are: a tensor, or a list of some
         return function(value)
     kind: Any = type(value)
-    if kind is tuple or kind is list:  # before the slower checks, as most batches are one
-        return kind([map_nested(item, kinds, function, other) for item in value])
+    if (kind is tuple or kind is list) and all(isinstance(item, kinds) for item in value):
+        return kind([function(item) for item in value])
+    leaf = (lambda item: item) if other is None else other
+
+    def mapped(item: Any) -> Any:
+        return function(item) if isinstance(item, kinds) else copied(item)
+
+    def copied_anew(item: Any) -> Any:
+        return _copied(item, mapped, leaf)
+
+    copied = copied_anew if each_place else once_each(copied_anew)
+    return mapped(value)
+
+
+def once_each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `function` with a memory: it is called once for each object, but for each number or text.
+
+    A recursive function then ends also where lists hold one another at a billion places.
+    """
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def remembered(value: Any) -> Any:
+        if isinstance(value, _SCALARS):
+            return function(value)
+        found = known.get(id(value))
+        if found is None:
+            found = known[id(value)] = value, function(value)  # with the value, whose id stays its own
+        return found[1]
+
+    return remembered
+
+
+def walked(value: Any, parts_of: Callable[[Any], Iterable[Any] | None]) -> Iterator[Any]:
+    """Yield a value and all that is in it, the parts of each container once; one may contain itself.
+
+    `parts_of` returns the parts of a container, and None for other values.
+    """
+    known: dict[int, Any] = {}
+    left = [value]
+    while left:
+        item = left.pop()
+        yield item
+        if id(item) not in known and (parts := parts_of(item)) is not None:
+            known[id(item)] = item
+            left.extend(parts)
+
+
+def _copied(value: Any, mapped: Callable[[Any], Any], leaf: Callable[[Any], Any]) -> Any:
+    """Return a container with `mapped` items, or what `leaf` makes of another value."""
+    kind: Any = type(value)
+    if kind is tuple or kind is list:  # before the slower checks
+        return kind([mapped(item) for item in value])
     if dataclasses.is_dataclass(kind):
-        return _map_fields(value, lambda field: map_nested(field, kinds, function, other))
+        return _map_fields(value, mapped)
     if isinstance(value, Mapping):
-        items = {key: map_nested(item, kinds, function, other) for key, item in value.items()}
+        items = {key: mapped(item) for key, item in value.items()}
         if not isinstance(value, MutableMapping):
             return kind(items)
         changed = copy.copy(value)  # with its attributes, as state dicts have them
@@ -60,12 +118,17 @@ def map_nested(
             changed[key] = item
         return changed
     if isinstance(value, Sequence) and not isinstance(value, _NOT_CONTAINERS):
-        mapped = [map_nested(item, kinds, function, other) for item in value]
-        if isinstance(value, deque):
-            return kind(mapped, value.maxlen)
-        is_named_tuple = isinstance(value, tuple) and getattr(kind, "_fields", None)
-        return kind(*mapped) if is_named_tuple else kind(mapped)
-    return value if other is None else other(value)
+        return _map_items(value, mapped)
+    return leaf(value)
+
+
+def _map_items(value: Any, function: Callable[[Any], Any]) -> Any:
+    kind = type(value)
+    items = list(map(function, value))
+    if isinstance(value, deque):
+        return kind(items, value.maxlen)
+    is_named_tuple = isinstance(value, tuple) and getattr(kind, "_fields", None)
+    return kind(*items) if is_named_tuple else kind(items)
 
 
 def _map_fields(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -180,3 +180,12 @@ def test_what_checkpoints_hold() -> None:
     assert type(checkpointed_parts(saved)["hyper_parameters"]["lr"]["a"]["b"]) is dict
     assert not left_out_of_checkpoints(Saves(0.1, max, ("width",)))
     assert checkpointed_parts(Saves(max, max)) == {}
+
+
+def test_containers_at_many_places() -> None:
+    """Containers that hold one another at 2^60 places are stored as such."""
+    lists: Any = [1]
+    for _ in range(60):
+        lists = [lists, Namespace(x=lists)]
+    stored = checkpointed_parts(Saves(lists, 3))["hyper_parameters"]["lr"]
+    assert stored[0] is stored[1]["x"]

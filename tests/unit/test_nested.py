@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
-from rankwise.nested import map_nested, map_tensors
+from rankwise.nested import map_nested, map_tensors, walked
 from rankwise.strategies import DDPStrategy
 from tests.unit.trainer.helpers import Line, samples, trainer
 
@@ -120,6 +120,38 @@ def test_values_of_other_kinds() -> None:
     """Any kind of values can be mapped, and all others by another function."""
     mapped = map_nested([3, {"x": (True, 2.0)}, "text"], (int, bool), lambda number: number + 1, str)
     assert mapped == [4, {"x": (2, "2.0")}, "text"]
+
+
+def doubled_often(value: Any, depth: int = 60) -> Any:
+    """Return containers each of which holds the previous one twice."""
+    for number in range(depth):
+        value = [value, value] if number % 2 else {"x": value, "y": (value,)}
+    return value
+
+
+def test_containers_at_many_places() -> None:
+    """A container at several places is copied once, whatever the number of its places."""
+    result = doubled(doubled_often([ONE]))
+    assert result[0] is result[1]
+    leaf = result
+    while isinstance(leaf, (list, dict)):
+        leaf = leaf[0] if isinstance(leaf, list) else leaf["x"]
+    assert leaf == 2
+
+
+def test_each_place() -> None:
+    """Where a function is called matters to collectives: ranks may differ in what they hold twice."""
+    calls: list[int] = []
+    twice = [3]
+    assert map_nested([twice, twice], int, calls.append, each_place=True) == [[None], [None]]
+    assert calls == [3, 3]
+
+
+def test_what_contains_itself() -> None:
+    """Walking ends where a container is in itself."""
+    value: list[Any] = [1]
+    value.append(value)
+    assert list(walked(value, lambda item: item if type(item) is list else None)) == [value, value, 1]
 
 
 def test_cached_properties_are_computed_anew() -> None:

@@ -22,11 +22,13 @@ from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpo
 from rankwise.checkpoint.atomic_file import check_regular_file, link_file, replacing
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error, reason_for
 from rankwise.errors import CheckpointError
-from rankwise.nested import map_tensors
+from rankwise.nested import walked
 from rankwise.paths import expanded_path
 
 _MAX_NAMED = 5
+_MAX_PLACES = 1 << 24  # beside those of values that occur once
 _MAX_REPEATED = 1 << 30  # bytes, as of a mask that is expanded over a batch
+_SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 # Loaded in addition to what torch loads. They only hold values, and are among Lightning's hyperparameters.
 _SAFE: list[Any] = [
     Namespace,
@@ -69,7 +71,7 @@ class TorchCheckpointIO(CheckpointIO):
             registered = torch.serialization.get_safe_globals()  # the context would remove these
             with torch.serialization.safe_globals([each for each in _SAFE if each not in registered]):
                 checkpoint = torch.load(file, map_location=map_location, weights_only=True)
-            _check_views(checkpoint, path)
+            _check_size(checkpoint, path, "holds")
         except CheckpointError:
             raise
         except pickle.UnpicklingError as error:
@@ -102,6 +104,7 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[str]) -> None:
+    _check_size(checkpoint, path, "cannot be written, as it holds")
     torch.save(checkpoint, file)
     check_loadable(checkpoint, file, os.fspath(path))
 
@@ -115,7 +118,7 @@ def check_loadable(checkpoint: dict[str, Any], file: IO[bytes], path: str) -> No
     refused = set(get_unsafe_globals_in_checkpoint(file))
     if not refused:
         return
-    places = ", ".join(itertools.islice(_places(checkpoint, "checkpoint", refused), _MAX_NAMED))
+    places = ", ".join(itertools.islice(_places(checkpoint, "checkpoint", refused, {}), _MAX_NAMED))
     names = ", ".join(sorted(refused)[:_MAX_NAMED])
     raise CheckpointError(
         path=path,
@@ -126,15 +129,19 @@ def check_loadable(checkpoint: dict[str, Any], file: IO[bytes], path: str) -> No
     )
 
 
-def _places(value: Any, path: str, refused: set[str]) -> Iterator[str]:
+def _places(value: Any, path: str, refused: set[str], known: dict[int, Any]) -> Iterator[str]:
     """Yield the paths of `refused` classes in nested values, such as `checkpoint['epochs'][0] (range)`."""
+    if id(value) in known:
+        return
+    if type(value) in (dict, OrderedDict, list, tuple):
+        known[id(value)] = value
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
-            yield from _places(key, f"the key {key!r} of {path}", refused)
-            yield from _places(item, f"{path}[{key!r}]", refused)
+            yield from _places(key, f"the key {key!r} of {path}", refused, known)
+            yield from _places(item, f"{path}[{key!r}]", refused, known)
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            yield from _places(item, f"{path}[{index}]", refused)
+            yield from _places(item, f"{path}[{index}]", refused, known)
     elif not refused.isdisjoint(_names_in(value)):
         kind = value if isinstance(value, type) else type(value)
         module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
@@ -165,19 +172,45 @@ def _load_error(
     return CheckpointError(path=os.fspath(path), problem=problem, remedy=remedy)
 
 
-def _check_views(checkpoint: Any, path: str | os.PathLike[str]) -> None:
-    """Raise if tensors repeat little data to a size that a copy of them would need."""
-    repeated = 0
-
-    def measure(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal repeated
-        if tensor.layout is torch.strided and not tensor.is_meta:
-            repeated += max(0, tensor.nbytes - tensor.untyped_storage().nbytes())
-        return tensor
-
-    map_tensors(checkpoint, measure)
+def _check_size(checkpoint: Any, path: str | os.PathLike[str], verb: str) -> None:
+    """Raise if values or data of tensors repeat so often that to compare, print or copy them would hang."""
+    places, repeated = _size(checkpoint, {})
+    if places > _MAX_PLACES and places > _MAX_PLACES + sum(1 for _ in walked(checkpoint, _parts)):
+        raise _load_error(path, f"{verb} values at {places} places, as containers occur in it repeatedly")
     if repeated > _MAX_REPEATED:
-        raise _load_error(path, f"holds tensors that repeat their data to {repeated} bytes more than it has")
+        raise _load_error(path, f"{verb} tensors that repeat their data to {repeated} bytes more than it has")
+
+
+def _size(value: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return at how many places there are values, and how many bytes of tensors repeat others."""
+    if id(value) in known:
+        return known[id(value)]
+    parts = _parts(value)
+    if parts is None:
+        return 1, _repeated_bytes(value) if isinstance(value, torch.Tensor) else 0
+    places, repeated = 1 + len(parts), 0
+    for part in parts:
+        if type(part) not in _SCALARS:
+            of_part = _size(part, known)
+            places += of_part[0] - 1
+            repeated += of_part[1]
+    known[id(value)] = places, repeated
+    return places, repeated
+
+
+def _repeated_bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
+    return max(0, tensor.nbytes - tensor.untyped_storage().nbytes())
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """Return what is in a container that `weights_only=True` loads; None for other values."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    return list(vars(value).values()) if isinstance(value, Namespace) else None
 
 
 def _check_file(path: Path) -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
+
+from rankwise.nested import once_each
 
 HyperParameters: TypeAlias = Mapping[str, Any] | Namespace
 
 
 def nested_parameters(params: Any) -> Any:
     """Return hyper parameters as dictionaries, lists and values that JSON has; other values as strings."""
-    if (items := _items(params)) is not None:
-        return {str(name): nested_parameters(value) for name, value in items}
-    if isinstance(params, (list, tuple)):
-        return [nested_parameters(value) for value in params]
-    return _plain(params)
+    nested = once_each(lambda item: _nested(item, nested))
+    return nested(params)
+
+
+def _nested(value: Any, nested: Callable[[Any], Any]) -> Any:
+    if (items := _items(value)) is not None:
+        return {str(name): nested(item) for name, item in items}
+    return [nested(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
 
 
 def flat_parameters(params: HyperParameters) -> dict[str, bool | int | float | str | None]:

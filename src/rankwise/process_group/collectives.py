@@ -24,7 +24,7 @@ from rankwise.errors import (
     TensorMismatchError,
     UnknownNameError,
 )
-from rankwise.nested import map_nested, map_tensors
+from rankwise.nested import map_nested
 
 T = TypeVar("T")
 Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType | None
@@ -209,7 +209,8 @@ def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op: Redu
     """
     name = _operation_name(reduce_op)
     to_tensors(value)  # refuses what cannot be reduced
-    reduced: T = map_nested(value, _numeric_types(), partial(_reduced_like, group=group, name=name))
+    reduce = partial(_reduced_like, group=group, name=name)
+    reduced: T = map_nested(value, _numeric_types(), reduce, each_place=True)  # as often on every rank
     return reduced
 
 
@@ -284,7 +285,8 @@ def all_gather(tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: 
     tensors = to_tensors(tensor)
     if not is_distributed(group):
         return tensors
-    return map_tensors(tensors, partial(_gathered, group=group, sync_grads=sync_grads))
+    gather = partial(_gathered, group=group, sync_grads=sync_grads)
+    return map_nested(tensors, torch.Tensor, gather, each_place=True)  # as often on every rank
 
 
 def all_gather_ddp_if_available(

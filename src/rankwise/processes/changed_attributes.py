@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, final
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.hooks import RemovableHandle
 
+from rankwise.nested import walked
 from rankwise.processes.shared_memory import (
     Isolated,
     Unreadable,
@@ -76,7 +77,7 @@ class _Leaves:
     """The objects in nested containers; equal to another with the same objects."""
 
     def __init__(self, value: Any) -> None:
-        self._leaves = list(_walked(value))
+        self._leaves = list(walked(value, _items))
 
     def has(self, item: Any) -> bool:
         return any(leaf is item for leaf in self._leaves)
@@ -179,20 +180,12 @@ def _state_of(owner: Any) -> dict[str, Any]:
 
 def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
     """Return whether a value, or an item of it, is of some kind."""
-    return any(isinstance(item, kinds) for item in _walked(value))
+    return any(isinstance(item, kinds) for item in walked(value, _items))
 
 
-def _walked(value: Any) -> Iterator[Any]:
-    """Yield a value and what is in its containers; one may contain itself."""
-    seen: set[int] = set()
-    left = [value]
-    while left:
-        item = left.pop()
-        yield item
-        parts = _parts(item) if not isinstance(item, (list, tuple, set, dict)) else item
-        if parts is not None and id(item) not in seen:
-            seen.add(id(item))
-            left.extend(parts.values() if isinstance(parts, dict) else parts)
+def _items(value: Any) -> Iterable[Any] | None:
+    parts = value if isinstance(value, (list, tuple, set, dict)) else _parts(value)
+    return parts.values() if isinstance(parts, dict) else parts
 
 
 def updated(current: Any, value: Any) -> Any:

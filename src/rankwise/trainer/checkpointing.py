@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -24,6 +24,7 @@ from rankwise.hyperparameters import (
     checkpointed_parts,
     left_out_of_checkpoints,
 )
+from rankwise.nested import once_each
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 from rankwise.stores.restart import current_restart
 from rankwise.trainer.hooks import own_method
@@ -460,27 +461,32 @@ def _restore_callbacks(context: LoopContext, states: dict[str, Any], path: str) 
 
 def _plain(value: Any) -> Any:
     """Convert what `weights_only=True` does not load: paths, NumPy scalars and frozen sets."""
+    plain = once_each(lambda item: _converted(item, plain))
+    return plain(value)
+
+
+def _converted(value: Any, plain: Callable[[Any], Any]) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if type(value) in (dict, OrderedDict, Counter):
-        plain = copy.copy(value)  # keeps the type and the attributes: a state_dict has some
-        plain.clear()
+        copied = copy.copy(value)  # keeps the type and the attributes: a state_dict has some
+        copied.clear()
         for key, item in value.items():
-            plain[_plain_key(key)] = _plain(item)
-        return plain
+            copied[_plain_key(key, plain)] = plain(item)
+        return copied
     if type(value) in (set, frozenset):
-        return {_plain_key(item) for item in value}
+        return {_plain_key(item, plain) for item in value}
     if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
+        return type(value)(map(plain, value))
     is_numpy_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return value.item() if is_numpy_scalar else value
 
 
-def _plain_key(value: Any) -> Any:
+def _plain_key(value: Any, plain: Callable[[Any], Any]) -> Any:
     """Convert a key or an item of a set, which must stay hashable: a frozen set in it stays."""
-    plain = _plain(value)
+    converted = plain(value)
     try:
-        hash(plain)
+        hash(converted)
     except TypeError:
         return value
-    return plain
+    return converted

@@ -8,8 +8,10 @@ import datetime as dt
 import enum
 import os
 import pickle
+import time
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +395,45 @@ def test_tensors_that_repeat_their_data(path: Path) -> None:
     torch.save({"state": [torch.zeros(1).expand(1 << 40)]}, path)
     with pytest.raises(CheckpointError, match="repeat their data to 4398046511100 bytes more than it has"):
         TorchCheckpointIO().load_checkpoint(path)
+
+
+def doubled(depth: int, kind: Callable[[Any], Any] = list) -> Any:
+    """Return containers each of which holds the previous one twice."""
+    value: Any = 1
+    for _ in range(depth):
+        value = kind([value, value])
+    return value
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "dict": lambda pair: dict(enumerate(pair)),
+    "namespace": lambda pair: argparse.Namespace(a=pair[0], b=pair[1]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_containers_that_repeat_their_items(path: Path, kind: str) -> None:
+    """A small file with 2^60 places is refused at once: comparing or printing its values would not end."""
+    value = doubled(60, KINDS[kind])
+    torch.save({"own": value}, path)
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"holds values at \d{19} places"):
+        TorchCheckpointIO().load_checkpoint(path)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        TorchCheckpointIO().save_checkpoint({"own": value}, path.with_name("new"))
+    assert time.monotonic() - start < 1
+
+
+def test_containers_that_occur_twice(path: Path) -> None:
+    """Containers at several places load, as the same objects; what cannot be loaded is named once."""
+    value = doubled(12)
+    TorchCheckpointIO().save_checkpoint({"own": value}, path)
+    loaded = TorchCheckpointIO().load_checkpoint(path)["own"]
+    assert loaded == value
+    assert loaded[0] is loaded[1]
+    bad = [range(3)]
+    with pytest.raises(CheckpointError) as caught:
+        TorchCheckpointIO().save_checkpoint({"a": bad, "b": bad}, path)
+    assert caught.value.problem.endswith("does not load checkpoint['a'][0] (range)")

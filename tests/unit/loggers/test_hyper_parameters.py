@@ -55,3 +55,12 @@ def test_nested() -> None:
         "act": None,
         "on": True,
     }
+
+
+def test_nested_at_many_places() -> None:
+    """Containers that hold one another at 2^60 places keep that form."""
+    lists: list[object] = [1]
+    for _ in range(60):
+        lists = [lists, lists]
+    nested = nested_parameters({"x": lists})["x"]
+    assert nested[0] is nested[1]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint
-from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.loggers import CSVLogger
 from rankwise.stores import restart
@@ -367,3 +367,23 @@ def test_strict_loading(tmp_path: Path) -> None:
         Lenient.load_from_checkpoint(path)
     with pytest.raises(CheckpointError, match="does not fit Lenient"):
         Lenient.load_from_checkpoint(path, strict=True)
+
+
+class Doubling(Line):
+    """Has lists in its checkpoints that hold the previous list twice."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        value: list[Any] = [1]
+        for _ in range(60):
+            value = [value, value]
+        checkpoint["own"] = value
+
+
+@pytest.mark.parametrize("io", [TorchCheckpointIO(), AsyncCheckpointIO()])
+def test_values_at_too_many_places(tmp_path: Path, io: CheckpointIO) -> None:
+    """A checkpoint whose values are at 2^60 places is an error when it is saved, not a hang."""
+    train = trainer(tmp_path, plugins=io)
+    train.fit(Doubling(), loader())
+    with pytest.raises(CheckpointError, match="cannot be written, as it holds values at"):
+        train.save_checkpoint(tmp_path / "x.ckpt")
+        io.teardown()

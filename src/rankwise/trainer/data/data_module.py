@@ -139,4 +139,4 @@ def _loaders(datasets: Any, *, is_shuffled: bool, batch_size: int, num_workers: 
         shuffle = is_shuffled and not isinstance(dataset, IterableDataset)
         return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
 
-    return map_nested(datasets, (Dataset,), loader)
+    return map_nested(datasets, (Dataset,), loader, each_place=True)
