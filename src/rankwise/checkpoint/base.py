@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rankwise.errors import CheckpointError, RankwiseError, text_of
+from rankwise.processes.signals import reraise_from_handler
 
 
 class CheckpointIO(ABC):
@@ -77,6 +78,7 @@ def as_checkpoint_error(path: str | os.PathLike[str]) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
+        reraise_from_handler(error, handled)
         raise CheckpointError(
             path=os.fspath(path),
             problem=f"could not be written: {reason_for(error, handled)}",
@@ -87,11 +89,13 @@ def as_checkpoint_error(path: str | os.PathLike[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def restored_from(path: str | os.PathLike[str], part: str) -> Iterator[None]:
     """Raise what the contents of a file cause in the block, which restores `part`, as `CheckpointError`."""
+    handled = sys.exc_info()[1]
     try:
         yield
     except RankwiseError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reraise_from_handler(error, handled)
         raise CheckpointError(
             path=os.fspath(path),
             problem=f"its {part} cannot be restored: {type(error).__name__}: {text_of(error)}",

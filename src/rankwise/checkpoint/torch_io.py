@@ -24,6 +24,7 @@ from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error, reason_f
 from rankwise.errors import CheckpointError
 from rankwise.nested import walked
 from rankwise.paths import expanded_path
+from rankwise.processes.signals import reraise_from_handler
 
 _MAX_NAMED = 5
 _MAX_PLACES = 1 << 24  # beside those of values that occur once
@@ -75,6 +76,7 @@ class TorchCheckpointIO(CheckpointIO):
         except CheckpointError:
             raise
         except pickle.UnpicklingError as error:
+            reraise_from_handler(error, handled)
             found = re.search(r"(?:GLOBAL|global|class) ([\w.]+)", str(error))
             what = found[1] if found else "what torch does not name"
             problem = f"holds {what}, which weights_only=True does not load: it could run code"
@@ -84,6 +86,7 @@ class TorchCheckpointIO(CheckpointIO):
                 remedy += f" If you trust file and class: torch.serialization.add_safe_globals([{name}])."
             raise _load_error(path, problem, remedy) from error
         except Exception as error:
+            reraise_from_handler(error, handled)
             raise _load_error(path, f"could not be read: {reason_for(error, handled)}") from error
         if not isinstance(checkpoint, dict):
             kind = type(checkpoint).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -80,6 +82,28 @@ def as_raised(error: BaseException) -> BaseException:
     raised = ended_by(error.signal_number)
     raised.__cause__ = error
     return raised
+
+
+def reraise_from_handler(error: BaseException, *handled: BaseException | None) -> None:
+    """Raise `error` if the handler of a signal has raised it.
+
+    With `handled`, which the caller was handling before, also raise such a cause of `error`: C code, and code
+    that describes its errors, raise another error in its place.
+    """
+    last = handled or (error.__context__,)
+    found: BaseException | None = error
+    while found is not None and found not in last:
+        is_request = not isinstance(found, (Exception, GeneratorExit))  # to end the program
+        if is_request or any(_is_handler(frame) for frame, _ in traceback.walk_tb(found.__traceback__)):
+            raise found
+        found = found.__context__
+
+
+def _is_handler(frame: FrameType) -> bool:
+    """Whether a frame is of a function that has got the interrupted frame, which called nothing."""
+    names, rest, _, values = inspect.getargvalues(frame)
+    given = [*(values.get(name) for name in names), *(values.get(rest, ()) if rest else ())]
+    return frame.f_back is not None and any(value is frame.f_back for value in given)
 
 
 def raises_keyboard_interrupt() -> bool:

@@ -26,6 +26,7 @@ from rankwise.hyperparameters import (
 )
 from rankwise.nested import once_each
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
+from rankwise.processes.signals import reraise_from_handler
 from rankwise.stores.restart import current_restart
 from rankwise.trainer.hooks import own_method
 from rankwise.trainer.module import is_defined
@@ -405,6 +406,7 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
             context.strategy.precision.load_state_dict(precision)
             context.optimizer_set.set_gradients(context.module, gradients)
         except ValueError as error:
+            reraise_from_handler(error)
             raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
     with restored_from(path, "communication hooks"):
         context.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))
@@ -429,6 +431,7 @@ def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None
             context.optimizer_set.load(saved.optimizers, saved.schedulers)
             precision.load_state_dict({"scaler": saved.scaler} if precision.scales_loss else {})
         except ValueError as error:
+            reraise_from_handler(error)
             raise CheckpointError(path=saved.path, problem=f"does not fit the optimizers: {error}") from None
     if saved.left_out and context.strategy.is_global_zero:
         warnings.warn(

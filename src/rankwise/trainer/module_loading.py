@@ -32,6 +32,7 @@ from rankwise.errors import (
 )
 from rankwise.hyperparameters import DATA_MODULE_KEYS, MODULE_KEYS, AttributeDict
 from rankwise.paths import expanded_path
+from rankwise.processes.signals import reraise_from_handler
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -242,7 +243,8 @@ def weights_in(checkpoint: Mapping[str, Any], path: str) -> Any:
 
 
 def does_not_fit(path: str, module: nn.Module, error: Exception) -> CheckpointError:
-    """Return the error for weights that a module does not have."""
+    """Return the error for weights that a module does not have; raise one of a signal handler."""
+    reraise_from_handler(error)
     return CheckpointError(
         path=path,
         problem=f"does not fit {type(module).__name__}: {error}",
@@ -261,6 +263,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     except RankwiseError:
         raise
     except (OSError, ValueError, LookupError) as error:
+        reraise_from_handler(error)
         raise _unreadable(file, f"could not be read: {error}") from error
     if not isinstance(found, dict):
         raise _unreadable(file, f"holds a {type(found).__name__}, not a mapping")

@@ -8,6 +8,7 @@ import datetime as dt
 import enum
 import os
 import pickle
+import signal
 import time
 import zipfile
 from collections import OrderedDict
@@ -20,8 +21,9 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.checkpoint import TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError
+from rankwise.processes.interrupt import JobStopped
 
 
 class Own(torch.Tensor):
@@ -437,3 +439,37 @@ def test_containers_that_occur_twice(path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         TorchCheckpointIO().save_checkpoint({"a": bad, "b": bad}, path)
     assert caught.value.problem.endswith("does not load checkpoint['a'][0] (range)")
+
+
+class Signals:
+    """Sends a signal to its process when it is pickled."""
+
+    def __reduce__(self) -> tuple[type[OrderedDict[str, int]], tuple[()]]:
+        signal.raise_signal(signal.SIGUSR1)
+        return OrderedDict, ()
+
+
+@pytest.mark.parametrize("error", [TimeoutError, RuntimeError, JobStopped, pickle.UnpicklingError])
+@pytest.mark.parametrize("action", ["load", "save", "save later"])
+def test_an_error_of_a_signal_handler(path: Path, error: type[BaseException], action: str) -> None:
+    """What the handler of a signal raises during a load or a save is raised as it is."""
+
+    def stop(*_: object) -> None:
+        raise error("from the handler")
+
+    def signalled(storage: Any, _: str) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return storage
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    io = AsyncCheckpointIO() if action == "save later" else TorchCheckpointIO()
+    try:
+        with pytest.raises(error, match="from the handler") as caught:
+            if action == "load":
+                io.load_checkpoint(path, signalled)
+            else:
+                io.save_checkpoint({"own": Signals()}, path)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert type(caught.value) is error
+    assert io.load_checkpoint(path)["epoch"] == 3
