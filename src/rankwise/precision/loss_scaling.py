@@ -99,13 +99,10 @@ class ScaledPrecision(DtypePrecision):
         self.unscale_gradients(optimizer)
         if id(optimizer) not in self._unscaled:  # it has no gradients
             return optimizer.step(**options)
-        done: list[bool] = []
-        handle = optimizer.register_step_post_hook(lambda *_: done.append(True))
-        try:
-            result = self._scaler_on("cpu").step(optimizer, **options)
-        finally:
-            handle.remove()
-        self.has_skipped_step = not done
+        scaler = self._scaler_on("cpu")
+        # Not whether `step` was called: a fused optimizer always is, and skips by itself.
+        self.has_skipped_step = any(map(bool, scaler._found_inf_per_device(optimizer).values()))
+        result = scaler.step(optimizer, **options)
         self._stepped.add(id(optimizer))
         return result
 

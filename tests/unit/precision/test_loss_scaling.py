@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
-from rankwise.precision import MixedPrecision
+from rankwise.precision import MasterWeightsPrecision, MixedPrecision
 
 
 def scaled(**options: Any) -> MixedPrecision:
@@ -70,6 +70,24 @@ def test_overflow_skips_and_lowers_the_scale() -> None:
     assert precision.has_skipped_step
     assert weight(sgd).tolist() == [1.0, 1.0]
     assert scale_of(precision) == 2.0
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "16-master"])
+def test_overflow_of_an_optimizer_that_is_always_called(name: str) -> None:
+    """A fused optimizer skips by itself: that is a skipped step as well."""
+    plugin = MixedPrecision if name == "16-mixed" else MasterWeightsPrecision
+    module, precision = nn.Linear(2, 1, bias=False), plugin(name, init_scale=4.0, growth_interval=1)
+    precision.convert_module(module)
+    fused = torch.optim.SGD(module.parameters(), lr=1.0, fused=True)
+    precision.configure(module, [fused])
+    before = module.weight.clone()
+    for factor, is_skipped in ((float("inf"), True), (1.0, False), (float("nan"), True)):
+        precision.backward(module.weight.sum() * factor)
+        precision.optimizer_step(fused)
+        assert precision.has_skipped_step is is_skipped
+        assert torch.equal(module.weight, before) is is_skipped
+        precision.zero_grad(fused)
+        before = module.weight.clone()
 
 
 def test_the_scale_grows() -> None:
