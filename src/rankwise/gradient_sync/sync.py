@@ -98,8 +98,9 @@ class GradientSync:
             self.mode, self.hook, self.period, self.weighting, is_static=bool(ddp_kwargs.get("static_graph"))
         )
         is_plain = self.mode is not GradientSyncMode.FORCED_SYNC if self.hook is None else self.hook.is_plain
-        # Whether a `WeightCarrier` averages the weights in DDP's buckets.
-        self._has_carrier = self.weighting == "logged" and is_plain and not ddp_kwargs.get("mixed_precision")
+        # Whether a `WeightCarrier` averages the weights in DDP's buckets. DDP's search would not find it.
+        is_copied_or_searched = finds_unused or ddp_kwargs.get("mixed_precision")
+        self._has_carrier = self.weighting == "logged" and is_plain and not is_copied_or_searched
         self._saved: States = []  # hook states of a checkpoint or an earlier job, by rank and wrapped module
         self._clear()
 
@@ -139,8 +140,11 @@ class GradientSync:
             return wrap()
         with carrier.attached_to(module):
             wrapped = wrap()
-            if isinstance(wrapped, DistributedDataParallel) and carrier.is_in(wrapped):
-                self._modules[wrapped] = _OfModule(weights, carrier)
+            is_in = isinstance(wrapped, DistributedDataParallel) and carrier.is_in(wrapped)
+        if is_in and wrapped.find_unused_parameters:  # a wrapper of the user's: without the carrier, then
+            rebuild_reducer(wrapped)
+        elif is_in:
+            self._modules[wrapped] = _OfModule(weights, carrier)
         return wrapped
 
     def new_weights(self) -> WeightAccumulator | None:

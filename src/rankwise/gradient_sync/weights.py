@@ -170,9 +170,8 @@ class WeightCarrier:
             del module._modules[_CARRIER]
 
     def is_in(self, wrapped: DistributedDataParallel) -> bool:
-        """Return whether a wrapper that was created in `attached_to` averages this parameter."""
-        is_there = any(parameter is self.total for parameter in wrapped.module.parameters())
-        return is_there and not wrapped.find_unused_parameters
+        """Return whether a wrapper has this parameter. Call it in the block of `attached_to`."""
+        return any(parameter is self.total for parameter in wrapped.module.parameters())
 
     def add(self, weight: float, *, is_first: bool) -> Tensor:
         """Add a weight to the window's, which starts with the first; return the zero to add to its loss."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -182,6 +183,35 @@ def test_weights_with_what_ddp_can_do(options: dict[str, Any]) -> None:
     model = net()
     for result in on_ranks(2, train, model, gradient_weighting="logged", **options):
         assert_close(result, expected_of(model))
+
+
+@pytest.mark.parametrize("is_own_wrapper", [False, True])
+def test_weights_are_no_unused_parameter(is_own_wrapper: bool) -> None:
+    """DDP searches among the model's own parameters, and the search is unnecessary where it finds none."""
+
+    class Finding(ThreadedStrategy):
+        def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> Any:
+            own = {"find_unused_parameters": True} if is_own_wrapper else {}
+            return DistributedDataParallel(module, **{**self.ddp_kwargs, **own})
+
+    def run(rank: int) -> int:
+        options: Any = {} if is_own_wrapper else {"find_unused_parameters": True}
+        strategy = Finding(rank, 2, gradient_weighting="logged", **options)
+
+        def train(_: Any) -> int:
+            wrapped: Any = strategy.setup_module(net())
+            for _ in range(10):
+                result = weighted_window(strategy, wrapped)
+                assert_close(result, expected_of(net()))
+                wrapped.zero_grad()
+            return int(wrapped._get_ddp_logging_data()["num_parameter_tensors"])
+
+        number: int = strategy.launch(train)
+        return number
+
+    with pytest.warns(UserWarning, match="found no unused parameter in 10 reductions"):
+        found = run_ranks(2, run)
+    assert found == [len(list(net().parameters()))] * 2
 
 
 def test_a_static_graph_with_an_unused_parameter() -> None:
