@@ -240,7 +240,7 @@ class GradientSync:
         group = wrapped.process_group
         place = HookPlace(group, min(local_world_size, dist.get_world_size(group)))
         if wrapped.find_unused_parameters and self.mode is not GradientSyncMode.FORCED_SYNC:
-            self._of(wrapped).monitor = UnusedParameterMonitor(wrapped)
+            self._of(wrapped).monitor = UnusedParameterMonitor()
         if self._unit is not None:
             self._unit.group = group
         weighted_hook = self._weighted_hook(wrapped)
@@ -314,8 +314,8 @@ class GradientSync:
             check_averaged(module, carrier, before)
         if is_final_microbatch:
             self._end_window(module, own, used, parameters_of, group, is_averaged=is_averaged)
-        if is_averaged and own.monitor is not None:
-            own.monitor.record(is_final_microbatch)
+        if isinstance(module, DistributedDataParallel) and is_averaged and own.monitor is not None:
+            own.monitor.record(module, is_final_microbatch)
 
     def _end_window(
         self,

@@ -101,31 +101,30 @@ class UnusedParameterMonitor:
 
     LENGTH = 10  # torch logs them in the first ten reductions, and in few of the later ones
 
-    def __init__(self, wrapped: DistributedDataParallel) -> None:
-        self._wrapped = wrapped
+    def __init__(self) -> None:
         self._num_reductions = 0
         self._num_extra = 0
         self._found = False
         self._is_done = False
 
-    def record(self, is_final_microbatch: bool) -> None:
-        """Record whether the last reduction found unused parameters."""
+    def record(self, wrapped: DistributedDataParallel, is_final_microbatch: bool) -> None:
+        """Record whether the wrapper's last reduction found unused parameters."""
         if self._is_done:
             return
         self._num_reductions += 1
         self._num_extra += not is_final_microbatch
-        data = self._wrapped._get_ddp_logging_data()
+        data = wrapped._get_ddp_logging_data()
         self._found = self._found or bool(data.get("unused_parameter_size"))
         if is_final_microbatch and self._num_reductions >= self.LENGTH:
             self._is_done = True
-            self._warn_if_unnecessary()
+            self._warn_if_unnecessary(wrapped)
 
-    def _warn_if_unnecessary(self) -> None:
+    def _warn_if_unnecessary(self, wrapped: DistributedDataParallel) -> None:
         """Warn on rank 0 if no rank has found an unused parameter; every rank calls this."""
-        found = torch.tensor([float(self._found)], device=next(self._wrapped.parameters()).device)
-        dist.all_reduce(found, group=self._wrapped.process_group)
-        if float(found) == 0 and dist.get_rank(self._wrapped.process_group) == 0:
-            number = len(reduced_names(self._wrapped))
+        found = torch.tensor([float(self._found)], device=next(wrapped.parameters()).device)
+        dist.all_reduce(found, group=wrapped.process_group)
+        if float(found) == 0 and dist.get_rank(wrapped.process_group) == 0:
+            number = len(reduced_names(wrapped))
             warnings.warn(
                 f"find_unused_parameters=True found no unused parameter in {self._num_reductions} "
                 f"reductions on any rank. It cost: {self._num_reductions} searches of the graph for "

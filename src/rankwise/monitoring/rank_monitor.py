@@ -79,6 +79,11 @@ class RankMonitor(ABC):
             on_message(text)
         self._start_once()
 
+    def unsubscribe(self, kind: str) -> None:
+        """Drop the messages of a kind. Runs on: any thread, finalizers too, as it waits for no lock."""
+        self._subscribers.pop(kind, None)
+        self._undelivered.pop(kind, None)
+
     @abstractmethod
     def set_once(self, key: str, value: str) -> None:
         """Set a key of the store unless it is set. Runs on: a subscriber, when it is called."""

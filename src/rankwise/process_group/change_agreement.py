@@ -63,8 +63,9 @@ class ChangeAgreement:
         series = self._store.add(f"{scope}/series of {self._rank}", 1)  # the same number on every rank
         self._name = f"{scope}/{series}"
         if self.monitor is not None:
-            on_request = WeakMethod(self._on_request)  # the monitor lives longer than a module and its facts
-            self.monitor.subscribe(self._name, partial(_call, on_request))
+            # The monitor lives longer than a module and its facts.
+            on_end = partial(_unsubscribe, self.monitor, self._name)
+            self.monitor.subscribe(self._name, partial(_call, WeakMethod(self._on_request, on_end)))
 
     def begin_step(self, has_changed: bool) -> None:
         """Begin the next step; if any rank has changed its facts, make sure that all have the same.
@@ -128,3 +129,7 @@ def _call(method: Callable[[], Callable[[str], None] | None], text: str) -> None
     """Call the method of a weak reference with a text, if its object still exists."""
     if (found := method()) is not None:
         found(text)
+
+
+def _unsubscribe(monitor: RankMonitor, kind: str, _: object) -> None:
+    monitor.unsubscribe(kind)

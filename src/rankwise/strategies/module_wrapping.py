@@ -37,7 +37,8 @@ class WrappedModules:
     def __init__(self) -> None:
         self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self.plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._batchnorms: list[tuple[nn.Module, str, _BatchNorm, _BatchNorm]] = []
+        self._batchnorms: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, _BatchNorm, _BatchNorm]]]
+        self._batchnorms = weakref.WeakKeyDictionary()
 
     def sync_batchnorms(self, module: nn.Module, group: ProcessGroup | None) -> None:
         """Replace layers by `SyncBatchNorm`; their parameters and buffers stay the same objects."""
@@ -46,11 +47,12 @@ class WrappedModules:
                 if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
                     synced = nn.SyncBatchNorm.convert_sync_batchnorm(layer, group)
                     setattr(owner, name, synced)
-                    self._batchnorms.append((owner, name, layer, synced))
+                    self._batchnorms.setdefault(owner, []).append((name, layer, synced))
 
     def restore_batchnorms(self) -> None:
         """Put the original layers back, with the trained parameters and buffers."""
-        for owner, name, layer, synced in self._batchnorms:
+        replaced = [(owner, *each) for owner, found in self._batchnorms.items() for each in found]
+        for owner, name, layer, synced in replaced:
             if owner._modules.get(name) is synced:
                 layer._parameters.update(synced._parameters)
                 layer._buffers.update(synced._buffers)
@@ -143,7 +145,13 @@ def compile_within(module: nn.Module, compiled: nn.Module) -> Callable[[], None]
         return module._call_impl(*args, **kwargs)
 
     module.__dict__[_COMPILED] = context(call)  # our own frame: torch does not compile its containers' frames
-    return lambda: module.__dict__.update({_COMPILED: before})
+    reference = weakref.ref(module)
+
+    def undo() -> None:
+        if (found := reference()) is not None:
+            found.__dict__[_COMPILED] = before
+
+    return undo
 
 
 def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ def test_different_changes() -> None:
 
 
 def test_a_monitor_keeps_no_agreement() -> None:
-    """An agreement ends with its module, of which a job may have many, one after the other."""
+    """An agreement ends with its module, of which a job may have many, and the monitor forgets it."""
 
     def run(rank: int) -> None:
         store = dist.HashStore()
@@ -51,6 +51,7 @@ def test_a_monitor_keeps_no_agreement() -> None:
         gone = weakref.ref(agreement)
         del agreement
         assert gone() is None
+        assert not monitor._subscribers
         monitor.close()
 
     run_ranks(2, run)

@@ -1,7 +1,9 @@
-"""SyncBatchNorm: where it is refused, and that what training made of it is kept when it is turned back."""
+"""SyncBatchNorm, where it is refused and what is kept of it; modules that end before their job."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from torch import nn
 
 from rankwise import DDPStrategy, Trainer
 from rankwise.errors import ConfigurationError
-from rankwise.strategies.module_wrapping import WrappedModules
+from rankwise.strategies.module_wrapping import WrappedModules, compile_within, uncompiled
+from tests.helpers.threaded import ThreadedStrategy
+from tests.unit.gradient_sync.helpers import net, on_ranks
 
 
 def test_there_and_back() -> None:
@@ -57,3 +61,36 @@ def test_refused_on_the_cpu() -> None:
 def test_one_process_needs_none() -> None:
     """With one process there is nobody to synchronise with, on the CPU either."""
     assert Trainer(strategy="ddp_fork", accelerator="cpu", devices=1, sync_batchnorm=True).world_size == 1
+
+
+def test_modules_end_before_their_job() -> None:
+    """A job keeps no module that it has prepared: it may prepare many, one after the other."""
+    modules = WrappedModules()
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    modules.sync_batchnorms(module, None)
+    compiled: Any = torch.compile(nn.Linear(1, 1), backend="eager")
+    inner = uncompiled(compiled)
+    undo = compile_within(inner, compiled)
+    gone = [weakref.ref(each) for each in (module, inner)]
+    del module, compiled, inner
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    undo()
+    modules.restore_batchnorms()
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_weighting": "logged"}])
+def test_wrappers_end_before_their_job(options: dict[str, Any]) -> None:
+    """A job keeps no wrapper either."""
+
+    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
+        other = strategy.setup_module(nn.Linear(1, 1))
+        with strategy.gradient_sync_context(other):
+            loss = other(torch.ones(1, 1)).sum()
+            (strategy.weighted_loss(loss, 1) if "gradient_weighting" in options else loss).backward()
+        gone = weakref.ref(other)
+        del other, loss
+        gc.collect()
+        return gone()
+
+    assert on_ranks(2, train, net(), **options) == [None, None]
