@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import rankwise
+from rankwise.callbacks import Callback
 from rankwise.trainer.hooks import HOOKS, Hook
 
 PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
@@ -24,9 +25,10 @@ def test_the_table_is_the_codes() -> None:
     assert rows == [row(hook) for hook in HOOKS]
 
 
-def test_the_example_runs() -> None:
+def test_the_examples_run() -> None:
     """The classes of the page can be defined."""
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names: dict[str, object] = {"TrainingModule": rankwise.TrainingModule}
-    exec(code, names)  # the page's own code
+    names: dict[str, object] = {"TrainingModule": rankwise.TrainingModule, "Callback": Callback}
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(code, names)  # the page's own code
+    assert "on_exception" in vars(names["SaveOnFailure"])
     assert "optimizer_step" in vars(names["WarmUp"])

@@ -25,6 +25,9 @@ def run_function(
         strategy.end_training()
         status = "success"
         return value
+    except BaseException as error:
+        strategy.job.report_failure(error)  # before the loggers end, which may take long
+        raise
     finally:
         fabric.end(status)
 

@@ -48,6 +48,7 @@ from rankwise.gradient_sync.weights import (
     missing_gradient_error,
     weighted,
 )
+from rankwise.process_group.after_failure import is_after_failure
 from rankwise.process_group.collectives import has_other_ranks
 from rankwise.process_group.objects import gather_object
 
@@ -452,8 +453,11 @@ class GradientSync:
             self._averaging.after_step(optimizer)
 
     def average_models(self) -> None:
-        """Give all ranks the mean of their models, if a hook has let them diverge. Collective."""
-        if self._averaging is not None:
+        """Give all ranks the mean of their models, if a hook has let them diverge. Collective.
+
+        After a failure on this rank its own model stays.
+        """
+        if self._averaging is not None and not is_after_failure():
             self._averaging.average_now()
 
     def own_states(self) -> list[dict[str, Any]]:
@@ -464,9 +468,12 @@ class GradientSync:
         return states if any(states) else []
 
     def gathered_states(self) -> States:
-        """Return the states of all ranks' hooks on rank 0, [] on the other ranks, which must call it too."""
+        """Return the states of all ranks' hooks on rank 0, [] on the other ranks, which must call it too.
+
+        After a failure on this rank return its own alone.
+        """
         own = self.own_states()
-        if not dist.is_initialized() or not self._states:
+        if not dist.is_initialized() or not self._states or is_after_failure():
             return [own] if own else self._saved
         if all(isinstance(state, (dist.ProcessGroup, type(None))) for state in self._states):
             return []

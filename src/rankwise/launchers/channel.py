@@ -41,6 +41,7 @@ class Kind(IntEnum):
     STOPPED = 10  # worker: as DONE, but training has stopped for this signal (its number)
     ELSEWHERE = 11  # worker: a rank of another node has failed; its record, as JSON
     STORE_CANCEL = 12  # worker: it no longer waits for the reply to a request (its number)
+    LEFT = 13  # worker: after a failure, the hooks that follow it have ended
 
 
 _KINDS = frozenset(Kind)

@@ -211,10 +211,13 @@ class WorkerContext:
 
         return store_of_job(store, self.job, self._start)
 
-    def report_failure(self, error: BaseException, record: FailureRecord | None = None) -> None:
+    def report_failure(
+        self, error: BaseException, record: FailureRecord | None = None, *, is_early: bool = False
+    ) -> None:
         """Report what ended this rank's work, once: to the supervisor, or to an agent in its error file.
 
         Before the group ends, because the other ranks fail then too. The supervisor gets `record`, if given.
+        `is_early` is whether hooks of the user follow, and then another call; `leave` ends them.
         """
         if self._has_reported or isinstance(error, StoppedBySignal):
             return  # stopping is no failure: every rank stops at the same step
@@ -222,11 +225,18 @@ class WorkerContext:
             record = FailureRecord.of_exception(self.ranks, error) if record is None else record
             record = dataclasses.replace(record, has_met=self.failure_exchange is not None)
             self.channel.send(Kind.FAILURE, record.to_json())
+        elif record is not None and record.is_consequence and is_early:
+            return  # the error file of a consequence is written late: see `_write_error_file`
         else:
             make_printable(error)  # torch's agent and Python print it
             if isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
                 _write_error_file(error, record)
         self._has_reported = True  # not before: a signal handler may raise meanwhile, which is reported
+
+    def leave(self) -> None:
+        """Report that the hooks after this rank's failure have ended."""
+        if self.channel is not None and self._has_reported:
+            self.channel.send(Kind.LEFT)
 
     def run(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
         """Run `entry` as this rank, then `finish` with its value, also that of a stop; see `running`."""
@@ -261,6 +271,7 @@ class WorkerContext:
             raise
         except BaseException as error:
             self.report_failure(error)
+            self.leave()
             raise
         finally:
             channel.call_on_stop(None)

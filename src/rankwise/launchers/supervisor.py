@@ -76,6 +76,7 @@ class WorkerState(MonitoredRank):
     reader: FrameReader = field(default_factory=FrameReader)
     outgoing: bytearray = field(default_factory=bytearray)
     has_failed: bool = False
+    has_left_job: bool = False  # after a failure
     has_stopped: bool = False
     is_in_loop: bool = False
     jobs_done: int = 0
@@ -90,7 +91,7 @@ class WorkerState(MonitoredRank):
 
     def has_left(self, job: int) -> bool:
         """Return whether the rank's process, or its job in the main process, has ended."""
-        is_idle = self.process is None and (self.has_failed or self.jobs_done >= job)
+        is_idle = self.process is None and (self.has_left_job or self.jobs_done >= job)
         return self.has_ended or is_idle
 
     def end(self, phase: str) -> FailureRecord:
@@ -468,7 +469,7 @@ class Supervisor:
 
     def _on_broken_channel(self, worker: WorkerState, error: Exception) -> None:
         self._loop.unregister(worker.sock)
-        worker.has_failed = True
+        worker.has_failed = worker.has_left_job = True
         message = f"what it sent is no message: {error!r}"
         facts = {"exception_type": "BrokenChannel", "exception_message": message}
         self._on_failure(FailureRecord.of_rank(worker.ranks, worker.pid, **facts))
@@ -489,6 +490,9 @@ class Supervisor:
         elif kind in (Kind.FAILURE, Kind.ELSEWHERE):
             worker.has_failed |= kind is Kind.FAILURE
             self._on_failure(FailureRecord.from_json(payload))
+        elif kind is Kind.LEFT:
+            worker.has_left_job = True
+            self._check()
         elif kind is Kind.STORE_REQUEST:
             request_id, request = payload[:REQUEST_ID_SIZE], payload[REQUEST_ID_SIZE:]
             self._table.handle(

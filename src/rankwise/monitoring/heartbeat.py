@@ -20,9 +20,14 @@ from rankwise.ranks import RankInfo
 # The step (-1 for none), the time on the node's monotonic clock, whether it waits for others, the phase.
 _RECORD = struct.Struct("=qd?47s")
 # The phases of a training step, in order.
-_ORDER = ("data loading", "forward", "backward", "optimizer")
-# After the record, as another thread writes it: whether checkpoints are being written.
+OPTIMIZER = "optimizer"
+"""The phase of an optimizer step."""
+
+_ORDER = ("data loading", "forward", "backward", OPTIMIZER)
+# After the record, as another thread writes the first one: whether a thread writes checkpoints, and whether
+# this one does in a hook after a failure.
 _SAVING = struct.Struct("=?")
+_SAVING_AT, _SAVING_IN_HOOK_AT = _RECORD.size, _RECORD.size + _SAVING.size
 
 NO_FILE = -1
 """In place of a descriptor: no other process reads the page, only `own_heartbeat`."""
@@ -80,7 +85,22 @@ def report_phase(phase: str, *, step: int | None = None, waits: bool = False) ->
 def report_saving(is_saving: bool) -> None:
     """Report whether a thread of this rank writes checkpoints; the supervisor waits for it."""
     if _page is not None:
-        _SAVING.pack_into(_page, _RECORD.size, is_saving)
+        _SAVING.pack_into(_page, _SAVING_AT, is_saving)
+
+
+@contextmanager
+def saving_in_hook_reported() -> Iterator[None]:
+    """Report that this rank saves a checkpoint in the block; the supervisor waits for it."""
+    page = _page
+    if page is None:
+        yield
+        return
+    (before,) = _SAVING.unpack_from(page, _SAVING_IN_HOOK_AT)
+    _SAVING.pack_into(page, _SAVING_IN_HOOK_AT, True)
+    try:
+        yield
+    finally:
+        _SAVING.pack_into(page, _SAVING_IN_HOOK_AT, before)
 
 
 @contextmanager
@@ -157,8 +177,8 @@ class HeartbeatReader:
         self._page.close()
 
     def is_saving(self) -> bool:
-        """Return whether a thread of the rank writes checkpoints."""
-        return bool(_SAVING.unpack_from(self._page, _RECORD.size)[0])
+        """Return whether a thread of the rank writes checkpoints, or a hook after a failure."""
+        return any(_SAVING.unpack_from(self._page, at)[0] for at in (_SAVING_AT, _SAVING_IN_HOOK_AT))
 
 
 def _read(page: mmap.mmap) -> Heartbeat:

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from rankwise.errors import CollectiveMismatchError
 from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.process_group.interception import Call, call_from_here, intercepted
-from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
+from rankwise.process_group.rank_zero import refuse_lone_call
 
 # All ranks add to one number: its upper part counts them, its lower part sums the fingerprints of their
 # calls.
@@ -84,7 +84,7 @@ class CollectiveCheck:
 
     def _compare(self, call: Call) -> None:
         text = f"{call.what} {call.where}"
-        refuse_in_rank_zero_section(text, call.group.size())
+        refuse_lone_call(text, call.group.size())
         with blocked_in(f"{call.name} {call.where}"):
             self._wait_for_same_call(self._next_slot(call.group), text, call.identity, self._timeout)
 

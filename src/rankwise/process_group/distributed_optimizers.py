@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from rankwise.nested import map_tensors
+from rankwise.process_group.after_failure import refuse_after_failure
 from rankwise.process_group.objects import broadcast
 from rankwise.process_group.torch_internals import SHARDED, check_torch
 
@@ -33,6 +34,10 @@ def consolidate(optimizer: Any) -> None:
     Mutates: a function of torch's module, meanwhile.
     """
     check_torch(SHARDED)
+    refuse_after_failure(
+        f"collecting the state of {type(optimizer).__name__}, which is sharded,",
+        remedy="trainer.save_checkpoint(path, weights_only=True).",
+    )
     name = next(kind.__module__ for kind in type(optimizer).__mro__ if kind.__name__ == _SHARDED)
     module: Any = sys.modules[name]
     plain, module._broadcast_object = module._broadcast_object, _broadcast_on_cpu

@@ -12,6 +12,7 @@ from typing import final
 import torch.distributed as dist
 
 from rankwise.errors import InvalidArgumentError, LifecycleError, RankZeroFailedError, text_of
+from rankwise.process_group.after_failure import refuse_after_failure
 from rankwise.process_group.collectives import is_distributed
 from rankwise.process_group.interception import intercepted
 from rankwise.ranks import RankInfo, is_in_rank_zero_section
@@ -55,7 +56,8 @@ def rank_zero_first(
     Raises:
         RankZeroFailedError: on the other ranks, when the block failed on rank zero; has the exception's text.
         InvalidArgumentError: with `local` and no `ranks`.
-        LifecycleError: for a collective in the block, on the rank that runs it first.
+        LifecycleError: for a collective in the block, on the rank that runs it first; and in hooks after a
+            failure on this rank.
         torch.distributed.DistStoreError: after `timeout`.
 
     Example:
@@ -65,6 +67,7 @@ def rank_zero_first(
     if not is_distributed() or (ranks is not None and ranks.world_size == 1):
         yield
         return
+    refuse_after_failure("rank_zero_first()")
     is_first, scope = _order(local, ranks)
     store = default_store() if store is None else store
     block = store.add(f"rank_zero_first/{scope}/blocks of {dist.get_rank()}", 1)  # the same on every rank
@@ -119,16 +122,18 @@ def _refuse_collectives(*, is_local: bool) -> Iterator[None]:
     before = (_first_block.pid, _first_block.is_local)
     _first_block.pid, _first_block.is_local = os.getpid(), is_local
     try:
-        with intercepted(
-            lambda call: refuse_in_rank_zero_section(f"{call.what} {call.where}", call.group.size())
-        ):
+        with intercepted(lambda call: refuse_lone_call(f"{call.what} {call.where}", call.group.size())):
             yield
     finally:
         _first_block.pid, _first_block.is_local = before
 
 
-def refuse_in_rank_zero_section(call: str, group_size: int | None) -> None:
-    """Raise if only rank zero can call a collective of `group_size` ranks (None: of all) here."""
+def refuse_lone_call(call: str, group_size: int | None) -> None:
+    """Raise if only some ranks can call a collective of `group_size` ranks (None: of all) here.
+
+    That is so in code that only rank zero runs, and in the hooks that follow a failure on this rank.
+    """
+    refuse_after_failure(call)
     if is_in_rank_zero_section():
         raise LifecycleError(
             call=call,

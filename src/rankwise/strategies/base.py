@@ -19,14 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.checkpoint.base import as_checkpoint_error
 from rankwise.environments import ClusterEnvironment, GivenEnvironment
 from rankwise.errors import LifecycleError, UnknownArgumentError
 from rankwise.failures.classify import start_exception_chain
 from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
-from rankwise.monitoring.heartbeat import report_phase
+from rankwise.monitoring.heartbeat import OPTIMIZER, report_phase
 from rankwise.named_options import check_is_a
 from rankwise.nested import to_device
 from rankwise.precision import Precision
@@ -35,6 +34,7 @@ from rankwise.process_group.distributed_optimizers import consolidate, is_sharde
 from rankwise.process_group.group import check_group_ranks
 from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, job_entry, set_rank_zero_only
+from rankwise.strategies.checkpoint_writing import write_checkpoint
 from rankwise.strategies.config import (
     Devices,
     GroupConfig,
@@ -385,7 +385,7 @@ class Strategy(ABC):
         self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any
     ) -> Any:
         """Run one step of an optimizer, then average the model if it is due; return what `step` returns."""
-        report_phase("optimizer")
+        report_phase(OPTIMIZER)
         returned = self.precision.optimizer_step(optimizer, closure, **options)
         self.gradients.after_step(optimizer)
         return returned
@@ -482,16 +482,13 @@ class Strategy(ABC):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write a checkpoint on global rank 0; all ranks continue when it is written, or all raise.
 
-        Collective: every rank must call this, in the same order.
+        Collective: every rank must call this, in the same order. After a failure each rank that does writes.
 
         Raises:
             CheckpointError: on every rank, when it could not be written.
+            LifecycleError: on a rank that another one's failure has stopped within an optimizer step.
         """
-        with errors_shared(self, of_rank_zero=True):
-            if self.is_global_zero:
-                report_phase("checkpoint")
-                with as_checkpoint_error(path):
-                    self.checkpoint_io.save_checkpoint(checkpoint, path)
+        write_checkpoint(self, checkpoint, path)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a checkpoint, to the CPU."""

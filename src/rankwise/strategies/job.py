@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
@@ -18,18 +18,28 @@ from rankwise.failures.classify import readable
 from rankwise.failures.exchange import resolve_cause
 from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers.context import WorkerContext
-from rankwise.monitoring.heartbeat import TEARDOWN, blocked_in, report_phase, report_saving
+from rankwise.monitoring.heartbeat import (
+    OPTIMIZER,
+    TEARDOWN,
+    blocked_in,
+    failure_time_of,
+    report_phase,
+    report_saving,
+)
+from rankwise.process_group.after_failure import collectives_refused_after_failure
 from rankwise.process_group.collective_check import CollectiveCheck
-from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
+from rankwise.process_group.rank_zero import refuse_lone_call
 from rankwise.processes.event_loop import signals_delivered_in_thread
 from rankwise.processes.exit_codes import forked_children_exit
 from rankwise.processes.fork_safety import SET_BY_DYNAMO
+from rankwise.processes.interrupt import JobStopped
 from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, ended_by, exit_by_signal
 from rankwise.strategies.module_wrapping import WrappedModules
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from rankwise.failures.record import FailureRecord
     from rankwise.launchers.context import Entry, Launcher
 _log = logging.getLogger(__name__)
 
@@ -56,15 +66,17 @@ class Job:
     check: CollectiveCheck | None = None
     modules: WrappedModules = field(default_factory=WrappedModules)
     cleanup: ExitStack = field(default_factory=ExitStack)
+    _failure: _Failure | None = None
 
     def guard(self, name: str, group: ProcessGroup | None = None) -> AbstractContextManager[None]:
         """Return the block for a collective; the supervisor sees that this rank waits in it.
 
         Raises:
-            LifecycleError: in code that only rank zero runs, where other ranks would never call it.
+            LifecycleError: in code that only rank zero runs and in hooks after a failure on this rank, where
+                other ranks would never call it.
         """
         if self.worker.ranks.world_size > 1:
-            refuse_in_rank_zero_section(name, None if group is None else group.size())
+            refuse_lone_call(name, None if group is None else group.size())
         return blocked_in(name)
 
     @contextmanager
@@ -83,19 +95,50 @@ class Job:
             if (exchange := worker.failure_exchange) is not None and not worker.ranks.is_one_node:
                 exchange.wait_for_other_ranks()
         except BaseException as error:
-            own = readable(error)
-            own = explain_unused(own) or own
-            cause, record = resolve_cause(own, worker.ranks, worker.failure_exchange)
-            worker.report_failure(cause, record)  # before the teardown, which may take long
+            failure = self._failure or self._failure_of(error)
+            worker.report_failure(failure.cause, failure.record)  # before the teardown, which may take long
+            worker.leave()
             _finish_checkpoints(checkpoint_io)
-            if cause is error:
+            if failure.cause is error:
                 raise
-            raise cause from None
+            if failure.cause is failure.error:  # and a hook has raised another error since
+                raise failure.cause  # noqa: B904  its own cause stays
+            raise failure.cause from None
         finally:
+            self._failure = None  # its traceback refers to this frame
             report_phase(TEARDOWN)
             teardown()
             worker.close_monitor()
             report_phase("finished", waits=True)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Report what ends this rank's work before hooks of the user run, which may take long, or hang.
+
+        From then on, until the job ends, this rank's collectives are refused: no other rank comes to them. A
+        stop for a signal is no failure: all ranks run the hooks then.
+        """
+        if self._failure is not None or isinstance(error, StoppedBySignal):
+            return
+        failure = self._failure = self._failure_of(error)
+        self.worker.report_failure(failure.cause, failure.record, is_early=True)
+        if self.worker.ranks.world_size > 1:
+            heartbeat = failure_time_of(error).heartbeat
+            is_cut = isinstance(error, JobStopped) and heartbeat is not None and heartbeat.phase == OPTIMIZER
+            self.cleanup.enter_context(collectives_refused_after_failure(was_in_optimizer_step=is_cut))
+
+    def _failure_of(self, error: BaseException) -> _Failure:
+        own = readable(error)
+        own = explain_unused(own) or own
+        return _Failure(error, *resolve_cause(own, self.worker.ranks, self.worker.failure_exchange))
+
+
+@final
+class _Failure(NamedTuple):
+    """What this rank's work has raised, what the rank raises for it, and the record that it reports."""
+
+    error: BaseException
+    cause: BaseException
+    record: FailureRecord
 
 
 def launched_parts(

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -24,8 +25,10 @@ from rankwise.hyperparameters import (
     checkpointed_parts,
     left_out_of_checkpoints,
 )
+from rankwise.monitoring.heartbeat import saving_in_hook_reported
 from rankwise.nested import once_each
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
+from rankwise.process_group.after_failure import is_after_failure
 from rankwise.processes.signals import reraise_from_handler
 from rankwise.stores.restart import current_restart
 from rankwise.trainer.hooks import own_method
@@ -242,8 +245,14 @@ def save_checkpoint(
 ) -> None:
     """Write all that a fit needs to continue from here, as plain types and tensors. Collective.
 
-    With `weights_only`, write what an evaluation needs.
+    With `weights_only`, write what an evaluation needs. After a failure on this rank it is not collective:
+    the rank writes its own state, and the supervisor waits for it.
     """
+    with saving_in_hook_reported() if is_after_failure() else nullcontext():
+        _save_checkpoint(context, path, weights_only)
+
+
+def _save_checkpoint(context: LoopContext, path: str | os.PathLike[str], weights_only: bool) -> None:
     context.strategy.gradients.average_models()  # what rank 0 saves is the model of all ranks then
     checkpoint = _evaluation_part(context, weights_only=weights_only)
     if not weights_only:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -19,6 +22,7 @@ from rankwise.trainer.module_loading import load_data_module_state
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer
 
+_log = logging.getLogger(__name__)
 Owner = Literal["module", "callback", "datamodule"]
 _BOTH: tuple[Owner, ...] = ("callback", "module")
 _ALL: tuple[Owner, ...] = ("datamodule", "callback", "module")
@@ -164,8 +168,9 @@ HOOKS: Sequence[Hook] = (
     Hook(
         "on_exception",
         "exception",
-        "When a stage raises on this rank; in the calling process when others have failed or were ended, "
-        "with what it raises.",
+        "When a stage raises on this rank, or is stopped because another rank has failed; in the calling "
+        "process when others have failed or were ended, with what it raises. "
+        "See [After a failure](#after-a-failure).",
         ("callback", "datamodule"),
     ),
     Hook("teardown", "stage", "When a stage ends, also after an exception.", _ALL),
@@ -497,8 +502,25 @@ class Hooks:
             callback.on_load_checkpoint(self.trainer, self.module, checkpoint)
 
     def call_exception_hooks(self, error: BaseException) -> None:
-        """Call `on_exception` of the callbacks, then of the data module; modules do not have it."""
+        """Call `on_exception` of the callbacks, then of the data module; modules do not have it.
+
+        What they raise is logged, as the failure that they follow is raised.
+        """
         for callback in self.trainer.callbacks:
-            callback.on_exception(self.trainer, self.module, error)
-        if self.trainer.datamodule is not None:
-            self.trainer.datamodule.on_exception(error)
+            with errors_logged(f"{type(callback).__name__}.on_exception"):
+                callback.on_exception(self.trainer, self.module, error)
+        if (data := self.trainer.datamodule) is not None:
+            with errors_logged(f"{type(data).__name__}.on_exception"):
+                data.on_exception(error)
+
+
+@contextmanager
+def errors_logged(hook: str) -> Iterator[None]:
+    """Log what a hook raises after a failure, which is raised instead."""
+    handled = sys.exc_info()[1]
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001  hooks are anybody's code
+        if error.__context__ is handled:
+            error.__suppress_context__ = True  # the failure is shown by itself
+        _log.warning("%s raised an error after the failure of the job:", hook, exc_info=error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, final
@@ -14,7 +14,7 @@ import torch
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.loggers.base import finalize_all
-from rankwise.monitoring.heartbeat import TEARDOWN, failure_time_of, report_phase
+from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
 from rankwise.named_options import check_is_a
 from rankwise.processes.fork_safety import import_dynamo
 from rankwise.processes.signals import StoppedBySignal, as_raised
@@ -47,6 +47,7 @@ from rankwise.trainer.data_loaders import (
     restored_loaders,
     shard_for_phase,
 )
+from rankwise.trainer.hooks import errors_logged
 from rankwise.trainer.lightning_objects import is_of_lightning
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
@@ -206,17 +207,17 @@ class Stage:
                 self._random_state_kept(context),
                 _profiled(context, self.name),
             ):
-                value = self._run(context)
+                value = self._run_reported(context)
             status = "success"
         except BaseException as error:
-            failure_time_of(error)  # notes the time before the hooks take theirs
             context.state.status = TrainerStatus.INTERRUPTED
             context.hooks.call_exception_hooks(as_raised(error))
             raise
         finally:
             report_phase(TEARDOWN)
             try:
-                context.hooks.call("teardown", self.name)
+                with errors_logged("teardown") if status == "failed" else nullcontext():
+                    context.hooks.call("teardown", self.name)
             except BaseException:
                 status = "failed"
                 raise
@@ -224,6 +225,14 @@ class Stage:
                 if context.strategy.is_global_zero:
                     finalize_all([*loggers, *context.loggers], status)  # hooks may have replaced some
         return value
+
+    def _run_reported(self, context: LoopContext) -> Any:
+        """Run the stage; report a failure before any hook of the user follows, which may hang."""
+        try:
+            return self._run(context)
+        except BaseException as error:
+            context.strategy.job.report_failure(error)
+            raise
 
     @contextmanager
     def _random_state_kept(self, context: LoopContext) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.nested import map_tensors, to_device
+from rankwise.process_group.after_failure import is_after_failure
 from rankwise.processes.changed_attributes import AttributesBefore
 from rankwise.processes.fork_safety import optimizers_without_dynamo
 from rankwise.processes.module_state import (
@@ -174,7 +175,7 @@ def named_objects(context: LoopContext) -> dict[str, object]:
 def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:
     """Return what each rank needs to continue from here; outside of a fit, from the end of the last one.
 
-    Collective: within a fit, every rank must call this.
+    Collective: within a fit, every rank must call this; after a failure on this rank it returns its own part.
     """
     if context.stage.name != "fit" and context.state.rank_states:
         return context.state.rank_states
@@ -187,6 +188,8 @@ def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:
         "results": None if results is None else results.state_dict(),
         "metrics": {key: dict(getattr(context.state.fit_metrics, name)) for key, name in _METRICS.items()},
     }
+    if is_after_failure():
+        return [own]
     return context.strategy.all_gather_object(own, context.strategy.job_group)
 
 

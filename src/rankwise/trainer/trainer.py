@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any, final
@@ -37,6 +38,8 @@ from rankwise.trainer.state_transfer import CallerState, KnownToCaller, capture,
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
     from rankwise.strategies import Strategy
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -218,6 +221,7 @@ class Trainer(TrainerProperties):
         # The last module whose `configure_callbacks` was called, and the types of the callbacks added by it.
         self._configured: tuple[TrainingModule, set[type]] | None = None
         self._is_trial = False  # it has its callbacks alone
+        self._has_trained_elsewhere = False  # within `on_exception` of a process that is no rank
         self._forget_fit()
 
     def _forget_fit(self) -> None:
@@ -378,10 +382,11 @@ class Trainer(TrainerProperties):
 
         Of `storage_options` only None is accepted: a `CheckpointIO` of your own has its options.
 
-        Collective: within a stage, every rank must call this.
+        Collective: within a stage, every rank must call this. In `on_exception` each rank that calls it
+        writes its own state; a calling process that is not a rank writes nothing.
 
         Raises:
-            LifecycleError: when there was no fit.
+            LifecycleError: when there was no fit; in hooks after a failure, for a sharded optimizer's state.
             CheckpointError: when it cannot be written.
         """
         if storage_options is not None:
@@ -394,6 +399,13 @@ class Trainer(TrainerProperties):
                 needed="a fit",
                 remedy="call trainer.fit(model, ...) first.",
             )
+        if self._has_trained_elsewhere:
+            _log.warning(
+                "%s is not written by the calling process, whose module is not trained: the ranks call "
+                "on_exception, too, and save there.",
+                os.fspath(filepath),
+            )
+            return
         with classes_lent(self, self._fitted_module, self.datamodule):
             save_checkpoint(self.context(self._fitted_module), filepath, weights_only=bool(weights_only))
 
@@ -439,7 +451,11 @@ class Trainer(TrainerProperties):
         if returned:  # with the attributes of callbacks as the hook has left them there
             self._restore(model, returned[min(returned)][1], TrainerStatus.INTERRUPTED)
         else:
-            self.context(model).hooks.call_exception_hooks(error)
+            self._has_trained_elsewhere = True
+            try:
+                self.context(model).hooks.call_exception_hooks(error)
+            finally:
+                self._has_trained_elsewhere = False
 
     def _run_stage(self, stage: Stage, model: TrainingModule) -> tuple[Any, CallerState | None]:
         """Run a stage on every rank; return its value, and its state if that is in other processes."""

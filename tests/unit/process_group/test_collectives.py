@@ -29,7 +29,7 @@ from rankwise.process_group import (
     sync_ddp_if_available,
 )
 from rankwise.process_group.collectives import Description, describe
-from rankwise.process_group.rank_zero import refuse_in_rank_zero_section
+from rankwise.process_group.rank_zero import refuse_lone_call
 
 
 def test_gathering_alone() -> None:
@@ -119,8 +119,8 @@ def test_refusal_ends_with_the_block() -> None:
         with rank_zero_first():
             task = contextvars.copy_context()
             with pytest.raises(LifecycleError, match="in the block of rank_zero_first"):
-                refuse_in_rank_zero_section("a collective", None)
-        task.run(refuse_in_rank_zero_section, "a collective", None)
+                refuse_lone_call("a collective", None)
+        task.run(refuse_lone_call, "a collective", None)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -13,6 +13,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
 from rankwise.gradient_sync.comm_hook import hook_of
 from rankwise.gradient_sync.parameters import check_dense, share_buffers_next
+from rankwise.process_group.after_failure import is_after_failure
 from rankwise.strategies.agreement import mean_loss
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
@@ -274,7 +275,7 @@ class ManualOptimization:
 
         Gradients that a step has used are left out, if the optimizer also cleared them before that step; and
         all within a `training_step`, which a run that continues repeats.
-        Collective: every rank must call this.
+        Collective: every rank must call this; after a failure on this rank they are its own.
         """
         if self._is_in_batch:
             return {}
@@ -288,7 +289,8 @@ class ManualOptimization:
         }
         named = self._context.optimizer_set.named_parameters(self._module)
         found = {name: one for name, one in named.items() if id(one) not in spent}
-        if strategy.world_size > 1 and strategy.reduce_boolean_decision(bool(self._local), all=False):
+        has_others = strategy.world_size > 1 and not is_after_failure()
+        if has_others and strategy.reduce_boolean_decision(bool(self._local), all=False):
             found = {name: _copy_with_gradient(parameter) for name, parameter in found.items()}
             reduce_gradients(found.values(), strategy.data_parallel_group)
         return {name: one.grad.detach() for name, one in found.items() if one.grad is not None}

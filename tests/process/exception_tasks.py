@@ -1,0 +1,45 @@
+"""A module that fails on one rank, and callbacks with hooks that follow: importable from a script."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rankwise.callbacks import Callback
+from tests.process.training_tasks import Regression
+
+FAILS_AT = 2
+
+
+class Fails(Regression):
+    """Raises in a step of one rank."""
+
+    def __init__(self, who: int, optimizer: str = "adam") -> None:
+        super().__init__(optimizer)
+        self.who = who
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == self.who and batch_idx == FAILS_AT:
+            raise ValueError("the first failure")
+        return super().training_step(batch, batch_idx)
+
+
+class Saves(Callback):
+    """What docs/migrating.md recommends instead of `OnExceptionCheckpoint`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class Hangs(Callback):
+    """Does not return on a rank."""
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if trainer.strategy.is_in_job:
+            time.sleep(600)

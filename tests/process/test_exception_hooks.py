@@ -1,0 +1,291 @@
+"""Hooks after a failure: the job ends whatever they do, a save is the rank's own, collectives are refused."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise.callbacks import Callback
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
+from rankwise.errors import WorkerRaisedError
+from rankwise.process_group import rank_zero_first
+from rankwise.trainer.data import DataModule
+from tests.helpers.load import slowdown
+from tests.helpers.scripts import ScriptRunner
+from tests.process.exception_tasks import FAILS_AT, Fails, Hangs, Saves
+from tests.process.helpers import ddp, with_tests
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+GRACE_S = 0.5
+
+
+class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # final for users
+    """Takes several grace periods to write a file."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
+        time.sleep(6 * GRACE_S)
+        super().save_checkpoint(checkpoint, path)
+
+
+def fail(who: int, callback: Callback, **options: Any) -> Any:
+    """Fit with a failure on one rank; return the caller's exception."""
+    strategy = ddp("fork", grace_period_s=GRACE_S)
+    module = options.pop("module", None) or Fails(who)
+    with pytest.raises(WorkerRaisedError, match="the first failure") as caught:
+        quiet_trainer(strategy, 2, max_epochs=1, callbacks=callback, **options).fit(module, loader(32, 4))
+    assert caught.value.global_rank == who
+    return caught.value
+
+
+def check_continues(path: Path) -> None:
+    """Check that a fit on two ranks continues from the step that has failed."""
+    saved = torch.load(path, weights_only=True)
+    assert saved["global_step"] == FAILS_AT
+    assert not torch.equal(saved["state_dict"]["net.0.weight"], Regression().state_dict()["net.0.weight"])
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1)
+    trainer.fit(Fails(-1), loader(32, 4), ckpt_path=path)
+    assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_checkpoint_of_the_rank_that_fails(
+    who: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The documented hook writes a complete file, whichever rank fails; the caller, no rank, does not."""
+    path = tmp_path / "failed.ckpt"
+    with caplog.at_level(logging.WARNING):
+        fail(who, Saves(path))
+    (warned,) = caplog.records
+    assert warned.getMessage().startswith(f"{path} is not written by the calling process")
+    assert list(tmp_path.iterdir()) == [path]
+    check_continues(path)
+
+
+@pytest.mark.parametrize("io", [SlowIO(), AsyncCheckpointIO(SlowIO())], ids=["own thread", "another thread"])
+def test_a_checkpoint_that_takes_longer_than_the_grace_period(io: Any, tmp_path: Path) -> None:
+    """The rank is killed only when its file is complete."""
+    path = tmp_path / "failed.ckpt"
+    fail(1, Saves(path), plugins=io)
+    check_continues(path)
+
+
+SCRIPT = """
+    import sys
+    from pathlib import Path
+    from tests.process.exception_tasks import Fails, Hangs, Saves
+    from tests.process.training_tasks import loader, quiet_trainer
+
+    who, path = int(sys.argv[1]), Path(sys.argv[2])
+    quiet_trainer("ddp", 2, max_epochs=1, callbacks=Saves(path)).fit(Fails(who), loader(32, 4))
+"""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(("who", "command"), [(0, "python"), (1, "python"), (1, "torchrun")])
+def test_a_checkpoint_in_a_script(who: int, command: str, tmp_path: Path, run_script: ScriptRunner) -> None:
+    """So it does where the main process is rank 0, and under torchrun."""
+    path = tmp_path / "failed.ckpt"
+    program = [*(TORCHRUN if command == "torchrun" else (sys.executable,)), str(run_script.write(SCRIPT))]
+    result = run_script.command([*program, str(who), str(path)], env=with_tests())
+    assert result.returncode == 1, result
+    assert "ValueError: the first failure" in result.stderr, result
+    check_continues(path)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_hook_that_hangs(who: int) -> None:
+    """The job ends after the grace period, with the first failure."""
+    error = fail(who, Hangs())
+    assert error.elapsed_s < 10 * slowdown()
+
+
+HANGING_SCRIPT = SCRIPT.replace("Saves(path)", "Hangs()")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_hook_that_hangs_in_a_script(who: int, tmp_path: Path, run_script: ScriptRunner) -> None:
+    """So it does where rank 0 is the main process."""
+    result = run_script(HANGING_SCRIPT, str(who), "-", env=with_tests())
+    assert result.returncode == 1, result
+    assert "ValueError: the first failure" in result.stderr, result
+
+
+class RaisesToo(Callback):
+    """Raises in each hook that follows a failure."""
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        sys.exit("from on_exception")
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        raise KeyError("from teardown")
+
+
+class Data(DataModule):
+    """Raises there, too."""
+
+    def train_dataloader(self) -> Any:
+        return loader(32, 4)
+
+    def on_exception(self, exception: BaseException) -> None:
+        raise KeyError("from on_exception")
+
+
+def test_hooks_do_not_replace_the_failure(tmp_path: Path) -> None:
+    """What hooks raise afterwards is logged; the next hooks are called."""
+    path = tmp_path / "failed.ckpt"
+    trainer = quiet_trainer(ddp("fork"), 2, max_epochs=1, callbacks=[RaisesToo(), Saves(path)])
+    with pytest.raises(WorkerRaisedError, match="the first failure"):
+        trainer.fit(Fails(0), datamodule=Data())
+    assert path.exists()
+
+
+def test_hooks_do_not_replace_the_failure_of_one_process(caplog: pytest.LogCaptureFixture) -> None:
+    """The failure itself is raised, with its own cause; the log has the others."""
+    trainer = quiet_trainer("single_device", 1, max_epochs=1, callbacks=RaisesToo())
+    with pytest.raises(ValueError, match="the first failure") as caught:
+        trainer.fit(Fails(0), datamodule=Data())
+    assert caught.value.__context__ is None
+    hooks = [record.getMessage().partition(" ")[0] for record in caplog.records]
+    assert hooks == ["RaisesToo.on_exception", "Data.on_exception", "teardown"]
+
+
+def _reduce_in_torch(trainer: Any, module: Any) -> None:
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def _enter_rank_zero_first(trainer: Any, module: Any) -> None:
+    with rank_zero_first():
+        pass
+
+
+CALLS: dict[str, Callable[[Any, Any], object]] = {
+    "barrier": lambda trainer, module: trainer.strategy.barrier(),
+    "broadcast": lambda trainer, module: trainer.strategy.broadcast(1),
+    "all_reduce": lambda trainer, module: trainer.strategy.all_reduce(torch.zeros(1)),
+    "all_gather": lambda trainer, module: module.all_gather(torch.zeros(1)),
+    "all_gather_object": lambda trainer, module: trainer.strategy.all_gather_object(1),
+    "reduce_boolean_decision": lambda trainer, module: trainer.strategy.reduce_boolean_decision(True),
+    "rank_zero_first()": _enter_rank_zero_first,
+    "all_reduce of float32[1] (sum) at test_exception_hooks.py": _reduce_in_torch,
+    "ZeroRedundancyOptimizer, which is sharded,": lambda trainer, module: trainer.save_checkpoint("sharded"),
+}
+
+
+class CallsAll(Callback):
+    """Calls collectives in each hook after a failure; notes what they raise."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self._call_all(trainer, module, "on_exception")
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self._call_all(trainer, module, "teardown")
+
+    def _call_all(self, trainer: Any, module: Any, hook: str) -> None:
+        if trainer.global_rank != module.who or not trainer.strategy.is_in_job:
+            return
+        texts = []
+        for call in CALLS.values():
+            try:
+                call(trainer, module)
+                texts.append("returned")
+            except Exception as error:
+                texts.append(f"{type(error).__name__}: {error}")
+        (self.folder / hook).write_text("\n---\n".join(texts))
+
+
+class Sharded(Fails):
+    """Has an optimizer whose state each rank has a part of."""
+
+    def configure_optimizers(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its older optimizers
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"check_collectives": True}], ids=["plain", "checked"])
+def test_collectives_are_refused(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is an error that says why, instead of a wait for ranks that do not come."""
+    monkeypatch.chdir(tmp_path)
+    strategy = ddp("fork", grace_period_s=20, **options)
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=CallsAll(tmp_path))
+    with pytest.raises(WorkerRaisedError, match="the first failure"):
+        trainer.fit(Sharded(1), loader(32, 4))
+    for hook in ("on_exception", "teardown"):
+        texts = (tmp_path / hook).read_text().split("\n---\n")
+        for name, text in zip(CALLS, texts, strict=True):
+            assert text.startswith("LifecycleError: ")
+            assert name in text
+            assert "in a hook after a failure on this rank" in text
+    assert not (tmp_path / "sharded").exists()
+
+
+class SavesWeights(Callback):
+    """Saves the weights alone."""
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint("weights", weights_only=True)
+
+
+def test_weights_beside_a_sharded_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy in that error works."""
+    monkeypatch.chdir(tmp_path)
+    fail(1, SavesWeights(), module=Sharded(1))
+    Regression("adam").load_state_dict(torch.load("weights", weights_only=True)["state_dict"])
+
+
+class StopsOthers(Callback):
+    """One rank fails while the other is in its optimizer step; both save into files of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == 3:
+            time.sleep(0.2)
+            raise ValueError("the first failure")
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if trainer.strategy.is_in_job:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_rank}-{type(exception).__name__}")
+
+
+class SlowAdam(torch.optim.Adam):
+    """Takes long within a step of rank 0."""
+
+    def step(self, closure: Any = None) -> Any:
+        value = super().step(closure)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 3 and torch.distributed.get_rank() == 0:
+            time.sleep(30)
+        return value
+
+
+class SlowSteps(Regression):
+    """Has this optimizer, and logs nothing: no collective follows the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return SlowAdam(self.parameters(), lr=0.01)
+
+
+def test_weights_that_are_partly_updated_are_not_saved(tmp_path: Path) -> None:
+    """A rank that is stopped within its optimizer step refuses to save; the one that failed has saved."""
+    fail(1, StopsOthers(tmp_path), module=SlowSteps())
+    assert [path.name for path in tmp_path.iterdir()] == ["1-ValueError"]
