@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from rankwise import Fabric
-from rankwise.errors import LaunchRefusedError, WorkerRaisedError
+from rankwise.errors import LaunchRefusedError, LifecycleError, WorkerRaisedError
 from rankwise.loggers import CSVLogger
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
@@ -76,6 +76,34 @@ def test_a_failing_rank_reaches_the_caller() -> None:
         two.launch(fail)
     assert caught.value.global_rank == 1
     assert "in fail" in caught.value.traceback_text
+
+
+class SavesInFabric:
+    """Saves when an exception is caught; a barrier is refused."""
+
+    def on_exception(self, fabric: Fabric, path: Path) -> None:
+        fabric.save(path, {"rank": fabric.global_rank})
+        with pytest.raises(LifecycleError, match="after a failure on this rank"):
+            fabric.barrier()
+
+
+def fail_on_rank_one(one: Fabric, path: Path) -> None:
+    """Raise on one rank, with the hook, while the other waits."""
+    try:
+        if one.global_rank == 1:
+            raise ValueError("on one rank")
+        one.barrier()
+    except ValueError:
+        one.call("on_exception", fabric=one, path=path)
+        raise
+
+
+def test_the_hook_after_an_exception_waits_for_nobody(tmp_path: Path) -> None:
+    """In `on_exception` a save is the rank's own, and other collectives are refused."""
+    two = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork", callbacks=SavesInFabric())
+    with pytest.raises(WorkerRaisedError, match="ValueError: on one rank"):
+        two.launch(fail_on_rank_one, tmp_path / "failed.ckpt")
+    assert torch.load(tmp_path / "failed.ckpt", weights_only=True) == {"rank": 1}
 
 
 # The rest of this script runs on every rank.

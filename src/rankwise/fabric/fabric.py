@@ -6,7 +6,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, TypeVar, overload
 
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from rankwise.loggers.base import finalize_all, numbers
 from rankwise.named_options import check_is_a
 from rankwise.plugins import agreed_placement, as_list, collect_plugins, collect_strategy
 from rankwise.precision import Precision, configured_optimizers
+from rankwise.process_group.after_failure import collectives_refused_after_failure
 from rankwise.seed import given_seed, seed_everything
 from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model
@@ -519,19 +520,22 @@ class Fabric(FabricProcess):
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of each callback that has it.
 
-        Keyword arguments that the method does not take are left out.
+        Keyword arguments that the method does not take are left out. In `on_exception` a save writes this
+        rank's own state, and other collectives are refused, as in the Trainer.
 
         Raises:
             InvalidTypeError: for an attribute of this name that cannot be called.
         """
-        for callback in self.callbacks:
-            hook = getattr(callback, hook_name, None)
-            if hook is None:
-                continue
-            if not callable(hook):
-                name = f"{type(callback).__name__}.{hook_name}"
-                raise InvalidTypeError(argument=name, value=hook, expected="a method")
-            hook(*args, **_taken(hook, kwargs))
+        is_after_failure = hook_name == "on_exception" and self.world_size > 1
+        with collectives_refused_after_failure() if is_after_failure else nullcontext():
+            for callback in self.callbacks:
+                hook = getattr(callback, hook_name, None)
+                if hook is None:
+                    continue
+                if not callable(hook):
+                    name = f"{type(callback).__name__}.{hook_name}"
+                    raise InvalidTypeError(argument=name, value=hook, expected="a method")
+                hook(*args, **_taken(hook, kwargs))
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Record a number in all loggers, on global rank 0."""
