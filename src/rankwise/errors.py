@@ -692,6 +692,9 @@ class StopAgreementError(RankwiseError, TimeoutError):
         return f"Training was to stop, but {_ranks(self.missing)} did not say when, in {self.timeout_s:g} s."
 
 
+UNOWNED = ", which is in no optimizer of the trainer"
+
+
 class RankMismatchError(RankwiseError, RuntimeError):
     """The ranks differ; `differences` maps each property to its values, and each value to global ranks."""
 
@@ -712,6 +715,11 @@ class RankMismatchError(RankwiseError, RuntimeError):
         fix = "build and call the same on every rank; look for code that depends on the rank or the host."
         if "the seed" in self.differences:
             fix += " Use one seed, seed_everything(1): each rank draws from a stream of its own in a fit."
+        if any(name.endswith(UNOWNED) for name in self.differences):
+            fix += (
+                " For a layer that a callback trains, wrapped = trainer.strategy.setup_module(module.layer) "
+                "in on_fit_start: calls of wrapped(inputs) average its gradients."
+            )
         return fix
 
 
@@ -773,7 +781,8 @@ class UnusedParametersError(RankwiseError, RuntimeError):
     ADVICE = (
         "use them in every step (loss + 0 * sum(parameter.sum() ...) is enough); or freeze them with "
         "parameter.requires_grad_(False) before training; or let DDP look for them: "
-        "DDPStrategy(find_unused_parameters=True)."
+        "DDPStrategy(find_unused_parameters=True). A layer that a callback trains with an optimizer of its "
+        "own is added to the module in on_fit_start."
     )
 
     names_by_rank: Mapping[int, tuple[str, ...]]

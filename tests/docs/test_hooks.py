@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import rankwise
 from rankwise.callbacks import Callback
@@ -27,8 +28,9 @@ def test_the_table_is_the_codes() -> None:
 
 def test_the_examples_run() -> None:
     """The classes of the page can be defined."""
-    names: dict[str, object] = {"TrainingModule": rankwise.TrainingModule, "Callback": Callback}
+    names: dict[str, Any] = {"TrainingModule": rankwise.TrainingModule, "Callback": Callback}
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(code, names)  # the page's own code
     assert "on_exception" in vars(names["SaveOnFailure"])
     assert "optimizer_step" in vars(names["WarmUp"])
+    assert "on_fit_start" in vars(names["OnlineEvaluator"])

@@ -289,7 +289,8 @@ CASES = [
         "  Seen: unused on global_rank=0: none; unused on global_rank=1: 'head.weight'\n"
         "  Fix: use them in every step (loss + 0 * sum(parameter.sum() ...) is enough); or freeze them with "
         "parameter.requires_grad_(False) before training; or let DDP look for them: "
-        "DDPStrategy(find_unused_parameters=True).",
+        "DDPStrategy(find_unused_parameters=True). A layer that a callback trains with an optimizer of its "
+        "own is added to the module in on_fit_start.",
     ),
     Case(
         lambda: errors.CheckpointError(path="last.ckpt", problem="it ends early", remedy="use another."),

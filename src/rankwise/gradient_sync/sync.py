@@ -36,7 +36,7 @@ from rankwise.gradient_sync.parameters import (
     trained_parameters,
 )
 from rankwise.gradient_sync.tracking import TrackedModule, rebuild_reducer
-from rankwise.gradient_sync.unused import UnusedParameterMonitor, record_reduced_names
+from rankwise.gradient_sync.unused import UnusedParameterMonitor, explain_unused, record_reduced_names
 from rankwise.gradient_sync.weights import (
     WeightAccumulator,
     WeightCarrier,
@@ -200,9 +200,10 @@ class GradientSync:
         is_by_ddp = self.mode is not GradientSyncMode.FORCED_SYNC
         if isinstance(module, DistributedDataParallel) and is_by_ddp and tracked.must_rebuild():
             carrier = self._of(module).carrier
-            with nullcontext() if carrier is None else carrier.moved_to(module.module):
-                rebuild_reducer(module)
-            record_reduced_names(module)
+            apart = tracked.parameters.apart
+            with nullcontext() if carrier is None else carrier.moved_to(module.module, apart):
+                rebuild_reducer(module, apart)
+            record_reduced_names(module, apart)
             _recorded_graphs.discard(module)
 
     def manual_parameters(
@@ -230,6 +231,12 @@ class GradientSync:
             return trained_parameters(module)
         is_by_ddp = isinstance(module, DistributedDataParallel)
         return tracked.others(averaged_by_ddp=is_by_ddp and self.mode is not GradientSyncMode.FORCED_SYNC)
+
+    def unowned(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the module's trained parameters by name that are in none of the optimizers used with it."""
+        tracked = self._of(module).tracked
+        unowned = {} if tracked is None else tracked.parameters.unowned
+        return {name: each for name, each in unowned.items() if each.requires_grad}
 
     def _ids_elsewhere(self, module: nn.Module) -> set[int]:
         """Return the ids of the parameters of all modules but one."""
@@ -307,6 +314,10 @@ class GradientSync:
         try:
             with kept, counting, no_sync(module, not is_reducing):
                 yield
+        except RuntimeError as error:
+            if isinstance(module, DistributedDataParallel) and (found := explain_unused(error, module)):
+                raise found from None
+            raise
         finally:
             if tracked is not None:
                 tracked.is_checked = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from datetime import timedelta
 from inspect import signature
 from typing import TYPE_CHECKING, Any, final
@@ -157,8 +157,12 @@ def _without(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> list[Ten
     return [parameter for parameter in parameters if id(parameter) not in ids]
 
 
-def rebuild_reducer(wrapped: DistributedDataParallel) -> None:
+def rebuild_reducer(wrapped: DistributedDataParallel, apart: Container[int] = ()) -> None:
     """Make DDP average the parameters that require a gradient now, in new buckets, with the same hook.
+
+    Args:
+        wrapped: the wrapper.
+        apart: the ids of parameters that it does not average.
 
     Raises:
         ConfigurationError: when there are none, DDP keeps copies of them, or this torch is not known.
@@ -169,6 +173,16 @@ def rebuild_reducer(wrapped: DistributedDataParallel) -> None:
             facts="DDP cannot average what is trained now.",
             remedy='DDPStrategy(sync_mode="forced_sync"), which averages without DDP.',
         )
+    ignored = wrapped.parameters_to_ignore
+    named = wrapped.module.named_parameters(remove_duplicate=False)
+    wrapped.parameters_to_ignore = ignored | {name for name, each in named if id(each) in apart}
+    try:
+        _rebuild(wrapped)
+    finally:
+        wrapped.parameters_to_ignore = ignored
+
+
+def _rebuild(wrapped: DistributedDataParallel) -> None:
     parameters, expects_sparse = wrapped._build_params_for_reducer()
     if not parameters:
         raise ConfigurationError(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
+_APART = ", in no optimizer"
 _END = object()  # the last one of two sequences that are compared, so that they are equally long
 
 
@@ -33,7 +34,10 @@ class TrainedSet:
         trained: the module's parameters that require a gradient, and the optimizers' that are not in the
             module; not those that DDP ignores.
         inside: the ids of the module's parameters, also of those that DDP ignores.
-        trained_inside: the ids of the module's parameters in `trained`.
+        unowned: the module's parameters by name that no optimizer updates, once optimizers are known.
+        apart: the ids of those that were added to the module. Something else trains them, or nothing, so DDP
+            must not wait for their gradients.
+        trained_inside: the ids of the module's parameters in `trained`, except those in `apart`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -41,6 +45,8 @@ class TrainedSet:
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self._num_optimizers = 0
         self._outside: dict[str, Tensor] = {}
+        self.unowned: dict[str, Tensor] = {}
+        self.apart: set[int] = set()
         self._held: list[Any] = []
         self._read: tuple[list[str], list[Tensor], list[bool]] = [], [], []
         self.read(module)
@@ -87,7 +93,7 @@ class TrainedSet:
         given stay as they were read last.
         """
         names, before, flags_before = self._read
-        named = dict(zip(names, before, strict=True))
+        named, apart_before = dict(zip(names, before, strict=True)), self.apart
         if not (self._held and self._has_same(optimizers)):
             named = self._walk(module, optimizers, parameters_of, elsewhere)
         self.all = parameters = list(named.values())
@@ -95,8 +101,9 @@ class TrainedSet:
         self._read = list(named), parameters, flags
         self.trained = list(compress(parameters, flags))
         self._frozen = list(compress(parameters, map(not_, flags)))
-        self.trained_inside = self.inside.intersection(map(id, self.trained))
+        self.trained_inside = self.inside.intersection(map(id, self.trained)) - self.apart
         is_same = len(parameters) == len(before) and all(map(is_, parameters, before))
+        is_same = is_same and self.apart == apart_before
         return not is_same or flags != flags_before or self._read[0] != names
 
     def _walk(
@@ -120,8 +127,14 @@ class TrainedSet:
         self.inside = {id(parameter) for parameter in named.values()}
         for optimizer in optimizers:
             self._read_optimizer(optimizer, parameters_of, elsewhere)
-        outside = {id(each): name for name, each in self._outside.items() if id(each) not in self.inside}
+        updated = {id(each): name for name, each in self._outside.items()}
+        if self._updated:  # the optimizers are known
+            added = self.inside.difference(map(id, self._read[1]))
+            self.apart = (added | self.apart & self.inside).difference(updated)
+        outside = {number: name for number, name in updated.items() if number not in self.inside}
         named = {name: each for name, each in named.items() if name not in ignored_names}
+        if self._updated:
+            self.unowned = {name: each for name, each in named.items() if id(each) not in updated}
         return named | {name: self._outside[name] for name in outside.values()}
 
     def _read_optimizer(
@@ -140,7 +153,7 @@ class TrainedSet:
     def facts(self) -> dict[str, str]:
         """Return a description of each parameter by name, as it was read. Runs on: any thread."""
         return {
-            f"parameter {name!r}": described(parameter, flag)
+            f"parameter {name!r}": described(parameter, flag) + _APART * (id(parameter) in self.apart)
             for name, parameter, flag in zip(*self._read, strict=True)
         }
 

@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -21,6 +21,8 @@ from rankwise.stores.tcp import default_store
 from rankwise.stores.values import read_value
 
 _MESSAGE = "Expected to have finished reduction in the prior iteration"
+# With find_unused_parameters, after a backward pass outside of the step has reached the parameter.
+_MESSAGE_OF_UNDEFINED = "Encountered gradient which is undefined, but still allreduced"
 _INDICES = r"did not receive grad for rank \d+: ((?:\d+ ?)+)"
 _NAMES_TIMEOUT = timedelta(milliseconds=300)
 
@@ -28,13 +30,16 @@ _NAMES_TIMEOUT = timedelta(milliseconds=300)
 _recorded: weakref.WeakKeyDictionary[DistributedDataParallel, list[str]] = weakref.WeakKeyDictionary()
 
 
-def record_reduced_names(wrapped: DistributedDataParallel) -> None:
-    """Record the names of the parameters that DDP reduces from now on, also if some are frozen later."""
+def record_reduced_names(wrapped: DistributedDataParallel, apart: Container[int] = ()) -> None:
+    """Record the names of the parameters that DDP reduces from now on, also if some are frozen later.
+
+    It does not reduce those with an id in `apart`.
+    """
     _recorded.pop(wrapped, None)
-    _recorded[wrapped] = reduced_names(wrapped)
+    _recorded[wrapped] = reduced_names(wrapped, apart)
 
 
-def reduced_names(wrapped: DistributedDataParallel) -> list[str]:
+def reduced_names(wrapped: DistributedDataParallel, apart: Container[int] = ()) -> list[str]:
     """Return the names of the parameters that DDP reduces, in the order of DDP's indices."""
     if wrapped in _recorded:
         return _recorded[wrapped]
@@ -42,7 +47,7 @@ def reduced_names(wrapped: DistributedDataParallel) -> list[str]:
     return [
         name
         for name, parameter in wrapped.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
+        if parameter.requires_grad and name not in ignored and id(parameter) not in apart
     ]
 
 
@@ -57,16 +62,20 @@ def check_finished(wrapped: DistributedDataParallel) -> None:
 def explain_unused(
     error: BaseException, wrapped: DistributedDataParallel | None = None
 ) -> UnusedParametersError | None:
-    """Return DDP's error about unfinished reductions with the parameters' names; None for any other error."""
-    if not isinstance(error, RuntimeError) or _MESSAGE not in text_of(error):
+    """Return DDP's error about missing gradients with the parameters' names; None for any other error."""
+    text = text_of(error)
+    if not isinstance(error, RuntimeError) or (_MESSAGE not in text and _MESSAGE_OF_UNDEFINED not in text):
         return None
     wrapped = _wrapped_module_in(error.__traceback__) if wrapped is None else wrapped
     if wrapped is None:
         return None
-    match = re.search(_INDICES, text_of(error))
-    names = reduced_names(wrapped)
-    numbers = [] if match is None else [int(number) for number in match.group(1).split()]
-    own = tuple(names[number] for number in numbers if number < len(names))
+    names, match = reduced_names(wrapped), re.search(_INDICES, text)
+    if _MESSAGE_OF_UNDEFINED in text:
+        parameters = dict(wrapped.module.named_parameters())
+        own = tuple(name for name in names if name in parameters and parameters[name].grad is None)
+    else:
+        numbers = [] if match is None else [int(number) for number in match.group(1).split()]
+        own = tuple(names[number] for number in numbers if number < len(names))
     found = UnusedParametersError(names_by_rank=_exchange_names(own), module=type(wrapped.module).__name__)
     return found.with_traceback(error.__traceback__)
 

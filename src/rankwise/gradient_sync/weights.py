@@ -7,7 +7,7 @@ either by a `WeightCarrier` in DDP's own buckets, or by the communication hook `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -152,9 +152,13 @@ class WeightCarrier:
         return None if like is None else cls(weights, averaged, like)
 
     @contextmanager
-    def moved_to(self, module: nn.Module) -> Iterator[None]:
-        """Serve a module that has other trained parameters now, and which is wrapped anew in the block."""
-        self._set_averaged(trained_parameters(module) or [self.total])
+    def moved_to(self, module: nn.Module, apart: Container[int]) -> Iterator[None]:
+        """Serve a module that has other trained parameters now, and which is wrapped anew in the block.
+
+        DDP does not average those with an id in `apart`.
+        """
+        averaged = [parameter for parameter in trained_parameters(module) if id(parameter) not in apart]
+        self._set_averaged(averaged or [self.total])
         with self.attached_to(module):
             yield
 

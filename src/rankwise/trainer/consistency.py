@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rankwise.errors import ConfigurationError
+from rankwise.errors import UNOWNED, ConfigurationError
 from rankwise.gradient_sync.parameters import parameters_of
 from rankwise.process_group.digests import digests_of
 from rankwise.strategies.agreement import check_ranks_agree, values_of
@@ -43,6 +43,21 @@ def check_values(context: LoopContext, *, with_buffers: bool = False) -> None:
                 if id(parameter) not in compared:
                     values[f"the values of {label}"] = parameter
     check_ranks_agree(strategy, digests_of(values))
+
+
+def check_unowned(context: LoopContext) -> None:
+    """Make sure that all ranks have the same values of what no optimizer of the trainer updates. Collective.
+
+    A callback may train it on the batches of its own rank.
+
+    Raises:
+        RankMismatchError: names what differs.
+    """
+    strategy = context.strategy
+    unowned = strategy.gradients.unowned(context.wrapped)
+    if unowned and strategy.data_parallel_group is None:  # groups may have other values
+        values = {f"the values of parameter {name!r}{UNOWNED}": each for name, each in unowned.items()}
+        check_ranks_agree(strategy, digests_of(values))
 
 
 def check_can_compare(strategy: Strategy, interval: int | None) -> None:

@@ -91,7 +91,12 @@ HOOKS: Sequence[Hook] = (
     _of_module("configure_model", "", "After `setup`, in every stage; layers may still be added."),
     Hook("on_load_checkpoint", "checkpoint", "After a checkpoint was read; may change it."),
     _of_module("configure_optimizers", "", "Once for each run; returns optimizers and schedulers."),
-    Hook("on_fit_start", "", "When model and optimizers are ready."),
+    Hook(
+        "on_fit_start",
+        "",
+        "When model and optimizers are ready, and the model is wrapped. Layers may be "
+        "[added](#layers-that-a-callback-trains).",
+    ),
     *(
         Hook(f"{name}_dataloader", "", "Returns the loaders, if the stage was given none.", _OF_DATA)
         for name in ("train", "val", "test", "predict")

@@ -18,7 +18,7 @@ from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import isolated_random_state, mixed_seed
 from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies.data_split import check_same_order
-from rankwise.trainer.consistency import check_values
+from rankwise.trainer.consistency import check_unowned, check_values
 from rankwise.trainer.data_loaders import PHASE_NAMES
 from rankwise.trainer.hooks import training_outputs
 from rankwise.trainer.loops.automatic import AutomaticOptimization
@@ -72,6 +72,7 @@ class FitLoop:
         self._stopping = Stopping(context)
         self._reload = reload or {}
         self._has_begun = False
+        self._num_windows = 0
         self._validated_at = 0.0  # time.monotonic(); at first when training began
         self._transfer = BatchTransfer(context)
         self._skipping = _Skipping(context)
@@ -211,11 +212,18 @@ class FitLoop:
         self._hooks.call("on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
         self._results.end_batch()
         if is_window_end:
-            interval = self._settings.check_ranks_every_n_steps
-            if interval is not None and self._progress.global_step // interval > before // interval:
-                check_values(self._context)
+            self._compare_ranks(before)
             self._validate_if_due()
         return True
+
+    def _compare_ranks(self, steps_before: int) -> None:
+        """Compare the ranks' values as asked for, and now and then those of parameters in no optimizer."""
+        interval = self._settings.check_ranks_every_n_steps
+        if interval is not None and self._progress.global_step // interval > steps_before // interval:
+            check_values(self._context)
+        self._num_windows += 1
+        if self._num_windows.bit_count() == 1:  # 1, 2, 4, 8, ...
+            check_unowned(self._context)
 
     def _outputs(self, returned: Any) -> dict[str, Any]:
         """Return what `on_train_batch_end` gets, empty if nobody defines it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import SingleDeviceStrategy, TrainingModule
 from rankwise.callbacks import Callback
-from rankwise.errors import ConfigurationError, UnusedParametersError
+from rankwise.errors import ConfigurationError, RankMismatchError, UnusedParametersError
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
 from tests.unit.gradient_sync.helpers import FEATURES
@@ -220,3 +221,116 @@ def test_the_whole_module_is_frozen() -> None:
             fit(2, modules[rank], At(freeze_all, 0, 1, "on_train_batch_start"), ThreadedStrategy(rank, 2))
 
     run_ranks(2, run)
+
+
+class Online(Callback):
+    """Trains a layer of the module with an optimizer of its own, by the features of each batch.
+
+    It is added in `on_fit_start`, unless the module has it already.
+    """
+
+    def __init__(self, *, has_wrapper: bool) -> None:
+        self.has_wrapper = has_wrapper
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        if not hasattr(module, "probe"):
+            module.probe = nn.Linear(4, 1).double()
+            for parameter in module.probe.parameters():
+                nn.init.constant_(parameter, 0.3)
+        self.optimizer = torch.optim.SGD(module.probe.parameters(), lr=0.1, momentum=0.9)
+        self.probe = trainer.strategy.setup_module(module.probe) if self.has_wrapper else module.probe
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        [samples] = batch
+        features = torch.tanh(module.first(samples)).detach()
+        (self.probe(features) - samples.sum(dim=1, keepdim=True)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        del self.probe
+
+
+def fit_online(callback: Callback, module: Any, strategy: Any, world_size: int, **options: Any) -> Any:
+    """Fit on 24 samples for each epoch; return the weights."""
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(24, FEATURES, dtype=torch.float64, generator=generator))
+    trainer = quiet_trainer(strategy, world_size, max_epochs=2, callbacks=[callback], **options)
+    trainer.fit(module, DataLoader(data, batch_size=6 // world_size))
+    return [each.detach().clone() for each in module.parameters()]
+
+
+MODES: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"sync_mode": "forced_sync"}]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("arguments", [*MODES, {"gradient_weighting": "samples"}])
+def test_a_layer_that_a_callback_trains(arguments: dict[str, Any], by_hand: bool) -> None:
+    """It is added in on_fit_start; with a wrapper of its own it has one process's weights."""
+    wanted = fit_online(Online(has_wrapper=True), Layers(by_hand), "single_device", 1)
+
+    def run(rank: int) -> Any:
+        strategy = ThreadedStrategy(rank, 2, **arguments)
+        return fit_online(Online(has_wrapper=True), Layers(by_hand), strategy, 2)
+
+    for own in run_ranks(2, run):
+        torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("arguments", MODES)
+def test_a_layer_that_ranks_train_apart(arguments: dict[str, Any], by_hand: bool) -> None:
+    """Without a wrapper each rank trains it on its own batches: an error that names it, and the wrapper."""
+
+    def run(rank: int) -> None:
+        with pytest.raises(RankMismatchError, match=r"'probe\.weight', which is in no optimizer") as caught:
+            fit_online(Online(has_wrapper=False), Layers(by_hand), ThreadedStrategy(rank, 2, **arguments), 2)
+        assert "trainer.strategy.setup_module(module.layer) in on_fit_start" in str(caught.value)
+
+    run_ranks(2, run)
+
+
+class WithProbe(Layers):
+    """Has the callback's layer from the start, so DDP waits for its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(4, 1).double()
+
+
+@pytest.mark.parametrize("arguments", MODES[:2])
+def test_a_layer_that_ddp_waits_for(arguments: dict[str, Any]) -> None:
+    """The error names the layer, and the hook that may add it, also where DDP looks for unused layers."""
+
+    def run(rank: int) -> None:
+        with pytest.raises(UnusedParametersError, match=r"'probe\.weight'") as caught:
+            fit_online(Online(has_wrapper=True), WithProbe(), ThreadedStrategy(rank, 2, **arguments), 2)
+        assert "is added to the module in on_fit_start" in str(caught.value)
+
+    run_ranks(2, run)
+
+
+class Copied(Callback):
+    """Keeps a copy of a layer in the module, in a hook after it was wrapped, and averages weights into it."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        module.teacher = copy.deepcopy(module.last)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for own, trained in zip(module.teacher.parameters(), module.last.parameters(), strict=True):
+                own.lerp_(trained, 0.5)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gradient_weighting": "logged"}])
+def test_a_layer_that_nothing_trains(arguments: dict[str, Any]) -> None:
+    """A copy of a layer is not waited for, though it could be trained."""
+    single = SingleDeviceStrategy(**arguments)
+    wanted = fit_online(Copied(), Layers(), single, 1)
+
+    def run(rank: int) -> Any:
+        return fit_online(Copied(), Layers(), ThreadedStrategy(rank, 2, **arguments), 2)
+
+    for own in run_ranks(2, run):
+        torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
