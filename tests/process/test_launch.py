@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import inspect
 import itertools
 import multiprocessing
 import multiprocessing.util
@@ -12,7 +13,9 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import destroy_process_group as early_destroy
+from torch.distributed import init_process_group as early_init
 
+from rankwise.environments import PlainEnvironment
 from rankwise.errors import LaunchRefusedError, LifecycleError, NotPicklableError, WorkerRaisedError
 from rankwise.launchers.supervisor import Supervisor
+from rankwise.process_group import init_process_group
 from rankwise.ranks import rank_zero_only
 from rankwise.strategies import DDPForkStrategy, DDPSpawnStrategy, DDPStrategy, Strategy
 from tests.helpers.shared import computed_once
@@ -391,6 +398,84 @@ def test_the_user_makes_the_group_of_a_later_launch() -> None:
     strategy = ddp("fork", "auto")
     strategy.launch(nothing_in_particular)
     assert strategy.launch(own_group, init_process_group=False) == (False, 3.0)
+
+
+def as_torchrun_starts(strategy: Strategy, **options: Any) -> list[float]:
+    """Run a program of torchrun's twice, whose functions were imported before the job."""
+    totals = []
+    for _ in range(2):
+        early_init("gloo", **options)
+        total = torch.tensor(float(dist.get_rank() + 1))
+        dist.all_reduce(total)
+        totals.append(float(total))
+        early_destroy()
+    strategy.barrier()  # the job's group is still there
+    return totals
+
+
+def test_a_program_of_torchruns_joins(start_method: str) -> None:
+    """A program that creates and destroys its own group joins the job's, and torch's functions come back."""
+    strategy = ddp(start_method)
+    code = inspect.unwrap(early_init).__code__
+    agreeing: list[dict[str, Any]] = [{}, {"rank": -1, "world_size": 2, "init_method": "env://"}]
+    for options in agreeing:
+        strategy.launch(as_torchrun_starts, **options)
+        assert strategy.results == {0: [3.0, 3.0], 1: [3.0, 3.0]}
+    assert inspect.unwrap(early_init).__code__ is code
+    assert "init_method" in inspect.signature(dist.init_process_group).parameters
+
+
+def test_the_main_process_joins_and_gets_torchs_functions_back() -> None:
+    """So it is where the main process is rank 0; rankwise's own function joins, too."""
+    strategy = DDPStrategy(start_method="fork", devices=1, accelerator="cpu")
+    environment = PlainEnvironment(
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    )
+
+    def run(strategy: Strategy) -> bool:
+        init_process_group(environment)
+        dist.destroy_process_group()
+        early_init(backend="gloo")
+        dist.destroy_process_group()
+        early_destroy()  # one more than were joined: the program ends the job's group
+        return dist.is_initialized()
+
+    assert strategy.launch(run) is False
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="environment variable RANK expected"):
+        early_init("gloo")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 3}, r"init_process_group\(world_size=3\) contradicts the process group of the job"),
+        ({"rank": 5, "world_size": 2}, r"init_process_group\(rank=5\) contradicts"),
+        ({"backend": "mpi"}, r"init_process_group\(backend='mpi'\) contradicts .* back end 'gloo'"),
+    ],
+)
+def test_a_program_that_wants_another_group(options: dict[str, Any], message: str) -> None:
+    """It is an error that says how to leave the group to the program."""
+
+    def run(strategy: Strategy) -> None:
+        early_init(**options)
+
+    with pytest.raises(RuntimeError, match=message) as caught:
+        ddp("fork").launch(run)
+    assert "strategy.launch(function, init_process_group=False)" in str(caught.value)
+
+
+def test_what_an_existing_group_cannot_take() -> None:
+    """A timeout of the program's is not used, and it is told."""
+
+    def run(strategy: Strategy) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            early_init("gloo", timeout=timedelta(seconds=3))
+        return [str(each.message) for each in caught]
+
+    [text] = ddp("fork").launch(run)
+    assert "which cannot take timeout. Pass timeout= to the strategy" in text
 
 
 # ---------------------------------------------------------------------- order of calls

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from rankwise.process_group.authentication import (
     key_of,
     refuse_unknown_torch,
 )
+from rankwise.process_group.joining import count_joined, group_joinable
 from rankwise.processes.fork_safety import import_functional
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_of, run_rendezvous
@@ -66,7 +67,8 @@ def init_process_group(
 ) -> RankInfo:
     """Create torch's default process group of the processes that `environment` describes.
 
-    An existing group is used if it has these ranks and this back end. A strategy creates its group itself;
+    An existing group is used if it has these ranks and this back end; a job's group outlives the program's
+    `destroy_process_group()`. A strategy creates its group itself;
     this function is for programs without one. They end the group with
     `torch.distributed.destroy_process_group()`, once no `DistributedDataParallel` object exists any more:
     torch may abort the process at its exit otherwise.
@@ -107,6 +109,7 @@ def init_process_group(
             names = ", ".join(options)
             remedy = "destroy it first with torch.distributed.destroy_process_group(), or leave them out."
             raise ProcessGroupError(f"A process group exists, which cannot take {names}.", remedy)
+        count_joined()
         return ranks
     if "gloo" in backend:
         check_interface()
@@ -161,7 +164,8 @@ def process_group(
         store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout, on_rendezvous=on_rendezvous
     )
     try:
-        yield identities
+        with group_joinable() if is_ours else nullcontext():
+            yield identities
     finally:
         if is_ours and dist.is_initialized():
             destroy_groups()
