@@ -45,7 +45,9 @@ class PlainEnvironment(ClusterEnvironment):
     `LOCAL_RANK` must equal `RANK`, which means one node. `LOCAL_RANK` is optional if the job is on one node:
     `MASTER_ADDR` is a loopback address, or `LOCAL_WORLD_SIZE` is the world size.
 
-    Several processes without one of the two ranks are an error; a set of one process is ignored.
+    Several processes without one of the two ranks are an error; a set of one process is ignored. So is
+    `LOCAL_RANK=0` alone, which images preset; a higher rank alone, and `LOCAL_RANK` with `MASTER_ADDR`, are
+    an error, because each process would start a whole job.
     """
 
     name = "plain"
@@ -72,12 +74,15 @@ class PlainEnvironment(ClusterEnvironment):
 
     @classmethod
     def detected_markers(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the rank that is set, if the other variables are those of one of several processes."""
-        if not (is_set("MASTER_ADDR", environ) and is_set("MASTER_PORT", environ)):
-            return ()
-        markers = ("LOCAL_RANK",) if is_set("LOCAL_RANK", environ) else ()
-        has_rank = is_set("RANK", environ) and _world_size(environ) not in ("", "1")
-        return ("RANK", *markers) if has_rank else markers
+        """Return the rank that is set, if this is one of several processes."""
+        has_address = is_set("MASTER_ADDR", environ)
+        is_one_of_several = is_set("RANK", environ) and _world_size(environ) not in ("", "1")
+        marks = {
+            "RANK": is_one_of_several
+            and (has_address and is_set("MASTER_PORT", environ) or _is_later("RANK", environ)),
+            "LOCAL_RANK": is_set("LOCAL_RANK", environ) and (has_address or _is_later("LOCAL_RANK", environ)),
+        }
+        return tuple(name for name, is_marker in marks.items() if is_marker)
 
     @property
     def local_rank(self) -> int:
@@ -102,6 +107,12 @@ class PlainEnvironment(ClusterEnvironment):
             if self._has(variable):
                 return self._number(variable)
         return super().node_rank
+
+
+def _is_later(name: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a rank is not the first one."""
+    text = environ.get(name, "").strip()
+    return text.isdecimal() and bool(text.strip("0"))
 
 
 def _world_size(environ: Mapping[str, str]) -> str:
