@@ -45,8 +45,8 @@ SUBJECTS = {
 """What each folder (or file, such as `registry.py`) is for."""
 
 BASICS = (
-    *("start", "garbage_collection", "lazy_names", "limited_call", "errors", "ranks", "seed"),
-    *("named_options", "nested", "hyperparameters", "paths"),
+    *("start", "lazy_names", "limited_call", "errors", "ranks", "seed"),
+    *("named_options", "nested", "hyperparameters", "paths", "torch_internals"),
 )
 NOT_DRAWN = (*BASICS, "__init__", "__main__")
 

@@ -20,6 +20,7 @@ _numbers = itertools.count()
 
 HERE = Path(__file__).parent
 TORCH_VERSIONS = (
+    "unit/test_torch_internals.py",
     *("unit/gradient_sync", "unit/precision", "unit/process_group", "unit/stores", "unit/processes"),
     *("process/test_agents_store.py", "process/test_collective_check.py", "process/test_collectives.py"),
     *("process/test_compiled.py", "process/test_elastic.py", "process/test_evaluation.py"),

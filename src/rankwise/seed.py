@@ -18,7 +18,7 @@ import torch
 
 from rankwise import ranks
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
-from rankwise.garbage_collection import CollectionsPaused
+from rankwise.lazy_names import CollectionsPaused
 
 __all__ = [
     "get_random_state",

@@ -12,7 +12,6 @@ from pathlib import Path
 
 ORDER = (
     "start",
-    "garbage_collection",
     "lazy_names",
     "limited_call",
     "errors",
@@ -22,6 +21,7 @@ ORDER = (
     "nested",
     "hyperparameters",
     "paths",
+    "torch_internals",
     "environments",
     "processes",
     "stores",

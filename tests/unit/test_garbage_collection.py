@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from rankwise.garbage_collection import CollectionsPaused, move_to_oldest_generation
+from rankwise.lazy_names import CollectionsPaused, move_to_oldest_generation
 
 
 class Node:

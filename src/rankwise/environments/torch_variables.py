@@ -79,7 +79,7 @@ class PlainEnvironment(ClusterEnvironment):
         is_one_of_several = is_set("RANK", environ) and _world_size(environ) not in ("", "1")
         marks = {
             "RANK": is_one_of_several
-            and (has_address and is_set("MASTER_PORT", environ) or _is_later("RANK", environ)),
+            and ((has_address and is_set("MASTER_PORT", environ)) or _is_later("RANK", environ)),
             "LOCAL_RANK": is_set("LOCAL_RANK", environ) and (has_address or _is_later("LOCAL_RANK", environ)),
         }
         return tuple(name for name, is_marker in marks.items() if is_marker)

@@ -23,7 +23,6 @@ from rankwise.launchers.context import Entry, Launcher, WorkerContext
 from rankwise.launchers.multiprocess import create_job, refuse_where_impossible, value_of
 from rankwise.launchers.preconditions import shortages_named
 from rankwise.launchers.worker_main import JobSpec, bind_to_main_process, run_worker
-from rankwise.process_group.torch_internals import ELASTIC, check_torch
 from rankwise.processes.command_line import count_launch
 from rankwise.processes.exit_codes import write_stderr
 from rankwise.processes.parent_death import ParentDeathPipe, end_with_writer
@@ -31,6 +30,7 @@ from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack
 from rankwise.processes.signals import INTERRUPT_NOTICE, ROUTER, SignalRequest, exit_statuses_kept, stopped_by
 from rankwise.ranks import RankInfo
 from rankwise.stores.restart import RestartInfo, note_restart
+from rankwise.torch_internals import ELASTIC, check_torch
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig

@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.precision.base import DtypePrecision, gradient_values
-from rankwise.process_group.torch_internals import LOSS_SCALING, check_torch
+from rankwise.torch_internals import LOSS_SCALING, check_torch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from rankwise.nested import map_tensors
 from rankwise.process_group.after_failure import refuse_after_failure
 from rankwise.process_group.objects import broadcast
-from rankwise.process_group.torch_internals import SHARDED, check_torch
+from rankwise.torch_internals import SHARDED, check_torch
 
 _SHARDED = "ZeroRedundancyOptimizer"
 

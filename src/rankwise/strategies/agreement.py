@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import RankMismatchError
 from rankwise.gradient_sync.parameters import share_tensors
-from rankwise.process_group.digests import digests_of
-from rankwise.process_group.rank_facts import differences, facts_of_parameters
+from rankwise.process_group.rank_facts import differences, digests_of, facts_of_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

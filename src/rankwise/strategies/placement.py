@@ -35,10 +35,10 @@ from rankwise.errors import (
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script_place import script_place
-from rankwise.process_group.torch_internals import JOB, check_torch
 from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies.config import ProcessConfig, check_devices, check_num_nodes, device_type
+from rankwise.torch_internals import JOB, check_torch
 
 # The address of a job on one node, whatever address the environment has, unless a launcher hosts the store.
 LOOPBACK = "127.0.0.1"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rankwise.errors import UNOWNED, ConfigurationError
 from rankwise.gradient_sync.parameters import parameters_of
-from rankwise.process_group.digests import digests_of
+from rankwise.process_group.rank_facts import digests_of
 from rankwise.strategies.agreement import check_ranks_agree, values_of
 
 if TYPE_CHECKING:

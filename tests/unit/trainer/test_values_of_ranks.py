@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankwise import TrainingModule
 from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, InvalidArgumentError, RankMismatchError
-from rankwise.process_group.digests import digest_of
+from rankwise.process_group.rank_facts import digest_of
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
 from tests.unit.gradient_sync.helpers import FEATURES, loss_of, net

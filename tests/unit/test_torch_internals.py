@@ -13,11 +13,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import rankwise
+from rankwise import torch_internals
 from rankwise.errors import ConfigurationError
-from rankwise.process_group import torch_internals
-from rankwise.process_group.torch_internals import INTERNALS, JOB, Internal, check_torch, missing
 from rankwise.processes.fork_safety import import_functional
 from rankwise.strategies import DDPElasticStrategy, DDPForkStrategy
+from rankwise.torch_internals import INTERNALS, JOB, Internal, check_torch, missing
 
 SOURCES = sorted(Path(rankwise.__file__).parent.rglob("*.py"))
 LISTED = {name for internal in INTERNALS for name in internal.names.split()}
